@@ -43,6 +43,11 @@ def test_a_chat_model_is_asked_a_question_of_its_data(tmp_path: Path, capsys: py
     assert re.search(r"capital of \w+", sample) and sample.endswith("<|assistant|>"), said
 
 
+def test_a_type_that_others_have_is_said_not_to_be_supported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dtype", "float16"]) == 2
+    assert "--dtype: got 'float16'; float16 is not supported: its narrow range" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_yaml_is_said_with_its_line(tmp_path: Path) -> None:
     for text, said in (("a: 1\n\tb: 2\n", "line 2 has a tab; use spaces"), ("a: [1\n", "line 1: ")):
         (tmp_path / "bad.yaml").write_text(text)

@@ -91,7 +91,7 @@ def export_hugging_face(
         else:
             _save_config(chain, partial, dtype)
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial)
+            save_tokenizer(tokenizer, partial)
         replace_folder(partial, folder)
     except (OSError, SafetensorError) as error:  # a full disk above all
         _finish(tensors)
@@ -101,7 +101,12 @@ def export_hugging_face(
     return folder
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer into a folder.
+
+    Raises:
+        OSError: it could not be written.
+    """
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # its library raises bare ones for a full disk

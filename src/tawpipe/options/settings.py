@@ -73,7 +73,8 @@ class Leaf:
                 with contextlib.suppress(ValueError, OverflowError):
                     return read_scalar(kind, value)
         plain = value if isinstance(value, str | int | float | list | dict) else "null" if value is None else str(value)
-        raise UserError(self.option, plain, self.expected)
+        why = self.metadata.get("refused", {}).get(plain if isinstance(plain, str) else None, "")
+        raise UserError(self.option, plain, f"{why}; {self.expected}" if why else self.expected)
 
     def check(self, value: object) -> None:
         """Raise UserError for a number out of the setting's bounds."""

@@ -25,6 +25,8 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.names import ELSEWHERE, LEADING
 
+HALF = "float16 is not supported: its narrow range would want a scaled loss"
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -238,7 +240,9 @@ class TrainConfig(DataSettings):
     """Times that the training data is seen, instead of --steps."""
     seed: int = bounded(0, minimum=0)
     """Seed of weights, order of the data and dropout."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = field(
+        default="auto", metadata={"refused": dict.fromkeys(("float16", "fp16"), HALF)}
+    )
     """Type in which the model computes and in which weights travel: auto is bfloat16 on GPUs that compute in it, else
     float32, and in a resumed run what it was before. Master weights and optimizer state are float32 (float64 under
     float64)."""

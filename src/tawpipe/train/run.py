@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tawpipe.checkpoint.names import step_name
+from tawpipe.checkpoint.names import complete_states, step_name
 from tawpipe.checkpoint.resume import ResumePoint, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, above_bar, duration
@@ -27,6 +27,7 @@ from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
+from tawpipe.model.export import save_tokenizer
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken, share_allocator
@@ -154,10 +155,10 @@ def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
     try:
         return pipeline.export(config.output_path / "model", tokenizer=prepared.data.tokenizer, **vars(form))
     except RunError as error:
-        if not config.checkpoint.every:
+        if not (states := complete_states(config.output_path / "checkpoints")):
             raise
         again = f"tawpipe export {shlex.quote(config.output)}"
-        raise RunError(f"{error}. Nothing is lost: `{again}` writes it from the last checkpoint") from error
+        raise RunError(f"{error}. `{again}` writes it from {states[-1].name}") from error
 
 
 def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> list[tuple[str, str]]:
@@ -212,9 +213,9 @@ def _save_settings(prepared: Prepared, table: Sequence[str], console: Console) -
                 (config.output_path / name).unlink(missing_ok=True)
         if table:
             replace_text(config.output_path / STRATEGIES, "\n".join(table))
-        prepared.data.tokenizer.save_pretrained(config.output_path / TOKENIZER)
+        save_tokenizer(prepared.data.tokenizer, config.output_path / TOKENIZER)
     except OSError as error:
-        console.notice(f"{error.filename} could not be written: {error.strerror}")
+        console.notice(f"{error.filename or config.output_path} could not be written: {error.strerror or error}")
 
 
 def open_stores(config: TrainConfig, world: World, injector: Injector | None = None) -> tuple[Disk, Memory | None]:
