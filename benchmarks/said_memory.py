@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from tawpipe.train.words import PARTS
+
 OFF, BELOW = 0.05, 0.03
 COMMON = "--model tiny --vocab-size 2000 --dtype float32 --device cpu --sample.tokens 0"
 RUNS = {
@@ -72,7 +74,8 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", "tawpipe", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     peaks, said = read(done.stdout)
-    parts = dict(re.findall(r"^  (\w+) +([\d.]+ [MG]iB) per process", done.stdout, flags=re.MULTILINE))
+    words = next(line for line in done.stdout.splitlines() if line.startswith("  memory "))
+    parts = {part: size.group() for part in PARTS if (size := re.search(rf"[\d.]+ [MG]iB(?= {PARTS[part]})", words))}
     return {"name": name, "words": RUNS[name], "said": said, "peaks": peaks, "more": max(peaks) / said - 1} | {
         "parts": parts
     }

@@ -96,10 +96,10 @@ PARTS = {
 
 def memory_rows(needs: Needs) -> list[tuple[str, str]]:
     """Rows that say what a device holds, and of what, and what its node's host and disk hold."""
-    parts = "; ".join(f"{gib(size)} {PARTS[name]}" for name, size in needs.parts.items())
+    parts = "; ".join(f"{gib(size)} {PARTS[name]}" for name, size in needs.parts.items() if size)
     rows = [("memory", f"{gib(needs.device)} per process at the highest: {parts}")]
     if needs.host:
-        rows.append(("host memory", f"{gib(needs.host)} of a node: inputs of layers that wait there"))
+        rows.append(("host memory", f"{gib(needs.host)} of a node: what waits there until a device needs it"))
     if needs.files:
         rows.append(("files", f"{gib(needs.files)} of a node's disk: inputs of layers that wait there"))
     return rows
