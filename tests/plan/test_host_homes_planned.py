@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from plan_requests import plan_request, profile, step_of
 from schedules import llama
+from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.plan.machine import Device, uniform
@@ -109,3 +112,79 @@ def test_a_run_looks_at_its_hosts_before_anything_is_allocated() -> None:
         refuse_host(settings, wanted, [128e9, 128e9, 32e9, 32e9], machines, one_memory=False)
     with pytest.raises(UserError, match="one memory"):
         refuse_host(settings, wanted, free, machines, one_memory=True)
+
+
+QWEN_32B = {
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "architectures": ["Qwen3ForCausalLM"],
+}
+
+
+def planned(capsys, tmp_path, *, nodes: str, gpu: str, memory: int, host_gib: int, model: str, **words: object) -> str:
+    """What ``tawpipe plan`` prints for machines with a link of 10 Gbit/s and PCIe 4."""
+    lines = ["format: 1", f"nodes: {nodes}", f"device: {{name: {gpu}, memory_gib: {memory}}}"]
+    lines += ["between: {gbit_per_s: 10, latency_us: 20}"]
+    lines += [f"host: {{gbyte_per_s: 22, latency_us: 10, shared: false, memory_gib: {host_gib}}}"]
+    (tmp_path / "machine.yaml").write_text("\n".join(lines))
+    asked = [f"--{name.replace('_', '-')}={value}" for name, value in words.items()]
+    main(["plan", "--model", model, f"--topology={tmp_path / 'machine.yaml'}", f"--memory={memory}", *asked])
+    return capsys.readouterr().out
+
+
+def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
+    said = planned(
+        capsys,
+        tmp_path,
+        nodes="[1, 1]",
+        gpu="NVIDIA GeForce RTX 4090",
+        memory=24,
+        host_gib=96,
+        model="llama-8b",
+        sequence_length=8192,
+        global_batch=2,
+    )
+    seconds, gib = re.search(r"^generated +([\d.]+) .* ([\d.]+) +chosen", said, flags=re.MULTILINE).groups()  # pyright: ignore
+    assert 1400 < 2 * 8192 / float(seconds) < 2000 and 19 < float(gib) < 22.5
+    host = re.search(r"of a node's host \(schedule.host_homes state.*\) ([\d.]+) of 91.20", said)
+    assert host and 58 < float(host[1]) < 66
+
+
+def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path) -> None:
+    said = planned(
+        capsys,
+        tmp_path,
+        nodes="[1, 1]",
+        gpu="NVIDIA GeForce RTX 4090",
+        memory=24,
+        host_gib=32,
+        model="llama-8b",
+        sequence_length=8192,
+        global_batch=2,
+    )
+    assert re.search(r"nothing fits: .* [\d.]+ GiB of 30.40 of every host's memory", said)
+
+
+@pytest.mark.slow
+def test_two_machines_of_80_gb_train_32_b_in_full(capsys, tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN_32B | {"model_type": "qwen3"}))
+    said = planned(
+        capsys,
+        tmp_path,
+        nodes="[1, 1]",
+        gpu="NVIDIA H100 80GB HBM3",
+        memory=80,
+        host_gib=320,
+        model=str(tmp_path / "model"),
+        sequence_length=16384,
+        global_batch=8,
+    )
+    host = re.search(r"of a node's host \(schedule.host_homes state.*\) ([\d.]+) of", said)
+    assert "chosen" in said and host and 240 < float(host[1]) < 265

@@ -7,9 +7,12 @@ from itertools import groupby
 import pytest
 import torch
 
-from host_homes import every_case, pairwise
+from cases import LENGTH
+from host_homes import OPTIMIZERS, every_case, pairwise
 from states import BATCHES, everything, make, momentum, same, train
 from tawpipe import adamw
+from tawpipe.pipeline import sizes
+from tawpipe.runtime import slices
 
 
 def check(pool, cases) -> None:
@@ -144,3 +147,41 @@ def test_an_evaluation_and_an_export_read_what_training_left(tmp_path) -> None:
     assert _bytes(folders[0]) == _bytes(folders[1])
     made.close()
     plain.close()
+
+
+def device_and_host_bytes(pipeline) -> tuple[int, int, int]:
+    """What homes take on the device, pools there, and homes in the host's memory: the tensors that there are."""
+    storage, executor = pipeline.storage, pipeline.executor
+    inside = {id(one) for held in (storage.master, storage.gradient) for one in held.values()}
+    states = [one for unit in pipeline.optimizers.states().values() for state in unit for one in state.values()]
+    moments = sum(one.nbytes for one in states if one.ndim)
+    state = sum(one.nbytes for held in (storage.master, storage.gradient) for one in held.values()) + moments
+    copies = sum(one.nbytes for one in storage.compute_copy.values() if id(one) not in inside)
+    homes = inside | {id(one) for one in storage.compute_copy.values()}
+    pools = sum(one.nbytes for one in executor._buffers.values() if id(one) not in homes)
+    if executor.streaming is None:
+        return copies + state, pools, 0
+    return copies + executor.streaming.device_bytes, pools, state
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "plain", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_counted_is_what_is_said(monkeypatch, optimizer: str, dtype: torch.dtype, cut: bool) -> None:
+    if cut and optimizer == "muon":  # no slice is smaller than a matrix, and these are small
+        return
+    if cut:
+        for module in (slices, sizes):
+            monkeypatch.setattr(module, "SLICE", 512)
+    found = {}
+    for level in ("none", "state"):
+        pipeline = make(OPTIMIZERS[optimizer], dtype=dtype, host_homes=level, strategy="tawpipe-whole")
+        train(pipeline, BATCHES[:2])
+        said = pipeline.costs(2, LENGTH)
+        device, pools, host = found[level] = device_and_host_bytes(pipeline)
+        assert device == pytest.approx(said.home_bytes, rel=0.03) and host == pytest.approx(said.host_bytes, rel=0.03)
+        assert pools <= said.buffer_bytes <= 1.03 * pools + 64
+        pipeline.close()
+    if optimizer == "adamw" and cut:  # a device of so much memory holds the one and not the other
+        limit = 200_000 if dtype == torch.float32 else 150_000
+        assert sum(found["state"][:2]) < limit < sum(found["none"][:2])

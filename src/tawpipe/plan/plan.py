@@ -270,8 +270,8 @@ def held(request: PlanRequest, needs: Needs, *, in_host: bool = False) -> str:
     words = f"GiB of a device: {parts} ({SYSTEM})"
     if needs.host:
         known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
-        state = " with master weights, gradients and optimizer state (schedule.host_homes state)"
-        words += f"; of a node's host {gib(needs.host)} {known}" + state * in_host
+        state = " (schedule.host_homes state: master weights, gradients, optimizer state)" * in_host
+        words += f"; of a node's host{state} {gib(needs.host)} {known}"
     if needs.files:
         free = request.machine.files_bytes
         known = f"of {gib(free)} that are free" if free else "of which nobody has said how much is free"

@@ -88,7 +88,7 @@ def probe(world: World) -> Probe:
     nodes = world.nodes.nodes
     inside, inside_notes = _inside(ruler, nodes)
     between, of, rates, notes = _between(ruler, nodes)
-    host, known = _host(world), machine_unprobed(world)
+    host, known = host_link(world), machine_unprobed(world)
     machine = replace(known, between=between, inside=inside, between_of=of, host=host)
     if uses_nccl(world.device) and world.size > 1:
         machine = with_collectives(machine, world)
@@ -350,7 +350,7 @@ def _between(
     return link(usual), odd, measured, notes
 
 
-def _host(world: World, size: int = 1 << 27) -> LinkModel:
+def host_link(world: World, size: int = 1 << 27) -> LinkModel:
     """Between a GPU and its host in each direction, the slowest of the ranks while all of them copy in both: they share
     the host's memory, and homes that are there pass in both at once.
     """

@@ -47,6 +47,11 @@ CHECKS = (
     Check(
         "bits", "steps give the same bits whichever lanes are late, and free nothing that is still read", exactness.bits
     ),
+    Check(
+        "host",
+        "homes in the host's memory have the bits of homes on devices, and pass at 80 % of its link's rate or more",
+        exactness.in_host,
+    ),
     Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
     Check("sets", "rows over several processes have the numbers of rows on one", exactness.sets, needs=("neighbours",)),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),

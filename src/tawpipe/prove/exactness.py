@@ -15,18 +15,24 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.prove.freed import Freed
+from tawpipe.prove.host import host_share
 from tawpipe.prove.models import dtype_here, made, rows, small
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
+from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import ScheduleSettings, settings_from
 from tawpipe.schedule.strategies.table import strategies
 
 LIMIT = 1e-6
 """Largest relative difference in fp64: transformers computes the norms of Llama in fp32 whatever the dtype."""
 CHUNK_LIMITS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.05}
 """The same for rows in chunks: of bfloat16 what rounding every sum to 8 bits makes of gradients."""
+IN_HOST = ("tawpipe-spread", "tawpipe-whole", "flat", "1f1b")
+"""Strategies whose gradients reach their homes in different ways."""
+SHARE = 0.8
+"""Of the rate of a host's link that updates of homes there have to reach."""
 LENGTH = 48
 STEPS = 3
 COMPUTES, TRANSFERS = "computing", "transfers"
@@ -93,16 +99,42 @@ def bits(world: World) -> Outcome:
     return Outcome(bool(tried) and not differ and not faults, note, numbers)
 
 
+def in_host(world: World) -> Outcome:
+    """A few steps with homes in the host's memory and transfers late, beside homes on devices: the same losses and
+    weights. On GPUs also the share of the host's link that an update uses.
+    """
+    differ, tried, refused = list[str](), list[str](), dict[str, str]()
+    for name in IN_HOST:
+        try:
+            wanted, *_ = _steps(world, name, optimizer=adamw(1e-2))
+        except UserError as error:
+            refused[name] = str(error)
+            continue
+        tried.append(name)
+        found, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes="state")
+        if world.rank == 0 and not _equal(wanted, found):
+            differ.append(name)
+    rate, most = host_share(world) if world.device.type == "cuda" else (0.0, 0.0)
+    note = f"{len(tried)} strategies: "
+    note += ", ".join(f"{name} has other bits" for name in differ) or "the same bits"
+    note += f"; an update passes with {rate / 1e9:.1f} of {most / 1e9:.1f} GB/s" if most else ""
+    numbers = {"strategies": tried, "differ": differ, "refused": refused, "bytes_per_s": rate, "host_bytes_per_s": most}
+    return Outcome(bool(tried) and not differ and rate >= SHARE * most, note, numbers)
+
+
 def _names() -> list[str]:
     return [name for name, strategy in strategies().items() if strategy.candidate]
 
 
-def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[str], list[str]]:
+def _steps(
+    world: World, name: str, late: str = "", *, optimizer: OptimizerFactory | None = None, host_homes: str = "none"
+) -> tuple[list[Tensor], list[str], list[str]]:
     """Losses, and on rank 0 all weights, after a few steps; with the words of ``Freed`` where something is late, and
     the operators of attention where nothing is.
 
     Args:
         late: ``COMPUTES`` or ``TRANSFERS``: which lanes wait before every action.
+        optimizer: plain SGD by default.
     """
     config, generator = small(), random.Random(world.rank)
 
@@ -113,9 +145,9 @@ def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[
 
     pipeline = Pipeline(
         made(config),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
         dtype=torch.float64,
-        schedule=name,
+        schedule=settings_from({"strategy": name, "host_homes": host_homes}, where="prove"),
         check="never",
         world=world,
         delay=delay if late else None,
