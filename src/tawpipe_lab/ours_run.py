@@ -101,7 +101,13 @@ class OurContender:
             units.append(Unit(i, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
         device = torch.device("cpu")
         storage = Storage(
-            units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32
+            units,
+            self.schedule.homes,
+            rank,
+            device=device,
+            compute_dtype=torch.float32,
+            master_dtype=torch.float32,
+            in_host=self.schedule.step.homes_in_host,
         )
         transport = _MeasuredTransport(
             self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict
@@ -111,7 +117,7 @@ class OurContender:
             compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
             storage=storage,
             transport=transport,
-            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer else _NoOptimizer(storage),
+            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer or storage.in_host else _NoOptimizer(storage),
             reduce_dtype=torch.float32,
         )
         self._executor.adopt(self.schedule)

@@ -186,3 +186,13 @@ def test_keys_travel_while_a_layer_computes_and_once_more_for_its_backward_pass(
     # Keys set out again before the backward pass of the layer, and their gradients once it is done.
     assert lanes.log == ["begin", "backward", "wait", "begin"] and asked == ["gather", "gather", "reduce"]
     assert torch.equal(x.grad, torch.full((5, 2), 3.0)) and layer.weight.grad == 10  # type: ignore[arg-type]
+
+
+def test_homes_in_the_host_s_memory_pass_for_real() -> None:
+    contender = OurContender("tawpipe-spread", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, host_homes="state")
+    storage, streaming = contender._executor.storage, contender._executor.streaming
+    storage.master[0].fill_(1.0)
+    assert streaming is not None and not storage.compute_copy[0].any()
+    contender.step()
+    assert storage.compute_copy[0].all()  # what travels was brought up to date by an update that passed
+    contender.close()

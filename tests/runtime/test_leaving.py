@@ -127,7 +127,7 @@ class Pipeline:
 
 def look_after(pipeline: Pipeline, executor: Any, *savings: Any):
     world: Any = SimpleNamespace()
-    steps = SimpleNamespace(drain=lambda: None)
+    steps: Any = SimpleNamespace(drain=lambda: None)
     return leave_at_exit(pipeline, executor, steps, savings, world)
 
 
@@ -174,13 +174,15 @@ def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_
 
 
 def test_a_last_step_that_was_no_good_is_said_once_the_script_has_ended(looked_after, capsys):
-    executor, pipeline = Busy(idle=True), Pipeline()
+    executor: Any = Busy(idle=True)
+    pipeline = Pipeline()
 
     def drain() -> None:
         raise UserError("batch", "different ones", "the same")
 
     world: Any = SimpleNamespace()
-    leave_at_exit(pipeline, executor, SimpleNamespace(drain=drain), (), world)
+    steps: Any = SimpleNamespace(drain=drain)
+    leave_at_exit(pipeline, executor, steps, (), world)
     (one,) = looked_after.values()
     assert not one.end(failing=False) and "tawpipe: error: batch: got 'different ones'" in capsys.readouterr().err
     assert one.end(failing=True) and not capsys.readouterr().err  # the script's own error says more

@@ -107,11 +107,11 @@ def test_homes_pass_through_the_device_while_nobody_else_uses_them(monkeypatch, 
 def _forgets(name: str):
     """A room that does not know when something had come or gone."""
 
-    class Careless(streaming.Room):
+    class Careless(streaming.PassingRoom):
         def __setattr__(self, attribute: str, value: object) -> None:
             object.__setattr__(self, attribute, FakeEvent() if attribute == name and value is not None else value)
 
-    return streaming, "Room", Careless
+    return streaming, "PassingRoom", Careless
 
 
 FORGOTTEN = {

@@ -73,7 +73,7 @@ def delayed(seed: int) -> Callable[[Work], float]:
 def held(layout: Layout, times: dict[Work, tuple[float, float]], costs: PipelineCosts) -> list[float]:
     """The most memory of every position in one timing."""
     table = costs.stages(layout)
-    most = [*table.resident]
+    most: list[float] = [*table.resident]
     for place in range(layout.size):
         own = [work for work in times if layout.places[work.stage] == place]
         events = [(times[work][0], 1, table.taken[work.kind, work.stage]) for work in own]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -317,6 +318,7 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
         "get_sync_debug_mode": lambda: ledger.debug_mode,
         "set_sync_debug_mode": lambda mode: setattr(ledger, "debug_mode", mode),
         "get_device_capability": lambda *_: (8, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(is_integrated=0),
         "get_device_name": lambda *_: "a device of the tests",
         "get_rng_state": lambda *_: torch.default_generator.get_state(),
         "set_rng_state": lambda *_: None,

@@ -172,7 +172,7 @@ class Ledger:
         stream.last = self.issued
         for block, writes_it, tensor in olds:
             if block is not None and block.pinned:
-                begin = tensor.storage_offset() * tensor.itemsize
+                begin = int(tensor.storage_offset()) * tensor.itemsize
                 end = begin + tensor.numel() * tensor.itemsize
                 own = block.parts.setdefault((begin, end), Block(block.number, end - begin, None, block.made))
                 for (first, last), part in block.parts.items():

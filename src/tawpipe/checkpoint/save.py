@@ -74,7 +74,7 @@ def stage(pieces: Sequence[StatePiece], *, live: bool = False) -> list[StatePiec
         name = next(piece.name for piece in pieces if not bool(_finite(piece.value)))
         raise RunError(f"{name} holds numbers that are not finite; it is not saved")
     if live:
-        return [StatePiece(one.name, one.numel, one.start, one.value.to("cpu")) for one in pieces]
+        return [StatePiece(piece.name, piece.numel, piece.start, piece.value.to("cpu")) for piece in pieces]
     copies = [torch.empty(piece.value.shape, dtype=piece.value.dtype, device="cpu") for piece in pieces]
     if any(piece.value.device.type == "cuda" for piece in pieces):
         _through_pinned([piece.value for piece in pieces], copies)

@@ -234,4 +234,4 @@ class PlanRequest:
     def has_host(self) -> bool:
         """True if devices have memory of their own, and their host's besides."""
         name = self.machine.device.name
-        return name != "CPU" and not any(one in name for one in ONE_MEMORY)
+        return name != "CPU" and not any(word in name for word in ONE_MEMORY)

@@ -178,7 +178,7 @@ def search(
     # alone no row is taken apart.
     draws = [request.with_ranks(1), request] if request.drops and request.sets else [request]
     # Homes that pass through the device take longer: they are looked at where nothing fits without.
-    for asked in [one.with_homes(level) for level in request.levels for one in draws]:
+    for asked in [draw.with_homes(level) for level in request.levels for draw in draws]:
         if any(one.fits for one in candidates):
             break
         candidates = []

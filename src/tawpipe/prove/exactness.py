@@ -111,8 +111,8 @@ def in_host(world: World) -> Outcome:
             refused[name] = str(error)
             continue
         tried.append(name)
-        found, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes="state")
-        if world.rank == 0 and not _equal(wanted, found):
+        there, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes="state")
+        if world.rank == 0 and not _equal(wanted, there):
             differ.append(name)
     rate, most = host_share(world) if world.device.type == "cuda" else (0.0, 0.0)
     note = f"{len(tried)} strategies: "

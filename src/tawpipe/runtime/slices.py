@@ -84,8 +84,8 @@ def squares_of(slices: Sequence[Tensor]) -> Tensor:
     if slices[0].device.type == "cuda":  # the kernel converts as it reads
         norms = torch._foreach_norm(list(slices), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         return torch.stack(norms).square()
-    room = torch.empty(min(AT_ONCE, max(one.numel() for one in slices)), dtype=torch.float64)
-    return torch.stack([_sum_of_squares(one, room) for one in slices])
+    room = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64)
+    return torch.stack([_sum_of_squares(part, room) for part in slices])
 
 
 def _sum_of_squares(values: Tensor, room: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ WEIGHT, GRADIENT = "weight", "gradient"
 """What passes through a room besides the states of an optimizer, which have names of their own."""
 
 
-class Room:
+class PassingRoom:
     """Memory of the device for one load after another, a tensor for everything that passes.
 
     Args:
@@ -90,7 +90,7 @@ class _Streams:
         if self._arriving is not None:
             self._arriving.wait_stream(torch.cuda.current_stream())
 
-    def arriving(self, room: Room) -> AbstractContextManager[Any]:
+    def arriving(self, room: PassingRoom) -> AbstractContextManager[Any]:
         """Where to bring something into a room."""
         if self._arriving is None:
             return nullcontext()
@@ -98,11 +98,11 @@ class _Streams:
             self._arriving.wait_event(room.left)
         return torch.cuda.stream(self._arriving)
 
-    def brought(self, room: Room) -> None:
+    def brought(self, room: PassingRoom) -> None:
         if self._arriving is not None:
             room.arrived = self._arriving.record_event()
 
-    def here(self, room: Room) -> None:
+    def here(self, room: PassingRoom) -> None:
         """The lane works in a room from now on."""
         if self._arriving is not None:
             assert room.arrived is not None
@@ -115,7 +115,7 @@ class _Streams:
         self._leaving.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._leaving)
 
-    def taken(self, room: Room) -> None:
+    def taken(self, room: PassingRoom) -> None:
         if self._leaving is not None:
             room.left = self._leaving.record_event()
 
@@ -136,7 +136,7 @@ class Streaming:
         self._pieces = {unit: optimizers.pieces.get(unit, ()) for unit in storage.gradient}  # a stripe may be padding
         self._loads = {unit: loads_of(pieces) for unit, pieces in self._pieces.items()}
         most = max((room_of(load) for loads in self._loads.values() for load in loads), default=0)
-        self._rooms = [Room(most, self._device) for _ in range(ROOMS)]
+        self._rooms = [PassingRoom(most, self._device) for _ in range(ROOMS)]
         self._streams = _Streams(self._device)
         wide = {"dtype": torch.float64, "device": self._device}
         self.squares = {unit: torch.zeros(sum(map(len, loads)), **wide) for unit, loads in self._loads.items()}
@@ -155,11 +155,11 @@ class Streaming:
         """Add buffers of the device to the gradient at home, or put their sum in its place."""
         pieces, dtype = self._pieces[unit], self._storage.master_dtype
 
-        def bring(load: Load, room: Room) -> None:
+        def bring(load: Load, room: PassingRoom) -> None:
             for part in () if replaces else load:
                 room.of(GRADIENT, part, dtype).copy_(part.of(pieces[part.place].gradient), non_blocking=True)
 
-        def work(load: Load, room: Room) -> None:
+        def work(load: Load, room: PassingRoom) -> None:
             for part in load:
                 here = room.of(GRADIENT, part, dtype)
                 for number, source in enumerate(sources):
@@ -167,7 +167,7 @@ class Streaming:
                     _ = here.copy_(given) if replaces and number == 0 else here.add_(given)
             self._square(unit, load, room)
 
-        def take(load: Load, room: Room) -> None:
+        def take(load: Load, room: PassingRoom) -> None:
             for part in load:
                 part.of(pieces[part.place].gradient).copy_(room.of(GRADIENT, part, dtype), non_blocking=True)
 
@@ -199,12 +199,13 @@ class Streaming:
 
         def states_of(piece: int) -> dict[str, tuple[str, Tensor]]:
             """The states of a piece that pass, each with its place in a room: pieces may have states of other names."""
-            own = {k: one for k, one in step.before[piece].items() if is_elementwise(one, pieces[piece].value)}
-            return {key: (f"state {number}", one) for number, (key, one) in enumerate(own.items())}
+            passing = [pair for pair in step.before[piece].items() if is_elementwise(pair[1], pieces[piece].value)]
+            return {key: (f"state {number}", value) for number, (key, value) in enumerate(passing)}
 
-        made: list[Any] = []  # what an optimizer has made goes down on another stream than the one whose memory it is
+        # What an optimizer makes goes down on another stream than the one whose memory it is: kept until that is over.
+        states_made: list[Any] = []
 
-        def bring(load: Load, room: Room) -> None:
+        def bring(load: Load, room: PassingRoom) -> None:
             for part in load:
                 piece = pieces[part.place]
                 room.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
@@ -212,26 +213,26 @@ class Streaming:
                 for place, value in states_of(part.place).values():
                     room.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
 
-        def work(load: Load, room: Room) -> None:
+        def work(load: Load, room: PassingRoom) -> None:
             values = []
             for part in load:
                 piece = pieces[part.place]
                 whole = piece.value.shape if piece.value.ndim > 1 else (part.numel,)
                 value = piece.mark(room.of(WEIGHT, part, dtype).view(whole))
                 value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
-                state = {key: _copy(one) for key, one in step.before[part.place].items()}
-                for key, (place, one) in states_of(part.place).items():
-                    state[key] = room.of(place, part, one.dtype).view(whole)
+                state = {key: _copy(value) for key, value in step.before[part.place].items()}
+                for key, (place, kept) in states_of(part.place).items():
+                    state[key] = room.of(place, part, kept.dtype).view(whole)
                 values.append((part.place, value, state))
             if early:
                 self._square(unit, load, room)
-            made[:] = [*made[-1:], optimizers.step_on(step, values, updates)]
+            states_made[:] = [*states_made[-1:], optimizers.step_on(step, values, updates)]
             for part in load:
                 travelling = self._same_place(unit, part.place, storage.compute_copy[unit])
                 part.of(travelling).copy_(room.of(WEIGHT, part, dtype))
 
-        def take(load: Load, room: Room) -> None:
-            for part, state in zip(load, made[-1], strict=True):
+        def take(load: Load, room: PassingRoom) -> None:
+            for part, state in zip(load, states_made[-1], strict=True):
                 piece = pieces[part.place]
                 part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
                 for key, value in state.items():
@@ -248,7 +249,7 @@ class Streaming:
     def _home(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return host_zeros(shape, dtype, self._device)
 
-    def _square(self, unit: int, load: Load, room: Room) -> None:
+    def _square(self, unit: int, load: Load, room: PassingRoom) -> None:
         values = [room.of(GRADIENT, part, self._storage.master_dtype) for part in load]
         self.squares[unit][load[0].number : load[-1].number + 1] = squares_of(values)
 
@@ -261,9 +262,9 @@ class Streaming:
     def _pass(
         self,
         unit: int,
-        bring: Callable[[Load, Room], None],
-        work: Callable[[Load, Room], None],
-        take: Callable[[Load, Room], None],
+        bring: Callable[[Load, PassingRoom], None],
+        work: Callable[[Load, PassingRoom], None],
+        take: Callable[[Load, PassingRoom], None],
     ) -> None:
         """Bring every load of a unit into a room, work on it and take it away; the next one comes meanwhile."""
         loads, streams = self._loads[unit], self._streams

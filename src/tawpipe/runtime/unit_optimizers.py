@@ -171,12 +171,14 @@ class UnitOptimizers:
         shape = tuple(piece.value.shape) if piece.value.ndim > 1 else (min(piece.value.numel(), 2),)
         value = piece.mark(torch.zeros(shape, dtype=piece.value.dtype, device=self._device))
         value.grad = torch.zeros_like(value)
-        made = self._make([value])
-        for optimizer in made:
+        optimizers = self._make([value])
+        for optimizer in optimizers:
             optimizer.step()
         memory = partial(host_zeros, tuple(piece.value.shape), device=self._device)
-        kept = state_of(made, value)
-        return {key: memory(dtype=one.dtype) if is_elementwise(one, value) else one for key, one in kept.items()}
+        kept = state_of(optimizers, value)
+        return {
+            key: memory(dtype=state.dtype) if is_elementwise(state, value) else state for key, state in kept.items()
+        }
 
     def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
         """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""
@@ -219,12 +221,12 @@ class UnitOptimizers:
         Args:
             slices: of every slice the number of its piece, a parameter that stands for it, and its state so far.
         """
-        pieces, made = self.pieces[step.unit], dict[int, Mapping[str, Any]]()
+        pieces, after = self.pieces[step.unit], dict[int, Mapping[str, Any]]()
         stands = [(pieces[place].value, value, state) for place, value, state in slices]
         for optimizer in self.optimizers[step.unit]:
             groups, used = optimizer.param_groups, list[dict[str, Any]]()
             for group in groups:
-                mine = [one for whole in group["params"] for one in stands if one[0] is whole]
+                mine = [stand for whole in group["params"] for stand in stands if stand[0] is whole]
                 optimizer.state.update({value: dict(state) for _, value, state in mine if state})
                 if mine:
                     used.append({**group, "params": [value for _, value, _ in mine]})
@@ -236,8 +238,8 @@ class UnitOptimizers:
             finally:
                 optimizer.param_groups = groups
                 for value in [value for group in used for value in group.pop("params")]:
-                    made[id(value)] = optimizer.state.pop(value, {})
-        return [made[id(value)] for _, value, _ in slices]
+                    after[id(value)] = optimizer.state.pop(value, {})
+        return [after[id(value)] for _, value, _ in slices]
 
     def _choose(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None) -> None:
         """Give the groups of a unit's optimizers the options of a step."""

@@ -88,7 +88,7 @@ class World:
     def gather_numbers(self, value: float) -> list[float]:
         """One number of every rank, in their order, on all ranks."""
         if self.group is None:
-            return [value]
+            return [value] * self.size
         mine = torch.tensor([value], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)

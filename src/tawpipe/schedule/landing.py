@@ -12,7 +12,7 @@ device.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tawpipe.schedule.actions import Action, Lane, Op
@@ -61,7 +61,9 @@ class Landing:
             ahead = next((fills[later] for later in order if fills[later] != units), ())
             yield from self._bring([unit for unit in ahead if unit in self._home], {*units, *ahead}, may_fail=True)
             place = {home_gradient(unit): self._held[unit] for unit in units}
-            reads, writes = (tuple(place.get(one, one) for one in side) for side in (action.reads, action.writes))
+            reads, writes = (
+                tuple(place.get(buffer, buffer) for buffer in side) for side in (action.reads, action.writes)
+            )
             yield replace(action, reads=reads, writes=writes)
             self._filled.update(units)
             for unit in units:
@@ -69,7 +71,7 @@ class Landing:
                 if not self._uses[unit]:
                     yield from self._leave(unit)
 
-    def _open(self, fills: Iterator[tuple[int, ...]]) -> None:
+    def _open(self, fills: Iterable[tuple[int, ...]]) -> None:
         """As many places of every size as ``gradient_buffers`` backward passes fill."""
         most: Counter[str] = Counter()
         for units in fills:
@@ -89,7 +91,7 @@ class Landing:
                 continue
             pool = self._pool(unit)
             if not self._free[pool]:
-                others = [one for one in self._held if self._pool(one) == pool and one not in needed]
+                others = [other for other in self._held if self._pool(other) == pool and other not in needed]
                 if not others and may_fail:
                     continue
                 yield from self._leave(max(others, key=lambda one: self._uses[one][0]))
@@ -123,5 +125,5 @@ class Landing:
 
 def _fills(action: Action) -> tuple[int, ...]:
     """The units at home here whose gradients an action that computes fills."""
-    at_home = () if action.op is Op.ADD else (one for one in action.writes if one.kind is Kind.HOME_GRADIENT)
-    return tuple(one.at[0] for one in at_home)
+    at_home = () if action.op is Op.ADD else (buffer for buffer in action.writes if buffer.kind is Kind.HOME_GRADIENT)
+    return tuple(buffer.at[0] for buffer in at_home)

@@ -275,8 +275,8 @@ class Player:
         elif action.op is Op.ADD:
             elements = self.transfers.elements(rank, action.writes[0])
             work = costs.add_s * elements
-            if self.schedule.step.homes_in_host and any(one.is_home for one in (*action.reads, *action.writes)):
-                up, down = (any(one.is_home for one in side) for side in (action.reads, action.writes))
+            if self.schedule.step.homes_in_host and any(buffer.is_home for buffer in (*action.reads, *action.writes)):
+                up, down = (any(buffer.is_home for buffer in side) for side in (action.reads, action.writes))
                 work = max(work, costs.fetched_s(elements, up=up, down=down))
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
             work = costs.host_s(action.micro_batch)

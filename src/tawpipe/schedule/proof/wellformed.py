@@ -367,7 +367,7 @@ class _Checker:
 
     def _lane_of_homes(self, action: Action) -> Iterator[str]:
         """What passes between the device and homes in the host's memory uses the same room: it has one lane."""
-        touches = any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes))
+        touches = any(buffer.kind is Kind.HOME_GRADIENT for buffer in (*action.reads, *action.writes))
         at_home = action.op is Op.UPDATE or (action.op is Op.ADD and touches)
         streams = at_home and self.step.homes_in_host
         if action.lane is Lane.HOME and not streams:
