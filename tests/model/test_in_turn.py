@@ -31,8 +31,8 @@ from tawpipe.simulate import BlockCost, Seconds, size_of
 WHY = {
     "bloom": (True, "does not use transformers' attention interface"),
     "bart": (True, "counts positions along the row by itself"),
-    "deepseek_v4": (True, "heavily_compressed_attention carry a state"),
-    "xlstm": (False, "state space carry a state"),
+    "deepseek_v4": (True, "self_attn.compressor of layer 0 mixes tokens in a way that is not known"),
+    "xlstm": (False, "carry a state in a way that is not known"),
 }
 
 

@@ -73,7 +73,7 @@ def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files
         ("jamba", "JambaMambaMixer does not go on from the state"),
         ("mamba", "MambaMixer does not go on from the state"),
         ("minimax", "MiniMaxLightningAttention has its state in a form"),
-        ("xlstm", "carry a state across the documents"),
+        ("xlstm", "its layers carry a state in a way that is not known"),
     ],
 )
 def test_chunks_are_refused_where_a_state_cannot_be_handed_on_and_packed_rows_are_not(family: str, why: str):
@@ -86,7 +86,7 @@ def test_chunks_are_refused_where_a_state_cannot_be_handed_on_and_packed_rows_ar
 def test_sets_and_chunks_of_one_token_are_refused_with_what_works():
     chain = Chain(meta_model(tiny_config("lfm2")))
     refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=2))
-    with pytest.raises(UserError, match="layers carry a state along a row; chunks instead"):
+    with pytest.raises(UserError, match="its layers carry a state along a row; chunks instead"):
         refuse_cut_rows(chain, ScheduleSettings(sequence_ranks=2))
     with pytest.raises(UserError, match="at least 2: a state goes from chunk to chunk"):
         refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=1))

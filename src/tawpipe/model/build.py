@@ -14,6 +14,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts, adapter_words, freeze, with_adapter
 from tawpipe.model.chain import Chain, inner_model
+from tawpipe.model.indexers import freeze_indexers
 from tawpipe.model.pretrained import (
     SafetensorsSource,
     check_weights,
@@ -67,6 +68,8 @@ class BuiltModel:
     """The folder with its weights; None for a model that starts from random values."""
     adapter: Path | None = None
     """The folder with its adapter's values; None for one that is new, or none."""
+    indexers: int = 0
+    """Parameters of indexers of sparse attention, which were frozen."""
 
     def source(self, chain: Chain, *, seed: int) -> WeightSource:
         """Initial values for ``chain``, which was made of this model (or of a ``peft`` model around it)."""
@@ -86,6 +89,12 @@ class BuiltModel:
     def adapter_settings(self) -> dict[str, Any]:
         """The settings of its adapter, by their names; empty without one."""
         return adapter_facts(self.model)
+
+    @property
+    def frozen_words(self) -> str:
+        """What is frozen although nobody has said so, in a sentence; empty for nothing."""
+        why = "the loss gives them no gradient, and weight decay would shrink them"
+        return f"{self.indexers:,} parameters of indexers of sparse attention: {why}" if self.indexers else ""
 
     @property
     def adapter_words(self) -> str:
@@ -147,8 +156,9 @@ def build_model(
         local = Path(spec).expanduser()
         model = with_adapter(spec, model, lora, str(local.resolve()) if local.is_dir() else spec)
     freeze(inner_model(model), frozen)
+    indexers = freeze_indexers(inner_model(model))
     adapter = Path(lora.adapter).expanduser() if lora.adapter else None
-    return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None, adapter)
+    return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None, adapter, indexers)
 
 
 def config_of(

@@ -23,6 +23,7 @@ from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import Discovery, discover, embedding_width
 from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.in_turn import embed_in_turn
+from tawpipe.model.indexers import spare_indexers
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.mixers import RowCall, make_mixer
@@ -109,6 +110,8 @@ class Chain(UnitBinding):
             for mixer in mixing.mixers:
                 make_mixer(layer.get_submodule(mixer))
         self._checked_mixers: set[object] = set()
+        if self.in_turn:
+            spare_indexers(self.model)
         self.width = discovery.width
         """Elements of the hidden states of a token."""
         self.why_not_staged = discovery.calls_need_weights
@@ -149,7 +152,8 @@ class Chain(UnitBinding):
             try:
                 discovery = discover(self.model, alone=alone, states=states)
             except ApartError as error:
-                self.in_turn = self.in_turn or error.expected
+                known = self.in_turn and not (states and not alone)
+                self.in_turn = self.in_turn if known else error.expected
             else:
                 self.in_turn = self.in_turn if alone else ""
                 return discovery
@@ -231,8 +235,8 @@ class Chain(UnitBinding):
     @property
     def why_not_sets(self) -> str:
         """The reason why ranks cannot compute a row together; empty if they can."""
-        carried = "layers carry a state along a row; chunks instead (schedule.sequence_chunk) let long rows fit"
-        return self.in_turn or (carried if self.mixing else "")
+        instead = "" if self.why_not_chunks else "; chunks instead (schedule.sequence_chunk) let long rows fit"
+        return self.in_turn or (f"its layers carry a state along a row{instead}" if self.mixing else "")
 
     @property
     def own_code(self) -> bool:

@@ -269,7 +269,9 @@ def _mixing(
             what = ", ".join(mixing.unknown) or "something"
             raise ApartError(type(model).__name__, f"{what} of layer {index} mixes tokens in a way that is not known")
     if not any(mixing.mixers for mixing in kinds.values()):
-        raise ApartError(type(model).__name__, "none of its layers was seen to carry a state")
+        raise ApartError(
+            type(model).__name__, "its layers carry a state in a way that is not known: none asks a cache for it"
+        )
     return tuple(kinds[kind_of(layer, index)] for index, layer in enumerate(layers))
 
 

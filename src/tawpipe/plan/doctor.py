@@ -18,6 +18,7 @@ from torch.cuda import nccl
 from tawpipe.console import Console
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import RunError
+from tawpipe.model.missing import kernel_packages
 from tawpipe.plan.machine import Machine, load_machine, save_machine
 from tawpipe.plan.probe import Probe, free_memory, probe
 from tawpipe.runtime.world import World, connect
@@ -91,6 +92,7 @@ def software() -> Iterator[tuple[str, str]]:
             yield name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield name, "not installed"
+    yield from kernel_packages()
     if torch.cuda.is_available():
         yield "CUDA", str(torch.version.cuda)
         yield "NCCL", ".".join(map(str, nccl.version()))

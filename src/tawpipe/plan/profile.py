@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
@@ -64,6 +65,7 @@ class Profile:
         cuts: rows can be cut into shares for several ranks; False where that was not looked at.
         why_whole: the reason why they cannot be cut, into chunks or shares, if they cannot.
         why_not_shares: the reason why they can be cut into chunks only, if that is so.
+        mixers: share of the time of layers with mixers that these take; 0 without any, or where nothing was timed.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -74,6 +76,7 @@ class Profile:
     cuts: bool = False
     why_whole: str = ""
     why_not_shares: str = ""
+    mixers: float = 0.0
     update_of: tuple[float, ...] = ()
 
     @property
@@ -198,7 +201,15 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
     update_s, update_of = clock.updates(optimizer)
     source += f", at {mhz:,} MHz" if (mhz := clock_mhz(device)) else ""
-    return Profile(in_order, update_s, memory, source, update_of=update_of, why_not_shares=chain.why_not_sets)
+    return Profile(
+        in_order,
+        update_s,
+        memory,
+        source,
+        update_of=update_of,
+        why_not_shares=chain.why_not_sets,
+        mixers=max(clock.mixers, default=0.0),
+    )
 
 
 def _eight(length: int, *, uneven: bool) -> tuple[int, ...]:
@@ -313,6 +324,8 @@ class Clock:
         self.bench, self.device, self._now = bench, bench.device, now
         self.tell, self._doing, self._is_hot = tell, "", False
         self._began = self._told = time.perf_counter()
+        self.mixers: list[float] = []
+        """Shares of the time of layers that their mixers take, forward."""
 
     def seconds(self, block: int, lengths: Sequence[int]) -> tuple[float, float]:
         """Seconds of a forward pass, and of a backward pass with the recomputation; for the head of the loss and its
@@ -334,6 +347,8 @@ class Clock:
 
             is_head = spec.kind == "head"
             forward_s = self._time(head if is_head else lambda: forward(case.hidden), grad=False)
+            if mixing := chain.mixing[block - 1 : block] if spec.kind == "layer" else ():
+                self._time_mixers(chain.layers[block - 1], mixing[0].mixers, lambda: forward(case.hidden))
             backward_s = self._time(head if is_head else backward, grad=True) if is_head or spec.needs_backward else 0.0
         return forward_s, backward_s
 
@@ -397,6 +412,29 @@ class Clock:
                 taken.append(self._now() - begin)
                 self._say(taken)
         return statistics.median(taken[1:] or taken)
+
+    def _time_mixers(self, layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> None:
+        """Note the share of the mixers in one run of their layer."""
+        times: list[float] = []
+
+        def note(*_: object) -> None:
+            self._wait()
+            times.append(self._now())
+
+        mixers = [layer.get_submodule(name) for name in names]
+        hooks = [mixer.register_forward_pre_hook(note) for mixer in mixers]
+        hooks += [mixer.register_forward_hook(note) for mixer in mixers]
+        with torch.no_grad():
+            note()
+            run()
+            note()
+        for hook in hooks:
+            hook.remove()
+        first, *inside, last = times
+        if inside and last > first:
+            self.mixers.append(
+                sum(end - begin for begin, end in zip(inside[::2], inside[1::2], strict=True)) / (last - first)
+            )
 
     def _heat(self, run: Callable[[], object]) -> None:
         """Compute for a while, if this is the first to be timed."""

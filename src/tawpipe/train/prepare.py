@@ -19,6 +19,7 @@ from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel
 from tawpipe.model.chain import Chain
+from tawpipe.model.missing import mixer_words
 from tawpipe.model.rope import rope_words
 from tawpipe.options import Open
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
@@ -239,6 +240,9 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
         ("dtype", f"{str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
         ("attention", prepared.kernel(world.device)),
     ]
+    share = prepared.request.profile.mixers if prepared.request else 0.0
+    if words := mixer_words(prepared.chain, world.device, share):
+        rows.append(("mixers", words))
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
     rows += [*step_rows(said, world.nodes), ("disk", str(prepared.disk))]

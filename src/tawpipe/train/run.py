@@ -98,6 +98,8 @@ def run(config: TrainConfig) -> int:
         console.line(f"weights: {built.origin(seed=config.seed)}")
     if built.adapter_words:
         console.line(f"adapter: {built.adapter_words}")
+    if built.frozen_words:
+        console.line(f"frozen: {built.frozen_words}")
     if world.rank == 0:
         begins.mark.write(config.output_path)
         _save_settings(prepared, table, console)

@@ -1,0 +1,80 @@
+"""Indexers of sparse attention: frozen, and without scores where they choose all keys; and kernels that are missing."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from every_family import differences, micro_batches, our_step, plain_step, random_model
+from family_configs import tiny_config
+from model_families import keep_fp64, meta_model
+from selected import quick_ones
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.indexers import Indexer, freeze_indexers
+from tawpipe.model.missing import fallen_back, kernel_packages, mixer_words
+from tawpipe.plan.profile import measure
+
+SPARSE = "deepseek_v32", "axk2", "dots3_note_text", "deepseek_v4", "qwen4_exp_text", "minimax_m3_vl_text"
+ROWS = ((4, 3, 1, 4), (9, 3))
+"""Documents no longer than what the tiny indexers choose, and one that is."""
+
+
+@pytest.mark.parametrize("family", quick_ones(SPARSE, ["deepseek_v32"]))
+def test_documents_short_and_long_have_the_plain_gradients(family: str, monkeypatch):
+    keep_fp64(monkeypatch)
+    model = random_model(family)
+    assert differences(our_step(deepcopy(model), ROWS), plain_step(model, micro_batches(ROWS))) == []
+
+
+def test_scores_are_made_for_long_documents_only(monkeypatch):
+    model = meta_model(tiny_config("deepseek_v32"))
+    indexer = model.model.layers[0].self_attn.indexer
+    kind = type(indexer)
+    Chain(model)
+    assert isinstance(indexer, Indexer) and isinstance(indexer, kind)
+    scored: list[int] = []
+    monkeypatch.setattr(kind, "forward", lambda self, hidden, *_, **__: scored.append(hidden.shape[1]))
+    chosen = indexer(torch.zeros(2, 4, 32))
+    assert chosen.tolist() == [[[0, 1, 2, 3]] * 4] * 2
+    indexer(torch.zeros(2, 5, 32))
+    assert scored == [5]
+    v4 = meta_model(tiny_config("deepseek_v4"))  # whose numbers are those of windows
+    Chain(v4)
+    assert not any(isinstance(module, Indexer) for module in v4.modules())
+
+
+def test_indexers_are_frozen_by_a_run_with_a_word(tmp_path):
+    tiny_config("deepseek_v32").save_pretrained(tmp_path)
+    built = build_model(str(tmp_path), max_positions=64, longest=1)
+    frozen = {name for name, parameter in built.model.named_parameters() if not parameter.requires_grad}
+    assert frozen and all(".indexer." in name for name in frozen)
+    assert built.frozen_words.startswith(
+        f"{built.indexers:,} parameters of indexers of sparse attention: the loss gives"
+    )
+    assert freeze_indexers(built.model) == 0
+    tiny_config("lfm2").save_pretrained(tmp_path / "other")
+    assert build_model(str(tmp_path / "other"), max_positions=64, longest=1).frozen_words == ""
+
+
+def test_functions_that_fell_back_are_named_with_their_package_and_share():
+    chain = Chain(meta_model(tiny_config("qwen3_next")))
+    words = mixer_words(chain, torch.device("cuda"), 0.7)
+    packages = dict(kernel_packages())
+    if all(version.startswith("not installed") for version in packages.values()):
+        assert "chunk_gated_delta_rule of flash-linear-attention" in words and "causal_conv1d_fn of" in words
+        assert "update" not in words
+    assert words.endswith("; 70% of the time of their layers, measured")
+    assert mixer_words(chain, torch.device("cpu"), 0.0) == "torch code, as on every CPU"
+    assert mixer_words(Chain(meta_model(tiny_config("llama"))), torch.device("cuda"), 0.0) == ""
+    assert set(packages) == {"flash-linear-attention", "causal-conv1d", "mamba-ssm"}
+    assert fallen_back(torch.nn.Linear(1, 1)) == {}
+
+
+def test_the_share_of_mixers_is_measured_and_sets_are_not_planned():
+    chain = Chain(meta_model(tiny_config("lfm2")))
+    profile = measure(chain, dtype=torch.float32, device=torch.device("cpu"), tokens=64, chunks=lambda _: (8,))
+    assert 0 < profile.mixers < 1 and profile.why_not_shares.startswith("its layers carry a state")
+    assert profile.in_chunks and not profile.why_whole and not profile.cuts and not profile.shares
