@@ -173,7 +173,7 @@ class Ledger:
         for block, writes_it, tensor in olds:
             if block is not None and block.pinned:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
-                end = begin + tensor.numel() * tensor.itemsize
+                end = begin + int(tensor.numel()) * tensor.itemsize
                 own = block.parts.setdefault((begin, end), Block(block.number, end - begin, None, block.made))
                 for (first, last), part in block.parts.items():
                     if part is not own and first < end and begin < last:
