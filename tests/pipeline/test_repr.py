@@ -55,5 +55,5 @@ def test_a_plan_is_its_choice_and_the_reason() -> None:
     plan = Plan.of(asked, search(asked))
     assert plan.chosen is not None
     assert repr(plan) == f"Plan({plan.chosen!r} of {len(plan.candidates)}\n  {plan.reason})"
-    assert re.fullmatch(r"Candidate\([\w-]+: [\d.]+ s/step, [\d.]+ GiB\)", repr(plan.chosen))
+    assert re.fullmatch(r"Candidate\([\w-]+: [\d.]+ m?s a step, [\d.]+ GiB\)", repr(plan.chosen))
     assert repr(Plan.of(asked, [])).startswith("Plan(nothing chosen\n  no strategy can run")

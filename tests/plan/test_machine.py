@@ -193,7 +193,7 @@ def test_what_a_group_takes_is_measured_where_nccl_runs(monkeypatch):
     monkeypatch.setattr(probe_module, "network_stack", lambda: "one")
     monkeypatch.setattr(probe_module, "_inside", lambda *_: (MACHINE.inside, []))
     monkeypatch.setattr(probe_module, "_between", lambda *_: (MACHINE.between, {}, (), []))
-    monkeypatch.setattr(probe_module, "_host", lambda _: LinkModel(1e10))
+    monkeypatch.setattr(probe_module, "host_link", lambda _: LinkModel(1e10))
     monkeypatch.setattr(probe_module, "machine_unprobed", lambda _: MACHINE)
     device = replace(MACHINE.device, communicator_bytes=5)
     monkeypatch.setattr(probe_module, "with_collectives", lambda machine, _: replace(machine, device=device))

@@ -267,13 +267,16 @@ def test_the_norm_counts_every_gradient_once():
         ("step_cache", {"strategy": "hsdp", "step_cache": "all"}),
         ("gradients_scope", {"strategy": "weipipe", "gradients_scope": "step"}),
         ("look_ahead", {"strategy": "weipipe", "look_ahead": 0}),
-        ("strategy", {"strategy": "weipipe", "layers": 3}),
     ],
 )
 def test_bad_knobs_are_named(setting, knobs):
-    layers = knobs.pop("layers", 4)
     with pytest.raises(UserError, match=rf"schedule\.{setting}: got"):
-        make(llama(layers), 2, 2, 4, **({"strategy": "tawpipe-spread"} | knobs))
+        make(llama(4), 2, 2, 4, **({"strategy": "tawpipe-spread"} | knobs))
+
+
+def test_a_ring_needs_a_layer_for_every_process():
+    with pytest.raises(UserError, match=r"layers of the model: got 3; at least 4, one for every process of the ring"):
+        make(llama(3), 2, 2, 4, strategy="weipipe")
 
 
 def test_hazards_order_reads_and_writes():

@@ -241,12 +241,12 @@ def outcome(family: str) -> Outcome:
                     raise
                 remarks.append(f"freeze what text does not use: {', '.join(freeze_unused(model))}")
                 runs = Runs.of(Chain(deepcopy(model)))
-            rows = PACKED
+            rows, ours = PACKED, our_step(deepcopy(model), PACKED)
             if sampling := samples(model):
                 remarks.append("samples in training: compared with a plain model whose layers are seeded alike")
-                rows = ALONE
+                rows, ours = ALONE, our_step(deepcopy(model), ALONE)
             plain = plain_step(model, micro_batches(rows), seeded=sampling)
-            found = differences(our_step(deepcopy(model), rows), plain)
+            found = differences(ours, plain)
             if not found and not runs.chunks and not sampling:
                 try:
                     found = [
@@ -288,9 +288,9 @@ VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version_
 _SECTIONS = {
     "equal": (
         "Trained as the plain model is",
-        "Documents are kept apart by our *attention*; by *mixers* that run on each of them apart, while all else runs "
-        "on\nthe whole row; or layers take them *in turn*. In chunks (`--schedule.sequence-chunk`), in sets\n"
-        "(`--schedule.sequence-ranks`) and under pipelines a model runs unless it is said why not.",
+        "Our attention keeps documents apart; *mixers* run on each of them, and all else on the whole row; or layers "
+        "take\nthem *in turn*. A model runs in chunks (`--schedule.sequence-chunk`), in sets "
+        "(`--schedule.sequence-ranks`, none\nof mixers) and under pipelines unless it is said why not.",
     ),
     "refused": ("Refused", "Before anything is allocated, with a message that says why."),
     "wrong": ("Wrong", "Known to differ; do not train them."),
@@ -345,7 +345,8 @@ def _ways(runs: Runs | None) -> Iterator[str]:
     if runs.chunks and runs.chunks == runs.sets:
         yield f"whole rows: {_short(runs.chunks)}"
     else:
-        yield from (f"no {way}: {_short(why)}" for way, why in (("chunks", runs.chunks), ("sets", runs.sets)) if why)
+        sets = runs.sets if runs.apart == "attention" else ""
+        yield from (f"no {way}: {_short(why)}" for way, why in (("chunks", runs.chunks), ("sets", sets)) if why)
     if runs.pipelines:
         yield f"no pipelines: {_short(runs.pipelines)}"
 

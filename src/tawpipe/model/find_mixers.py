@@ -72,8 +72,10 @@ def mixing_of(layer: nn.Module, call: LayerCall, hidden: Tensor) -> Mixing:
     takers = {name: module for name, module in layer.named_modules() if name and cache_argument(module)}
     modules = {name: takers[name] for name in takers if not any(other.startswith(f"{name}.") for other in takers)}
     asked = _watched(layer, call, hidden, {name: _Asked() for name in modules}, modules)
-    mixers = tuple(name for name, one in asked.items() if one.states and not one.keys)
-    attention = [name for name, one in asked.items() if one.keys and not one.states and one.output is not None]
+    mixers = tuple(name for name, carrier in asked.items() if carrier.states and not carrier.keys)
+    attention = [
+        name for name, carrier in asked.items() if carrier.keys and not carrier.states and carrier.output is not None
+    ]
     unknown = tuple(name for name in modules if name not in (*mixers, *attention))
     again = {
         name: _Asked({key: state.detach().requires_grad_() for key, state in asked[name].after.items()})
@@ -81,7 +83,9 @@ def mixing_of(layer: nn.Module, call: LayerCall, hidden: Tensor) -> Mixing:
     }
     with torch.enable_grad():
         _watched(layer, call, hidden, again, modules)
-        reasons = [f"{type(modules[name]).__name__} {why}" for name, one in again.items() if (why := _why_not(one))]
+        reasons = [
+            f"{type(modules[name]).__name__} {why}" for name, carrier in again.items() if (why := _why_not(carrier))
+        ]
     return Mixing(mixers, bool(attention), unknown, "".join(reasons[:1]))
 
 
