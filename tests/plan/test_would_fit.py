@@ -15,6 +15,7 @@ from tawpipe.model.settings import LoraSettings
 from tawpipe.plan import would_fit
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.profile import size_of
+from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import TOO_LONG, search, some_fit
 from tawpipe.plan.would_fit import WouldFit
@@ -104,3 +105,10 @@ def test_a_search_that_may_take_no_longer_names_what_fits():
     assert len(fitting) == 1 and fitting[0].step is not None
     assert [one.why_not for one in found[1:]] == [TOO_LONG] * (len(found) - 1)
     assert len(found) == sum(one.candidate for one in strategies().values())
+
+
+def test_reasons_speak_of_machines_and_not_of_settings_that_nobody_set():
+    no_room = in_plain_words(UserError("memory of a position", "0", "at least 3: position 1 keeps so much"))
+    assert no_room == "no micro-batch has room in a device beside weights, gradients and optimizer state"
+    odd = in_plain_words(UserError("micro-batches", 5, "4 or 6, which make groups"))
+    assert odd == "4 or 6 micro-batches are needed, not 5"

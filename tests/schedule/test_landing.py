@@ -12,6 +12,7 @@ from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.landing import Landing
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.table import strategies
@@ -136,3 +137,13 @@ def test_a_gradient_that_is_not_fetched_before_more_is_added_is_refused() -> Non
         program = schedule.programs[0]
         with pytest.raises(ScheduleError):
             verify(replace(schedule, programs=((*program[:i], *program[i + 1 :]),)))
+
+
+def test_a_place_for_gradients_on_the_device_is_asked_for_as_often_as_backward_passes_overlap() -> None:
+    """One process fills its gradients itself: every unit has a place of its size, ``gradient_buffers`` at a time."""
+    plain = make(llama(3), 1, 1, 2)
+    landing = Landing(plain.step)
+    program = list(landing.through(plain.programs[0]))
+    assert [pool.kind for pool in landing.pools] == [Kind.LANDING] * len(landing.pools) and landing.pools
+    home = [action for action in program if action.lane is Lane.HOME]
+    assert home and all(action.op is Op.ADD for action in home)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
+from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.cli import main
+from tawpipe.commands import export
+from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.train import disk
 from tawpipe.train.config import load_config
 from tawpipe.train.disk import checkpoints_at_most, state_bytes
+from tawpipe.train.exporting import export_again
 
 WORDS = (
     *("--data", __file__, "--sequence-length", "32", "--global-batch", "2", "--nproc", "1", "--device", "cpu"),
@@ -98,3 +103,17 @@ def test_checkpoints_that_are_there_at_one_time(changes: dict[str, int], done: i
     config = load_config(["--steps", "10"])
     config = replace(config, checkpoint=replace(config.checkpoint, **changes))
     assert checkpoints_at_most(config, done=done, there=there) == most
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
+    again = partial(export_again, tmp_path, step=None, merge=False, folder=None)
+    for asked in (again, partial(export.run, [str(tmp_path)])):
+        with pytest.raises(UserError, match="the output folder of a run"):
+            asked()
+
+
+def test_parameters_are_read_of_the_same_model_alone(runs: Path):
+    state = max((runs / "base" / "checkpoints").glob("step-*"))
+    units = Chain(build_model("tiny", vocab_size=301, max_positions=64).model).units
+    with pytest.raises(UserError, match="embed_tokens"):
+        SavedParameters(state, units, DTYPES["float32"])

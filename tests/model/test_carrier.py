@@ -1,0 +1,59 @@
+"""What stands for a mixer's cache, and how mixers are found by what they ask of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.model.carrier import Carrier, cache_argument
+from tawpipe.model.find_mixers import Mixing, mixing_of
+from tawpipe.model.stubs import LayerCall
+
+
+class Sums(nn.Module):
+    """Adds up tokens, from a state on."""
+
+    def forward(self, hidden_states: Tensor, cache_params=None) -> Tensor:
+        before = None if cache_params is None else cache_params.get_recurrent_state(0)
+        sums = hidden_states.cumsum(1) + (0 if before is None else before)
+        if cache_params is not None:
+            cache_params.update_recurrent_state(sums[:, -1:], 0)
+        return sums
+
+
+class Layer(nn.Module):
+    """A mixer and something that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.mlp = Sums(), nn.Linear(4, 4)
+
+    def forward(self, hidden_states: Tensor, past_key_values=None) -> Tensor:
+        return self.mlp(self.mixer(hidden_states, cache_params=past_key_values))
+
+
+def test_an_argument_that_is_a_cache_has_one_of_three_names():
+    assert cache_argument(Sums()) == "cache_params" and cache_argument(Layer()) == "past_key_values"
+    assert cache_argument(nn.Linear(1, 1)) is None
+
+
+def test_states_of_two_halves_are_those_of_the_whole():
+    """What a convolution sees before a chunk is the end of the chunk before it, zeros before the first."""
+    whole = torch.randn(2, 3, 7)
+    first = Carrier()
+    assert first.update_conv_state(whole[..., :2], 0, conv_kernel_size=4) is not None and not first.has_previous_state()
+    second = Carrier(first.after)
+    seen = second.update_conv_state(whole[..., 2:], 0, conv_kernel_size=4)
+    assert torch.equal(seen[..., 1:], whole) and not seen[..., 0].any() and second.has_previous_state()
+    assert torch.equal(second.after["conv", 0], whole[..., -3:])
+
+
+def test_states_are_kept_in_32_bits_with_their_graph():
+    carrier, state = Carrier(), torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    carrier.update_recurrent_state(state, 0)
+    assert carrier.after["recurrent", 0].dtype == torch.float32 and carrier.after["recurrent", 0].requires_grad
+
+
+def test_a_mixer_is_what_asks_for_a_state():
+    found = mixing_of(Layer(), LayerCall((), {}), torch.randn(1, 5, 4, requires_grad=True))
+    assert isinstance(found, Mixing) and found.mixers == ("mixer",) and not found.attention and not found.unknown
