@@ -15,6 +15,7 @@ from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.indexers import Indexer, freeze_indexers
 from tawpipe.model.missing import fallen_back, kernel_packages, mixer_words
+from tawpipe.plan.memory import LEAST_CHUNK, estimate_memory
 from tawpipe.plan.profile import measure
 
 SPARSE = "deepseek_v32", "axk2", "dots3_note_text", "deepseek_v4", "qwen4_exp_text", "minimax_m3_vl_text"
@@ -78,3 +79,13 @@ def test_the_share_of_mixers_is_measured_and_sets_are_not_planned():
     profile = measure(chain, dtype=torch.float32, device=torch.device("cpu"), tokens=64, chunks=lambda _: (8,))
     assert 0 < profile.mixers < 1 and profile.why_not_shares.startswith("its layers carry a state")
     assert profile.in_chunks and not profile.why_whole and not profile.cuts and not profile.shares
+
+
+def test_an_estimate_counts_the_states_of_one_layer_at_every_border():
+    chain = Chain(meta_model(tiny_config("qwen3_next")))
+    most = max(mixing.state_bytes for mixing in chain.mixing)
+    assert most == 4 * (64 * 3 + 4 * 8 * 8)  # of the convolution and of linear attention, fp32
+    counted = estimate_memory(chain, dtype=torch.bfloat16, chunk_tokens=64).in_chunks["backward full"]
+    chain.mixing = ()
+    without = estimate_memory(chain, dtype=torch.bfloat16, chunk_tokens=64).in_chunks["backward full"]
+    assert counted[2] - without[2] == pytest.approx(most / LEAST_CHUNK)

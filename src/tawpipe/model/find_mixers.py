@@ -26,12 +26,14 @@ class Mixing:
         attention: whether there is a module that hands on keys and values.
         unknown: names of modules that take a cache, of which neither was seen.
         why_not_chunks: why a mixer cannot go on from a state; empty if all can.
+        state_bytes: what mixers hand on for a row, from one chunk to the next.
     """
 
     mixers: tuple[str, ...] = ()
     attention: bool = False
     unknown: tuple[str, ...] = ()
     why_not_chunks: str = ""
+    state_bytes: int = 0
 
 
 @dataclass
@@ -86,7 +88,8 @@ def mixing_of(layer: nn.Module, call: LayerCall, hidden: Tensor) -> Mixing:
         reasons = [
             f"{type(modules[name]).__name__} {why}" for name, carrier in again.items() if (why := _why_not(carrier))
         ]
-    return Mixing(mixers, bool(attention), unknown, "".join(reasons[:1]))
+    state_bytes = sum(state.nbytes for name in mixers for state in asked[name].after.values())
+    return Mixing(mixers, bool(attention), unknown, "".join(reasons[:1]), state_bytes)
 
 
 def _watched(

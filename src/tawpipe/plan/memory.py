@@ -229,6 +229,10 @@ def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list
     return peaks(parts, device)
 
 
+LEAST_CHUNK = 2048
+"""Tokens of the smallest chunk that a plan takes by itself."""
+
+
 def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> BlockMemory:
     """The same from the widths of a layer as Hugging Face's eager code computes it, for every token.
 
@@ -259,9 +263,12 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
     }
     summed = 2 * keys // size * max(4, size)
     in_chunks: dict[str, tuple[float, float, float]] = {"kept": (0, 0, queries + 4 * heads)}
+    states = (
+        max((mixing.state_bytes for mixing in chain.mixing), default=0) / LEAST_CHUNK
+    )  # one layer's, at each border
     for how in ("full", "selective"):
         in_chunks[f"forward {how}"] = 0, 3 * inner + boundary, 2 * keys
-        in_chunks[f"backward {how}"] = matrix, norms + attention + 6 * inner, 2 * keys + summed - boundary
+        in_chunks[f"backward {how}"] = matrix, norms + attention + 6 * inner, 2 * keys + summed + states - boundary
     return BlockMemory(
         boundary,
         {
