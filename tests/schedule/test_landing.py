@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from schedules import llama, make
+from schedules import EVERY, llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
@@ -24,7 +24,7 @@ SHAPES = ((1, 1), (2, 1), (2, 2))
 def texts(**settings) -> str:
     """Programs and pools of every strategy."""
     found = []
-    for name in strategies():
+    for name in EVERY:
         for nodes, local in SHAPES:
             for early in (False, True):
                 try:
@@ -43,7 +43,7 @@ def test_homes_on_devices_have_the_schedules_that_they_had() -> None:
     assert texts(host_homes="none") == texts()
 
 
-@pytest.mark.parametrize("name", strategies())
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(("nodes", "local"), SHAPES)
 def test_every_strategy_is_proved_with_homes_in_the_host(name: str, nodes: int, local: int) -> None:
     if strategies()[name].axis and nodes * local == 1:

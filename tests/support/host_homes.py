@@ -18,6 +18,7 @@ from torch.optim import Adafactor
 import tawpipe
 from cases import batches, llama, random_delays
 from pipelines import make_pipeline
+from schedules import EVERY
 from states import momentum, plain
 from tawpipe import Pipeline
 from tawpipe.runtime import slices
@@ -36,7 +37,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adafactor": tawpipe.whole_matrices(lambda parameters: Adafactor(parameters, lr=1e-2)),
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "strategy": tuple(strategies()),
+    "strategy": EVERY,
     "topology": ((1, 1), (2, 1), (2, 2)),
     "end": ("clipped", "unclipped", "early"),
     "rounds": (1, 3),

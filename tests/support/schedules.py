@@ -17,6 +17,8 @@ from tawpipe.schedule.strategies.build import build, shares_of, step_of
 from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.topology import Topology
 
+EVERY = tuple(name for name, one in strategies().items() if type(one).__module__.startswith("tawpipe."))
+"""All strategies but those that a test or the lab has brought."""
 NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.axis)
 """Strategies whose weights travel."""
 SCOPED = ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole")
