@@ -20,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def document(number: int, length: int) -> MicroBatch:
     return MicroBatch.of_documents(ids, ids, [length])
 
 
-def seconds_of(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def seconds_of(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Processor seconds of each way, the median of its rounds."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds + 1):

@@ -24,6 +24,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.in_turn import Groups
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError
+from tawpipe.plan.plan_file import _block_cost, _cost
 from tawpipe.plan.profile import measure
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import BlockCost, Seconds, size_of
@@ -136,6 +137,7 @@ def test_a_profile_counts_the_calls_of_layers_that_take_documents_in_turn():
     layer = Seconds(fixed=2.0, per_token=1.0, in_turn=True)
     assert layer.of(size_of([5, 3, 5])) == 2 * 2 + 13 and replace(layer, in_turn=False).of(size_of([5, 3, 5])) == 15
     cost = BlockCost(layer, layer)
+    assert _block_cost(_cost(cost), None, 0.0) == cost  # as a plan's file has it
     work = replace(profile, blocks=(BlockCost(), cost, cost, BlockCost())).work
     assert work.of(7) == 2 * 2 * (2.0 + 7)
 

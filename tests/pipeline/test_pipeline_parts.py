@@ -179,10 +179,9 @@ def test_settings_that_contradict_each_other_are_refused_and_each_alone_is_not(s
 
 
 def test_rows_that_a_model_needs_whole_are_not_cut() -> None:
-    whole = {"why_not_chunks": "it counts", "why_not_sets": "it counts"}
-    chain: Any = SimpleNamespace(**whole, mixing=None, name="Odd")
+    chain: Any = SimpleNamespace(why_not_chunks="it counts", why_not_sets="it counts", mixing=(), name="Odd")
     refuse_cut_rows(chain, ScheduleSettings(sequence_ranks=1))
-    even: Any = SimpleNamespace(**dict.fromkeys(whole, ""), mixing=None, name="Even")
+    even: Any = SimpleNamespace(why_not_chunks="", why_not_sets="", mixing=(), name="Even")
     for settings in (ScheduleSettings(sequence_chunk=1), ScheduleSettings(sequence_ranks=2)):
         refuse_cut_rows(even, settings)
         with pytest.raises(UserError, match="unset: rows of Odd cannot be cut, because it counts") as refused:

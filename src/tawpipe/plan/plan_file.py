@@ -244,7 +244,7 @@ def _cost(cost: BlockCost) -> list[list[float]]:
 
 def _block_cost(parts: Sequence[Sequence[float]], window: int | None, unpack_s: float) -> BlockCost:
     """The opposite of ``_cost``."""
-    forward, backward, attention = (Seconds(*part[:3], in_turn=bool(part[3:])) for part in parts)
+    forward, backward, attention = (Seconds(part[0], part[1], part[2], len(part) > 3) for part in parts)
     return BlockCost(forward, backward, attention, window, unpack_s)
 
 
