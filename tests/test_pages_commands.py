@@ -25,7 +25,6 @@ NOT_RUN = {
     r"make (test|test-slow|lint|format|docs)\b.*": "works on this repository: CI runs it",
     r"python -m (venv|pip) .*": "installs: CI does it",
     r"tawpipe .*hf:org/name.*": "a data set of nobody: tests/data has a stand-in for the Hub",
-    r"tawpipe train .*Qwen3-Next.*": "a family that has tests of its own",
     r"tawpipe .*/shared/.*": "needs a file that a cluster writes",
     r"tawpipe train (?=.*\.\.\.).*": "leaves options out",
     r"tawpipe open .*": "serves until ctrl-C: tests/commands/test_open.py",
