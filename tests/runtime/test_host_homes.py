@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import groupby
 
 import pytest
@@ -33,8 +34,8 @@ def test_no_bit_depends_on_where_homes_are(pool) -> None:
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_where_homes_are_in_the_whole_grid(pool) -> None:
-    check(pool, every_case())
+def test_no_bit_depends_on_where_homes_are_in_a_draw_from_the_whole_grid(pool) -> None:
+    check(pool, random.Random(34).sample(every_case(), 60))
 
 
 OTHERS = {

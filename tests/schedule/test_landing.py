@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -67,12 +66,13 @@ def test_without_overlap_homes_have_the_lane_of_everything() -> None:
     verify(without_overlap(schedule))
 
 
-def test_an_early_update_follows_its_gradient_at_once() -> None:
+def test_an_early_update_follows_its_gradient_before_the_step_has_ended() -> None:
     schedule = make(llama(6), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", early_updates=True)
-    lane = [action for action in schedule.programs[0] if action.lane is Lane.HOME]
-    for before, action in pairwise(lane):
-        if action.op is Op.UPDATE:
-            assert before.op is Op.ADD and before.unit == action.unit
+    lane = [(action.op, action.unit) for action in schedule.programs[0] if action.lane is Lane.HOME]
+    updates = [unit for op, unit in lane if op is Op.UPDATE]
+    last = max(index for index, (op, _) in enumerate(lane) if op is Op.ADD)
+    assert all(lane.index((Op.ADD, unit)) < lane.index((Op.UPDATE, unit)) for unit in updates)
+    assert any(op is Op.UPDATE for op, _ in lane[:last])
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])
@@ -147,3 +147,12 @@ def test_a_place_for_gradients_on_the_device_is_asked_for_as_often_as_backward_p
     assert [pool.kind for pool in landing.pools] == [Kind.LANDING] * len(landing.pools) and landing.pools
     home = [action for action in program if action.lane is Lane.HOME]
     assert home and all(action.op is Op.ADD for action in home)
+
+
+@pytest.mark.parametrize("name", ["tawpipe-striped", "tawpipe-whole"])
+@pytest.mark.parametrize("rows", [5, 12])
+def test_early_updates_do_not_stand_before_gradients_that_others_wait_for(name: str, rows: int) -> None:
+    """On the lane of homes: a rank's update may wait for weights that a peer sends once its gradients have gone."""
+    settings = {"early_updates": True, "host_homes": "state", "reuse": False, "gradient_buffers": 1, "look_ahead": 0}
+    for ranks in (1, 2):
+        verify(make(llama(1), 3, 4, rows, strategy=name, sequence_ranks=ranks, **settings))

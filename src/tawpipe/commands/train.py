@@ -112,7 +112,10 @@ def _look(config: TrainConfig, shape: Shape | None) -> int:
     if shape is not None and shape.nproc > 1 and import_once(IMPORTS, {}):
         sys.stdout.flush()
         if (worker := os.fork()) > 0:
-            return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+            code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+            if code < 0:
+                print(f"tawpipe: error: the process that looked was killed by signal {-code}", file=sys.stderr)
+            return code if code >= 0 else 1
     from tawpipe.train.dry_run import dry_run
 
     return dry_run(config, shape)

@@ -14,7 +14,8 @@ more writes its state in place; the next chunk begins with it again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -111,12 +112,24 @@ class Mixer(nn.Module):
         output = pieces(hidden)
         key = type(self), hidden.dtype, call.chunk is None
         if key not in call.checked:
-            with torch.no_grad():
-                pieces.check(hidden.detach(), output.detach())
+            with torch.no_grad(), _evaluating(self):  # dropout would draw, and differ
+                pieces.check(hidden.detach())
             call.checked.add(key)
         if call.chunk is not None and call.chunk.only_keys:
             raise KeysReached
         return (output, *[None] * (pieces.results - 1)) if pieces.results else output
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """A module and what is in it in evaluation mode, and then as they were."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 @functools.cache
@@ -200,15 +213,15 @@ class OnPieces:
         self.results = len(output) if isinstance(output, tuple) else 0
         return output[0] if isinstance(output, tuple) else output
 
-    def check(self, hidden: Tensor, output: Tensor) -> None:
+    def check(self, hidden: Tensor) -> None:
         """Raise UserError if documents reach one another, or if states are not what a mixer goes on from.
 
         Args:
-            hidden, output: of the call.
+            hidden: of the call.
         """
         name = type(self._mixer).__name__
         if self._chunk is None:
-            check_apart(name, self, hidden, output, self._pieces[0].length)
+            check_apart(name, self, hidden, self(hidden), self._pieces[0].length)
             return
         tokens = hidden.flatten(0, 1)
         row = tokens[torch.arange(TRIED, device=hidden.device) % len(tokens)][None]

@@ -41,7 +41,7 @@ DRIVER_BYTES = 700 << 20
 COMMUNICATOR_BYTES = 512 << 20
 """Of a GPU that NCCL takes for one communicator, where that was not measured (``probe``): it depends on the release,
 the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NVIDIA/nccl issues 864, 964, 2363)."""
-THREADS_BYTES = 24 << 20, 50 << 20
+THREADS_BYTES = 24 << 20, 44 << 20
 """Of a process on a CPU, alone and among others, that threads of lanes and groups take as it runs: stacks, scratch of
 kernels, pieces of the allocator (benchmarks/said_memory.py)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}

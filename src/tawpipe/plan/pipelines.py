@@ -182,11 +182,15 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
             kind = blocks[action.block].kind
             working[kind] = max(working[kind], memory.working_of(schedule, action, tokens))
     usual = working.get("layer", 0)
-    resident = []
+    resident, seen = [], set[int]()
     for block in blocks:
         of_units = 0.0
         for number in block.units:
             home, unit = step.homes[number], request.model.units[number]
+            if number in seen:  # it lives where its first block is, to which its gradient goes
+                of_units += home.padded * (widths.weight + widths.gradient * unit.trainable)
+                continue
+            seen.add(number)
             away = step.homes_in_host and unit.trainable
             of_units += home.stripe * (widths.weight if away else widths.at_home(number, trainable=unit.trainable))
             if positions.replicas > 1:  # weights come from the others, and gradients go to them
@@ -197,4 +201,4 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
     others = parts["system"] + parts.get("apart", 0) + usual + widths.unpacked * widths.weight
     boundary = request.profile.memory.boundary * request.size.tokens
     room = (request.memory_bytes - others) // boundary - PASSING
-    return max(0, room), [float(math.ceil(one / boundary)) for one in resident]
+    return max(0, room), [math.ceil(100 * taken / boundary) / 100 for taken in resident]

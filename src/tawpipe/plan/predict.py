@@ -182,6 +182,8 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
 def saved_bytes(request: PlanRequest, step: StepSpec) -> int:
     """Bytes of the copy of its state, weights and optimizer's, that a process holds while it is written."""
     widths, most = request.widths, defaultdict[int, float](float)
+    if step.homes_in_host:  # written from where they are
+        return 0
     for number, (home, unit) in enumerate(zip(step.homes, request.model.units, strict=True)):
         if unit.trainable:
             gradient = widths.master + (widths.weight if widths.weight != widths.master else 0)

@@ -200,8 +200,9 @@ def search(
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
         near = one.seconds < outlook.ahead * HOPELESS and not outlook.over
         if one.fits and one.step is not None and one.prediction and near:
-            step, made = _improve(request, one.step, one.prediction, outlook)
-            candidates[i] = settle(request, replace(one, step=step, prediction=made))
+            asked = request.with_homes(one.step.settings.host_homes or "none")
+            step, made = _improve(asked, one.step, one.prediction, outlook)
+            candidates[i] = settle(asked, replace(one, step=step, prediction=made))
     return sorted(candidates, key=lambda one: (not one.fits, one.seconds))
 
 
@@ -235,6 +236,10 @@ def whole_rows_fit(request: PlanRequest) -> bool:
 
 def some_fit(request: PlanRequest) -> bool:
     """True if some strategy fits with the settings that need the least memory."""
+    return any(_some_strategy_fits(request.with_homes(level)) for level in request.levels)
+
+
+def _some_strategy_fits(request: PlanRequest) -> bool:
     for strategy in strategies().values():
         if not strategy.candidate or strategy.made:
             continue

@@ -10,7 +10,6 @@ from itertools import count, takewhile
 from typing import Any
 
 from tawpipe.console import span
-from tawpipe.errors import UserError
 from tawpipe.options.names import option_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.request import PlanRequest
@@ -84,7 +83,7 @@ class WouldFit:
             said.add(" ".join(words))
             try:
                 request = self.ask(_with(self.config, settings))
-            except UserError:  # not for this model, or not here
+            except Exception:  # not for this model, or not here: measuring it may take more than there is
                 continue
             given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
             yield words, replace(request, **given)

@@ -147,7 +147,10 @@ class LayerInChunks:
             with torch.enable_grad():
                 output = self._run(chunk, leaf)
             left = [] if chunk is chunks[0] else tensors_of(chunk.left)
-            torch.autograd.backward([output, *left], [gradient[:, chunk.tokens], *behind])
+            # A state of nothing that is trained has no graph, and what comes back to it goes nowhere.
+            ends = [(state, of) for state, of in zip(left, behind, strict=True) if state.requires_grad]
+            ends.insert(0, (output, gradient[:, chunk.tokens]))
+            torch.autograd.backward([end for end, _ in ends], [of for _, of in ends])
             behind = [torch.zeros_like(state) if state.grad is None else state.grad for state in arrived]
             chunk.kept, chunk.arrived, chunk.left = None, {}, {}
             if wanted:
@@ -177,6 +180,12 @@ class LayerInChunks:
         )
 
     def _check(self, chunk: Chunk) -> None:
+        if chunk.attended and not self._attends:
+            raise unsupported(
+                f"{self.chain.block_name(self.block)} of {self.chain.name}",
+                "it has attention that was not seen to hand on keys, so it cannot be cut along the sequence; "
+                "--schedule.sequence-chunk 0 runs it whole",
+            )
         if not chunk.attended and self._attends:
             raise unsupported(
                 f"{self.chain.block_name(self.block)} of {self.chain.name}",

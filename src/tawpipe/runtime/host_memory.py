@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from tawpipe.errors import UserError
 
 CONTAINER = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Limit and use of a container's memory, in both versions of control groups."""
+"""Folder, limit and use of a container's memory, and how its counts begin, in both versions of control groups."""
 
 
 class _Pages(mmap.mmap):
@@ -67,9 +68,13 @@ def free_memory() -> int:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, AttributeError):
             return 0
-    for most, used in CONTAINER:
+    for folder, most, used, name in CONTAINER:
         try:
-            free = min(free, int(most.read_text()) - int(used.read_text()))
+            left = int(Path(folder, most).read_text()) - int(Path(folder, used).read_text())
         except (OSError, ValueError):  # none, or no limit
             continue
-    return max(free, 0)
+        with suppress(OSError, ValueError):  # files that were read, which give way
+            counts = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            left += sum(int(counts.get(f"{name}{kind}_file", 0)) for kind in ("active", "inactive"))
+        free = min(free, left)
+    return max(free, 1)

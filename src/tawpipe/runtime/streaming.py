@@ -220,8 +220,10 @@ class Streaming:
                 whole = piece.value.shape if piece.value.ndim > 1 else (part.numel,)
                 value = piece.mark(room.of(WEIGHT, part, dtype).view(whole))
                 value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
-                state = {key: _copy(value) for key, value in step.before[part.place].items()}
-                for key, (place, kept) in states_of(part.place).items():
+                passing = states_of(part.place)
+                # Every slice begins from what was before the step: a count that all changed would count slices.
+                state = {key: _own(value) for key, value in step.before[part.place].items() if key not in passing}
+                for key, (place, kept) in passing.items():
                     state[key] = room.of(place, part, kept.dtype).view(whole)
                 values.append((part.place, value, state))
             if early:
@@ -285,6 +287,6 @@ class Streaming:
         streams.end()
 
 
-def _copy(value: Any) -> Any:
-    """What every slice has of its own; what passes is not copied."""
-    return value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
+def _own(value: Any) -> Any:
+    """The same value, of which nobody else knows."""
+    return value.clone() if isinstance(value, Tensor) else value

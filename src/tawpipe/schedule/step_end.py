@@ -5,7 +5,7 @@ them a unit is updated as soon as its own gradient is complete, scaled by the nu
 the step's beginning. Either way the next step's first weights travel as soon as they are updated.
 
 Where homes are in the host's memory updates run on a lane of their own, HOME, which brings the state of a unit to the
-device and back; what it has to do at one time is what its gradients leave, so early updates do not wait for others.
+device and back.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StepEnd:
         self._losses = tuple(map(loss, step.losses_of(rank)))
         self._lane = Lane.INTER_G if several else Lane.COMPUTE
         self._training, self._early = training, training and step.settings.early_updates
-        # A push still under way must not stop the device, so updates stay behind by as many visits as gradients can
-        # be on their way home.
+        # A push still under way must not stop the device, nor a lane of homes on which others' gradients come next, so
+        # updates stay behind by as many visits as gradients can be on their way home.
         self._lag = 2 * step.settings.gradient_buffers if several else 0
         self._landing = Landing(step) if training and step.homes_in_host else None
         self._updates = Lane.HOME if self._landing else Lane.COMPUTE
@@ -72,9 +72,6 @@ class StepEnd:
         complete = {buffer: i for i, action in enumerate(program) for buffer in action.writes}
         due: dict[int, list[int]] = {}
         for unit in self._units:
-            if self._landing:
-                due.setdefault(complete[home_gradient(unit)], []).append(unit)
-                continue
             visit = bisect_left(visits, complete[home_gradient(unit)]) + self._lag
             due.setdefault(visits[visit] if visit < len(visits) else len(program), []).append(unit)
         return due

@@ -104,12 +104,16 @@ def checkpoints_at_most(config: TrainConfig, *, done: int, there: int) -> int:
     """
     settings, left = config.checkpoint, config.steps - done
     every, evaluated = settings.every, config.evaluation.every if settings.best else 0
-    come = sum(len(range(done // n, config.steps // n)) + bool(config.steps % n) for n in (every, evaluated) if n)
+    saved = {
+        step for n in (every, evaluated) if n for step in (*range(n, config.steps, n), config.steps) if step > done
+    }
+    come = len(saved)
     if left <= 0 or not come:
         return 0
     if not settings.keep:
         return come
-    lasting = config.steps // math.lcm(settings.keep_every, every) if settings.keep_every and every else 0
+    each = math.lcm(settings.keep_every, every) if settings.keep_every and every else 0
+    lasting = config.steps // each - done // each if each else 0
     stay = settings.keep + lasting + bool(evaluated)
     return max(1, min(come, stay + 1 - min(there, settings.keep)))
 

@@ -59,6 +59,8 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
         UserError: no run with checkpoints, no such step, or a model that is not there any more.
         RunError: it could not be written.
     """
+    if folder is not None and not _is_replaceable(folder):
+        raise UserError("--output", str(folder), "a new folder, an empty one, or a model's: what is there goes")
     if not (run / SETTINGS).is_file():
         raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
     checkpoint = _checkpoint(run, step)
@@ -91,6 +93,16 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
             tokenizer=tokenizer,
         )
     return exported, f"{checkpoint}, step {state.step}"
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """True if nothing is lost with a folder but a model that was exported."""
+    if not folder.exists():
+        return bool(folder.name) and folder.name != ".."
+    if not folder.is_dir() or folder.resolve() == Path.cwd() or (folder / SETTINGS).exists():
+        return False
+    models = ("config.json", "adapter_config.json")
+    return not any(folder.iterdir()) or any((folder / name).is_file() for name in models)
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:

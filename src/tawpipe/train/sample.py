@@ -32,6 +32,8 @@ CHOICES = 40
 """Tokens among which each next one is drawn: the likeliest."""
 ROUNDED = 16
 """Rows are padded to a multiple of so many tokens, so that not every token makes a shape that is new to kernels."""
+LONGEST_QUESTION = 512
+"""Tokens of a prompt that is taken from the data, at most."""
 FILE = "samples.jsonl"
 
 
@@ -213,12 +215,15 @@ class Samples:
 
 
 def first_question(documents: PackedDataset) -> list[int]:
-    """The tokens of a chat up to its first answer, as the template has them; empty if the first rows have none."""
+    """The tokens of a chat up to its first answer, as the template has them; empty if the first rows have none of a few
+    hundred tokens, of which every token of a sample computes all.
+    """
     for number in range(min(len(documents), 8)):
         row = documents.sample(number)
         length = row.lengths[0]
         learned = (row.labels[0, :length] != IGNORE).nonzero()
-        if len(learned) and (end := int(learned[0]) + 1) < length:  # a label is that of the token before it
+        end = int(learned[0]) + 1 if len(learned) else length  # a label is that of the token before it
+        if 1 < end < min(length, LONGEST_QUESTION):
             return row.input_ids[0, :end].tolist()
     return []
 
