@@ -54,6 +54,16 @@ def test_documents_are_computed_as_each_by_itself(family: str, chunk: int):
     assert differences(our_step(deepcopy(model), ROWS, sequence_chunk=chunk), plain) == []
 
 
+@pytest.mark.parametrize(("family", "trained"), [("qwen3_next", "mlp"), ("falcon_h1", "feed_forward")])
+def test_states_of_what_is_frozen_have_no_gradient(family: str, trained: str):
+    """In the first layer that is trained no state has a graph: neither its input is trained nor the mixer's weights."""
+    model = random_model(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{trained}." in name)
+    plain = plain_step(deepcopy(model), micro_batches(ROWS))
+    assert differences(our_step(model, ROWS, sequence_chunk=7), plain) == []
+
+
 @pytest.mark.parametrize("settings", [{"recompute": "selective"}, {"recompute": "none"}, {"keep_mib": 1}])
 def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
     model, plain = model_of("lfm2")
