@@ -277,20 +277,20 @@ def held(
 def _homes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
     """Bytes at home on a rank's device, with the rooms that others pass through, and in its host's memory."""
     on_device = in_host = 0.0
-    elements = tensors = 0
-    """Of the rooms; a unit that is no larger than a slice passes through a single one."""
+    elements, tensors, several = 0, 0, False
+    """Of a room, and whether there are two; a unit that is no larger than a slice passes through a single one."""
     for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True)):
         if home.index(rank) is None:
             continue
         if schedule.step.homes_in_host and unit.trainable:
             on_device += home.stripe * widths.weight
             in_host += home.stripe * widths.state(number)
-            several = home.stripe > widths.slice
-            elements = max(elements, ROOMS * widths.slice if several else home.stripe)
+            several |= home.stripe > min(widths.slice, SLICE)  # where matrices pass whole, a unit has some
+            elements = max(elements, min(home.stripe, widths.slice))
             tensors = max(tensors, ceil(widths.state(number) / widths.master))
         else:
             on_device += home.stripe * widths.at_home(number, trainable=unit.trainable)
-    return ceil(on_device) + elements * tensors * widths.master, ceil(in_host)
+    return ceil(on_device) + (ROOMS if several else 1) * elements * tensors * widths.master, ceil(in_host)
 
 
 def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
