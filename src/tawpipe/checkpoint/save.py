@@ -129,7 +129,7 @@ class Saving:
         content: goes into the manifest; JSON values.
         world: whose group nothing else uses in the meantime.
         staged_s: how long staging took, for the report.
-        live: the pieces are what training changes: it is waited until they are written.
+        live: the pieces are what training changes: who makes it has to ``join`` it before the next step.
     """
 
     def __init__(
@@ -150,8 +150,6 @@ class Saving:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save {self.folder}", daemon=True)
         self._thread.start()
-        if live:
-            self.join()
 
     @property
     def done(self) -> bool:

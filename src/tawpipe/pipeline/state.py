@@ -74,8 +74,11 @@ class State:
             **({"quantize": storage.form} if storage.form != NONE else {}),
         }
         staged_s = time.perf_counter() - begin
-        self.savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s, live=live))
-        return self.savings[-1]
+        saving = Saving(store, name, pieces, content=content, world=world, staged_s=staged_s, live=live)
+        self.savings.append(saving)  # also if what follows is interrupted: the thread goes on
+        if live:
+            saving.join()
+        return saving
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:
         """See ``Pipeline.load``."""
