@@ -16,7 +16,7 @@ from tawpipe.errors import UserError
 from tawpipe.plan import probe as probe_module
 from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine, uniform
 from tawpipe.plan.measure import machine_of
-from tawpipe.plan.probe import free_memory, loopback, tournament
+from tawpipe.plan.probe import loopback, tournament
 from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
@@ -130,17 +130,6 @@ def test_a_plan_for_the_machine_that_it_is_made_on(capfd):
     words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "probe", "--sequence-length", "64"]
     assert main([*words, "--global-batch", "4", "--dtype", "float32", "--device", "cpu", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["chosen"]
-
-
-def test_a_containers_limit_counts(monkeypatch, tmp_path):
-    whole = free_memory()
-    assert whole > 0
-    (tmp_path / "max").write_text("3000000\n")
-    (tmp_path / "current").write_text("1000000\n")
-    monkeypatch.setattr("tawpipe.runtime.host_memory.CONTAINER", ((tmp_path / "max", tmp_path / "current"),))
-    assert free_memory() == 2000000
-    (tmp_path / "max").write_text("max\n")
-    assert free_memory() > 2000000
 
 
 def test_links_of_gpus_are_measured_by_what_strategies_do(monkeypatch):
