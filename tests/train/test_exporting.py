@@ -117,3 +117,12 @@ def test_parameters_are_read_of_the_same_model_alone(runs: Path):
     units = Chain(build_model("tiny", vocab_size=301, max_positions=64).model).units
     with pytest.raises(UserError, match="embed_tokens"):
         SavedParameters(state, units, DTYPES["float32"])
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "notes.txt"])
+def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path, name: str):
+    """Neither a run's nor a user's: what is there would go."""
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match="what is there goes"):
+        export_again(tmp_path, step=None, merge=False, folder=tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
