@@ -22,6 +22,7 @@ from tawpipe.train import disk
 from tawpipe.train.config import load_config
 from tawpipe.train.disk import checkpoints_at_most, state_bytes
 from tawpipe.train.exporting import export_again
+from tawpipe.train.lock import running_in
 
 WORDS = (
     *("--data", __file__, "--sequence-length", "32", "--global-batch", "2", "--nproc", "1", "--device", "cpu"),
@@ -66,6 +67,9 @@ def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: 
         assert said in capsys.readouterr().err
     assert main(["export", str(tmp_path)]) == 2
     assert "which holds config.yaml" in capsys.readouterr().err
+    with running_in(runs / "base"):
+        assert main(["export", str(runs / "base")]) == 2
+    assert "RUN: got" in (said := capsys.readouterr().err) and "run that is going on" in said
 
 
 @pytest.mark.parametrize("name", ["base", "adapter"])

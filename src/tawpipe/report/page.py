@@ -83,8 +83,9 @@ def write_text(path: Path, text: str) -> None:
     """Write the text of a page, and beside it what draws its figures."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    if PLOTLY in text and not (path.parent / PLOTLY).exists():
-        (path.parent / PLOTLY).write_text(plotly_script(), encoding="utf-8")
+    script, content = path.parent / PLOTLY, plotly_script().encode() if PLOTLY in text else b""
+    if content and not (script.exists() and script.stat().st_size == len(content)):  # or that of an earlier plotly
+        script.write_bytes(content)
 
 
 def plotly_script() -> str:

@@ -6,7 +6,8 @@ trained for it.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.quantized import NONE
 from tawpipe.runtime.dtype import AUTO, DTYPES, master_dtype
 from tawpipe.train.config import SETTINGS, TrainConfig, load_config
+from tawpipe.train.lock import running_in
 from tawpipe.train.run_model import RunModel
 
 TOKENIZER = "tokenizer"
@@ -63,7 +65,13 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
         raise UserError("--output", str(folder), "a new folder, an empty one, or a model's: what is there goes")
     if not (run / SETTINGS).is_file():
         raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
-    checkpoint = _checkpoint(run, step)
+    ours = os.access(run, os.W_OK)
+    with running_in(run, setting="RUN") if ours else nullcontext():  # a run that goes on removes its old checkpoints
+        checkpoint = _checkpoint(run, step)
+        return _exported(run, checkpoint, merge=merge, folder=folder or run / "model")
+
+
+def _exported(run: Path, checkpoint: Path, *, merge: bool, folder: Path) -> tuple[Path, str]:
     manifest = read_manifest(checkpoint)
     state = RunState.of(manifest, str(checkpoint))
     config = load_config(["--config", str(run / SETTINGS), "--output", str(run)])
@@ -84,7 +92,7 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
     with SavedParameters(checkpoint, chain.units, master_dtype(computed)) as saved:
         exported = export_hugging_face(
             chain,
-            folder or run / "model",
+            folder,
             saved.parameter,
             dtype=form.dtype,
             merge=form.merge,

@@ -24,12 +24,13 @@ NAME = ".running"
 
 
 @contextmanager
-def running_in(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
+def running_in(folder: Path, *, patience_s: float = 0.0, setting: str = "--output") -> Iterator[None]:
     """Hold a run's output folder.
 
     Args:
         folder: that there is.
         patience_s: seconds to wait for a process of the same run that is about to end.
+        setting: that names the folder.
 
     Raises:
         UserError: another run is going on there; it says which.
@@ -37,7 +38,7 @@ def running_in(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
     path, until = folder / NAME, time.monotonic() + patience_s
     while (file := _taken(path)) is None:
         if time.monotonic() >= until:
-            raise UserError("--output", str(folder), f"the folder of no other run that is going on: {_holder(path)}")
+            raise UserError(setting, str(folder), f"the folder of no other run that is going on: {_holder(path)}")
         time.sleep(0.1)
     try:
         os.ftruncate(file, 0)

@@ -157,10 +157,10 @@ def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
     try:
         return pipeline.export(config.output_path / "model", tokenizer=prepared.data.tokenizer, **vars(form))
     except RunError as error:
-        if not (states := complete_states(config.output_path / "checkpoints")):
+        if not complete_states(config.output_path / "checkpoints"):
             raise
         again = f"tawpipe export {shlex.quote(config.output)}"
-        raise RunError(f"{error}. `{again}` writes it from {states[-1].name}") from error
+        raise RunError(f"{error}. `{again}` writes it from a checkpoint") from error
 
 
 def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> list[tuple[str, str]]:
@@ -208,13 +208,12 @@ def _save_settings(prepared: Prepared, table: Sequence[str], console: Console) -
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
         replace_text(config.output_path / SETTINGS, config_text(config))
-        if plan:
-            replace_text(config.output_path / PLAN, plan)
-        else:
-            for name in (PLAN, STRATEGIES):  # of the run that is gone on with
+        goes_on = prepared.state is not None and plan  # and then with the table of the run before, if there is none
+        for name, text in ((PLAN, plan), (STRATEGIES, "\n".join(table))):
+            if text:
+                replace_text(config.output_path / name, text)
+            elif not goes_on:
                 (config.output_path / name).unlink(missing_ok=True)
-        if table:
-            replace_text(config.output_path / STRATEGIES, "\n".join(table))
         save_tokenizer(prepared.data.tokenizer, config.output_path / TOKENIZER)
     except OSError as error:
         console.notice(f"{error.filename or config.output_path} could not be written: {error.strerror or error}")
