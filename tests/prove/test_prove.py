@@ -262,9 +262,10 @@ def test_memory_of_a_row_is_as_predicted():
 @pytest.mark.slow
 def test_everything_holds_that_a_cpu_can_tell(tmp_path):
     out = tmp_path / "found.json"
-    assert main(["prove", "--device", "cpu", "--out", str(out)]) == 0
+    names = [check.name for check in checks.CHECKS if check.name != "reserved"]  # which the test of transfers has
+    assert main(["prove", "--device", "cpu", "--out", str(out), "--only", *names]) == 0
     found = json.loads(out.read_text())["checks"]
-    assert found.keys() == {check.name for check in checks.CHECKS}
+    assert [*found] == names
     needs_more = {"sets", "order", "beside", "waits", "offload"}
     assert {name for name, row in found.items() if row["note"].startswith("needs")} == needs_more
 

@@ -147,7 +147,7 @@ def test_two_parts_give_the_gradients_of_one_in_every_family(family: str):
     assert_close(parts, whole, 1e-12)
     # Where documents run in turn, those of about one length are copied, and padded to the longest of them.
     counted = kept_for_weights_per_token(holder.chain) * batches[0].input_ids.numel()
-    assert counted <= most <= 1.06 * counted
+    assert counted <= most <= 1.12 * counted
 
 
 def test_a_whole_backward_pass_of_a_graph_that_was_kept_for_two():
