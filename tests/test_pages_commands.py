@@ -160,7 +160,7 @@ def test_commands_of_the_page_run(page: str, place: Path, tmp_path: Path, monkey
         if words[0] == "plan" and (command.text in PLANNED or PLANNED.add(command.text)):
             continue  # on another page, and nothing is made by it
         if words[0] == "train":
-            words += ["--tokens-per-step", "512"] if "--tokens-per-step" in words else []
+            words += ["--tokens-per-step", "512", "--max-document", "64"] if "--tokens-per-step" in words else []
             words += [] if "--model" in words else GIVEN[:2]
             words += [*([] if "--data" in words else GIVEN[2:]), *SMALL]
             words += [] if "--output" in words else ["--output", f"runs/{number}"]  # two in a second have one name
