@@ -31,6 +31,8 @@ class Steps:
         self._adopted: set[int] = set()
         """Schedules, which are all kept, whose buffers are there."""
         self._training: bool | None = None
+        self._agreed: set[int] = set()
+        """Numbers of micro-batches of which all ranks know that the others have them, too."""
 
     def schedule(self, count: int | tuple[int, int], *, training: bool = True) -> Schedule:
         """The schedule for so many micro-batches, or for the shape of bins, with its buffers there."""
@@ -66,7 +68,10 @@ class Steps:
         wiring.chain.check_frozen()
         if torch.is_autocast_enabled(device := wiring.world.device.type):
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
-        schedule = self.schedule(self._rows.shape(local), training=training)
+        shape = self._rows.shape(local)
+        if isinstance(shape, int):
+            self._agree(shape)
+        schedule = self.schedule(shape, training=training)
         if training and not self._limits.step.known_s:
             self._limits.estimate(local, self._costs.of(schedule, self._rows.tokens(local)))
         chosen = wiring.optimizers.groups.chosen()  # as they are now: the step itself runs later
@@ -88,6 +93,21 @@ class Steps:
             tokens = self._rows.bin_tokens if local.bins else 0
             make_places(wiring.compute, schedule.programs[rank], given, wiring.dtype, tokens)
         return wiring.executor.play(schedule, given, replace(rule, chosen=chosen), recording=recording)
+
+    def _agree(self, count: int) -> None:
+        """Ask whether all ranks have so many micro-batches, the first time: others would wait for what never comes.
+
+        Raises:
+            UserError: they have not.
+        """
+        if count in self._agreed:
+            return
+        self._agreed.add(count)
+        everyone = self._wiring.world.gather_numbers(float(count))
+        if len({*everyone}) > 1:
+            numbers = ", ".join(f"{each:.0f}" for each in everyone)
+            given = f"global batches of different sizes on different ranks: {numbers} micro-batches"
+            raise UserError("batch", given, "the same global batch on all ranks, each of which computes its own part")
 
     def _set_training(self, mode: bool) -> None:
         # It walks over all modules; but the model may have been switched by the caller's model.eval().
