@@ -85,6 +85,8 @@ class Chain(UnitBinding):
         """The attention implementation that the model used before."""
         self.in_turn = why_apart(self.model)
         """The reason why documents are computed one after the other; empty where a row is computed as a whole."""
+
+        # What it computes, and how it was given.
         self.config = self.model.config
         self.loss = loss
         """What was given instead of the cross-entropy; None without."""
@@ -97,6 +99,8 @@ class Chain(UnitBinding):
         given = {module: module.training for module in self.model.modules()}
         self._in_evaluation = [m for m, training in given.items() if self.model.training and not training]
         """Modules that the caller has put into evaluation mode for good, such as frozen statistics."""
+
+        # What is found by following it once.
         self.set_training(True)
         try:
             discovery = self._discover()
@@ -118,6 +122,8 @@ class Chain(UnitBinding):
         """The reason why layers cannot be called where the embedding's weights are not (``calls``); mostly empty."""
         self._writes_input: dict[tuple[int, bool], bool] = {}
         """(block, training) -> True if the layer changes its hidden states in place; known once it has run."""
+
+        # Its units and blocks.
         count = len(self.layers)
         names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
         super().__init__(build_units(self.model, discovery.uses, names))
@@ -130,6 +136,7 @@ class Chain(UnitBinding):
         empty until ``find_tokens`` has looked.
         """
 
+        # The model on either side of its layers.
         self._tape, self._feed = Tape(discovery.returns), Feed(discovery.returns)
         recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(self.layers)]
         feeders = [Feeder(layer, self._feed) for layer in self.layers]

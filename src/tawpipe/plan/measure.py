@@ -183,6 +183,7 @@ def _request_of(
     chain: Chain, machine: Machine, asked: Asked, here: torch.device, tell: Callable[[str], None]
 ) -> PlanRequest:
     """``request_of`` with a chain that is of no other use afterwards."""
+    # What is asked: rows, and why they may have to stay whole.
     dtype, settings, optimizer = asked.dtype, asked.settings, asked.optimizer
     row, documents = asked.row, asked.documents
     why_whole = "--compile compiles layers on whole rows" if asked.compiled else ""
@@ -192,6 +193,8 @@ def _request_of(
     if asked.sequence_length is None:
         row = min(row, longest_allowed(chain.config))
         documents = (row,)
+
+    # What depends neither on the profile nor on chunks.
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master, reduce = master_dtype(dtype), reduce_dtype(dtype, settings)
     limit = machine.device.memory_bytes * USABLE if asked.memory_bytes is None else asked.memory_bytes
@@ -246,6 +249,7 @@ def _request_of(
         shared = ranks > 1 or bool(request.sets and (small or request.leaves_idle))
         return sizes if sizes or shared else None
 
+    # The profile, measured or estimated.
     measuring = {
         "dtype": dtype,
         "device": here,
@@ -261,6 +265,8 @@ def _request_of(
         profile = _profile(chain, machine, asked.profile, min(row, most), tokens, peak, measuring)
     else:
         profile = measure(chain, tokens=tokens, timed=False, **measuring)
+
+    # What only a profile shows.
     if why := why_whole or profile.why_whole:
         if settings.sequence_chunk:
             raise UserError("schedule.sequence_chunk", settings.sequence_chunk, f"0, for whole rows: {why}")

@@ -296,10 +296,13 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
     except ImportError:
         return (), 0.0, f"the solver is not installed: {install_hint('plan')}"
 
+    # A unit lives on one node.
     model = cp_model.CpModel()
     lives = [[model.new_bool_var(f"unit {u} on node {n}") for n in range(nodes)] for u in range(units)]
     for own in lives:
         model.add_exactly_one(own)
+
+    # An exchange takes as long as the link that is busiest in it.
     scale = PARTS * min(task.rates) / max(max(sizes) for sizes in task.sizes)
     most = round(PARTS * nodes * 2 * max(len(one.arrivals) for one in task.exchanges))
     waiting = []
@@ -316,6 +319,8 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
                 if load:
                     model.add(sum(load) <= longest)
         waiting.append(exchange.times * longest)
+
+    # What every node keeps has room there.
     kept = np.ceil(task.kept / task.kept.sum() * PARTS * units).astype(int)
     fullest = model.new_int_var(
         0, int(task.room / task.kept.sum() * PARTS * units) + units, "bytes on the fullest node"
@@ -323,6 +328,7 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
     for n in range(nodes):
         model.add(sum(int(kept[u]) * lives[u][n] for u in range(units)) <= fullest)
 
+    # The least time; and of all that take it, the homes that are spread most evenly.
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = EFFORT
     solver.parameters.num_workers = 4

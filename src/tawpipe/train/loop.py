@@ -231,6 +231,8 @@ class Training:
                 )
             if result.tokens:
                 self._left_out *= skipped
+
+            # Its numbers.
             now = time.perf_counter()
             seconds, self._last = now - self._last, now
             # Counts all tokens of the batch: masked ones are computed too.
@@ -250,6 +252,8 @@ class Training:
                 values["mfu"] = self._mfu(done, seconds)
             if (link_s := self._link_seconds(done.given)) is not None:
                 values["link_use"] = link_s / seconds
+
+            # How evenly it was dealt.
             bins, own = done.given.batch.bins, len(done.given.batch.micro_batches)
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
@@ -259,6 +263,8 @@ class Training:
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:
                     values["compute_imbalance"] = imbalance
+
+            # Where all of it goes.
             extra = [] if result.tokens else ["no token is learned: left out"]
             if evaluate and not self._pending:
                 values |= self._evaluate(done.step)

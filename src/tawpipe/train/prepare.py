@@ -134,6 +134,7 @@ def prepare(
     Raises:
         UserError: what the run is refused for.
     """
+    # Settings, before anything is read.
     console.topology(f"{world.nodes} on {device_name(world)}")
     _ = share_in_sets(0, world.topology, config.schedule)
     refuse_settings(
@@ -143,6 +144,8 @@ def prepare(
         quantize=config.quantize,
     )
     world.require_same(repr(config), "settings", "the same on every machine")
+
+    # Documents, and from where the run goes on.
     model = RunModel(config)
     data = documents(config, model, world, console)
     batch = BatchShape.of(config, data.report.packing, world.size)
@@ -150,6 +153,7 @@ def prepare(
     begins = start()
     config = _settled(config, data, batch, begins.state, console)
 
+    # The model, built and followed once.
     vocabulary = vocabulary_size(data.tokenizer)
     with batch.naming_documents():
         model.check(vocabulary, data.longest)
@@ -157,6 +161,8 @@ def prepare(
     name, why = chosen_dtype(config.dtype, world, begins.state.dtype if begins.state is not None else "")
     dtype = DTYPES[name]
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
+
+    # The plan.
     by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are told apart by row
     planning = Planning(
         world,
@@ -186,6 +192,7 @@ def prepare(
     schedule = followed.schedule
     refuse_cut_rows(chain, schedule)  # a plan from elsewhere may say what the user has not
 
+    # Memory and disk.
     def ask(other: TrainConfig) -> PlanRequest:
         """What memory and a plan are asked by where other settings hold; on this process alone."""
         _, chain = RunModel(other).followed(vocabulary)

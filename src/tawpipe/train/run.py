@@ -58,6 +58,7 @@ def run(config: TrainConfig) -> int:
         torch.use_deterministic_algorithms(True)
         # Or torch would fill every new tensor, to find faults by.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # The processes, and what the faults of a test are.
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
@@ -70,6 +71,8 @@ def run(config: TrainConfig) -> int:
     restarts = int(max(world.gather_numbers(float(restart_count()))))
     faults = faults_of(config, world.size)
     injector = Injector(faults, world.rank, restart=restarts) if faults else None
+
+    # What is trained, from where on; then the pipeline with its state.
     stores: list[tuple[Disk, Memory | None]] = []
 
     def start() -> ResumePoint:
@@ -96,6 +99,8 @@ def run(config: TrainConfig) -> int:
         if config.resume == "auto" or restarts:
             console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
         console.line(f"weights: {built.origin(seed=config.seed)}")
+
+    # What there is to say and to keep before the first step.
     if built.adapter_words:
         console.line(f"adapter: {built.adapter_words}")
     if built.frozen_words:
@@ -107,6 +112,7 @@ def run(config: TrainConfig) -> int:
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
 
+    # The steps, and what is made of the model while all is open.
     with _tracking(prepared, world, console) as tracking:
         training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
         seconds = training.run()
@@ -121,6 +127,7 @@ def run(config: TrainConfig) -> int:
         if stopped:
             tracking.outcome = "stopped"
 
+    # What came of it.
     evaluation, saves = training.evaluation, training.saves
     results = _results(training, pipeline, data, seconds)
     results.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
