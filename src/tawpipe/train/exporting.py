@@ -67,8 +67,12 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
         raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
     ours = os.access(run, os.W_OK)
     with running_in(run, setting="RUN") if ours else nullcontext():  # a run that goes on removes its old checkpoints
-        checkpoint = _checkpoint(run, step)
-        return _exported(run, checkpoint, merge=merge, folder=folder or run / "model")
+        try:
+            return _exported(run, _checkpoint(run, step), merge=merge, folder=folder or run / "model")
+        except UserError as error:
+            if error.setting != "where":
+                raise
+            raise UserError("RUN", str(run), f"with {error.expected}") from error
 
 
 def _exported(run: Path, checkpoint: Path, *, merge: bool, folder: Path) -> tuple[Path, str]:
