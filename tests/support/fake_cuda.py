@@ -345,7 +345,7 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
         stack.enter_context(patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
         for name, value in everyone.items():
             stack.enter_context(patch.object(dist, name, value))
-        stack.enter_context(patch.object(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None))
+        stack.enter_context(patch.object(transport, "set_group_timeout", lambda *_: None))
         stack.enter_context(patch.object(transport, "_all_gather", peers.gathered))
         stack.enter_context(patch.object(transport, "_reduce_scatter", peers.gathered))
         stack.enter_context(patch.object(transport, "nccl_options", lambda *_, **__: None))

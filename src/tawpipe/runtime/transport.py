@@ -31,6 +31,7 @@ from torch import Tensor
 from tawpipe.runtime.compression import Scratch, decode, encode
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.warm_up import few_numbers, first_uses
+from tawpipe.runtime.world import set_group_timeout
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.step import Schedule
@@ -229,10 +230,8 @@ class Transport:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of every group: long for the first step, short after it."""
-        from torch.distributed.distributed_c10d import _set_pg_timeout
-
         for group in self._groups.values():
-            _set_pg_timeout(timeout, group)
+            set_group_timeout(timeout, group)
 
     # operations, in the lane of their action
 

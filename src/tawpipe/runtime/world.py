@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from tawpipe.environment import (
     LOOPBACK,
@@ -34,6 +34,8 @@ from tawpipe.topology import Topology
 logger = logging.getLogger(__name__)
 _joined: list[Any] = []
 """The group of all processes, if it was made here."""
+set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+"""Changes how long operations of a group may take; public from torch 2.15 on."""
 LEAST_CONNECTIONS = 12
 """Streams of lanes and of NCCL that run beside each other."""
 DEVICE_KIND = "tawpipe/device"
@@ -177,7 +179,7 @@ class World:
     def set_timeout(self, limit: timedelta) -> None:
         """Limit the time that the others may take for a control message from now on."""
         if self.group is not None:
-            _set_pg_timeout(limit, self.group)
+            set_group_timeout(limit, self.group)
 
     def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
         """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""
