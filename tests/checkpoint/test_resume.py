@@ -13,7 +13,7 @@ import pytest
 from cases import batches
 from states import ALONE, memory_of, resumable, run_of
 from tawpipe.checkpoint.format import read_manifest, sealed
-from tawpipe.checkpoint.names import MARKER, file_name
+from tawpipe.checkpoint.names import MARKER, complete_states, file_name
 from tawpipe.checkpoint.resume import Mark, ResumePoint, choose, find, newest
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import UserError
@@ -185,6 +185,15 @@ def test_resume_walks_back_to_what_is_sound_and_says_so(history):
     assert "step-00000020: state-00000.safetensors has 100 bytes instead of" in found.passed_over[1]
     with pytest.raises(UserError, match="checksum"):
         where(folder, str(folder / "step-00000030"))
+
+
+def test_newer_states_are_set_aside_when_nothing_refuses_any_more(history, tmp_path):
+    disk = Disk(history / "checkpoints", ALONE)
+    chosen = choose(tmp_path, str(disk.folder / "step-00000010"), disk, None, restarts=0)
+    assert len(complete_states(disk.folder)) == 3, "settings may still be refused"
+    chosen.take(tmp_path, disk)
+    assert [path.name for path in complete_states(disk.folder)] == ["step-00000010"]
+    assert len([*disk.folder.glob("*.abandoned")]) == 2 and (tmp_path / "history.json").exists()
 
 
 def test_a_digit_that_turns_over_in_the_record_is_found(history):

@@ -90,6 +90,8 @@ def test_a_resumed_run_keeps_what_it_had_unless_the_user_says_otherwise():
     assert settled_from("weights", earlier=had) == (had, "")
     assert settled_from("weights", "--steps", "20", earlier=had)[0] == had | {"steps": 20}
     assert settled_from("weights", "--epochs", "1", earlier=had)[0] == had | {"steps": PASS}
+    ratio = settled_from("weights", "--optimizer.warmup-ratio", "0.5", "--steps", "20", earlier=had)[0]
+    assert ratio["optimizer.warmup_steps"] == 10
 
 
 def test_the_saved_settings_are_those_that_were_chosen():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tawpipe.environment import LOCAL_LAUNCHER
 from tawpipe.options import Open
 from tawpipe.train.config import changes_of_the_run, config_text, load_config
 
@@ -71,6 +72,14 @@ def test_processes_are_the_launchers_where_there_is_one(words, monkeypatch):
         monkeypatch.setenv(name, "3")
     config = load_config(words)
     assert config.nproc is None and config.sequence_length == 64
+    monkeypatch.setenv(LOCAL_LAUNCHER, "1")
+    assert load_config(words).nproc == 2  # the command's own launcher has taken them from there
+
+
+def test_a_run_is_where_its_folder_is(words, tmp_path):
+    moved = Path(words[1]).rename(tmp_path / "moved")
+    config = load_config(["--resume", str(moved / "checkpoints" / "step-00000003")])
+    assert config.output == str(moved)
 
 
 def test_a_new_run_asks_no_folder(words):

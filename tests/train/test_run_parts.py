@@ -14,15 +14,19 @@ from torch import Tensor, nn
 from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
 from tawpipe.data.lengths import in_like_lengths
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.plan.predict import Needs
 from tawpipe.runtime.storage import PlaceOfPiece
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 from tawpipe.train.batches import Batches
+from tawpipe.train.checks import validate
 from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.optimizers import factory_of
+from tawpipe.train.run import _same_tokens
 from tawpipe.train.sample import LikelyTokens, generate, stops_of
 from tawpipe.train.saves import LOOK_EVERY, Saves
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
@@ -180,6 +184,20 @@ def test_positions_that_do_not_count_are_not_looked_at() -> None:
     assert head(batch.input_ids[..., None].double(), labels, slice(0, 4)) == 0
     ids, logits = measure.of(pipeline)
     assert ids[1, 0] == 8 and logits[1, 0] == 50 and not ids[0].any() and not logits[0].any()
+
+
+def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """One that is trained again, on other files, may have as many tokens, under other numbers."""
+    first, other = (train_tokenizer([text], 270) for text in ("the cat sat on the mat", "a zebra hid in the zoo"))
+    assert _same_tokens(first, tmp_path), "nothing is known of it"
+    first.save_pretrained(tmp_path)
+    assert _same_tokens(first, tmp_path) and not _same_tokens(other, tmp_path)
+
+
+def test_a_sample_begins_with_something() -> None:
+    with pytest.raises(UserError, match=r"--sample.prompt: got \[\]"):
+        validate(load_config(["--sample.prompt"]))
+    validate(load_config(["--sample.prompt", "--sample.tokens", "0"]))
 
 
 def test_texts_end_with_the_tokens_of_tokenizer_and_model() -> None:

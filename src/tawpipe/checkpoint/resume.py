@@ -132,10 +132,12 @@ class Choice:
     Args:
         source: None to start anew.
         passed_over: newer ones that were not taken, and why, in sentences.
+        abandons: those of the run that are newer are no more to be gone on with.
     """
 
     source: Source | None
     passed_over: tuple[str, ...] = ()
+    abandons: bool = False
 
 
 def newest(store: Store) -> Choice:
@@ -230,8 +232,7 @@ def _if_sound(
 def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
     """The state that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
 
-    Call on all ranks; all of them must see what is chosen. If a path in the disk's folder is, those in it that are
-    newer are set aside.
+    Call on all ranks; all of them must see what is chosen.
 
     Args:
         needed: whether it is an error if there are states and none of them is sound.
@@ -249,13 +250,12 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
             raise UserError("resume", str(disk.folder), f"a sound checkpoint; {'; '.join(choice.passed_over)}")
     else:
         try:
-            choice = Choice(examine(disk, [Path(resume)]))
+            ours = Path(resume).parent.resolve() == disk.folder.resolve()
+            choice = Choice(examine(disk, [Path(resume)]), abandons=ours)
         except RunError as problem:
             expected = f"a sound checkpoint that every process can read ({problem})"
             raise UserError("resume", resume, expected) from problem
     disk.resumed_step = choice.source.step if choice.source else 0
-    if resume != "auto" and Path(resume).parent.resolve() == disk.folder.resolve():
-        world.together(disk.set_aside_newer, acts=disk.leads)
     return choice
 
 
@@ -290,7 +290,7 @@ class Mark:
             return cls()
 
     def write(self, output: Path) -> None:
-        """Write the file; when the state to go on from is chosen, and those that must not be are set aside.
+        """Write the file.
 
         Raises:
             RunError: it cannot be written, and without it a restart would not know what this start has chosen.
@@ -310,6 +310,7 @@ class ResumePoint:
         source, state: None to start anew.
         place: the folder, or memory.
         passed_over: newer states that were not taken, and why, in sentences.
+        abandons: see ``Choice``.
     """
 
     source: Source | None
@@ -317,6 +318,18 @@ class ResumePoint:
     place: str
     mark: Mark
     passed_over: tuple[str, ...]
+    abandons: bool = False
+
+    def take(self, output: Path, disk: Disk) -> None:
+        """Go on from it and from no other, when nothing is left that could refuse it; call on all ranks.
+
+        Raises:
+            RunError: the output folder cannot be written to.
+        """
+        if self.abandons:
+            disk.world.together(disk.set_aside_newer, acts=disk.leads)
+        if disk.world.rank == 0:
+            self.mark.write(output)
 
 
 def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, restarts: int) -> ResumePoint:
@@ -351,4 +364,4 @@ def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, rest
     disk.history = history
     if memory is not None:
         memory.history = history
-    return ResumePoint(source, state, place, Mark(history, resume, launch), choice.passed_over)
+    return ResumePoint(source, state, place, Mark(history, resume, launch), choice.passed_over, choice.abandons)

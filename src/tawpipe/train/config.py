@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tawpipe.data.settings import DataSettings
-from tawpipe.environment import LaunchEnvironment
+from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
@@ -401,9 +401,12 @@ def _of_the_run(config: TrainConfig, given: Values) -> Values:
     if (path := saved_settings(config)) is None:
         return {}
     left_out = OF_A_START | {place for place in INSTEAD if INSTEAD[place] in given}
-    if LaunchEnvironment.read(os.environ) is not None:
+    if LaunchEnvironment.read(os.environ) is not None and not started_by_local_launcher():
         left_out |= OF_A_LAUNCH
     saved = train_options().values_in(str(path))
+    place = ("output",)
+    if place in saved and Path(saved[place]).resolve() != path.parent.resolve():  # the folder was moved
+        saved[place] = str(path.parent)
     return {place: value for place, value in saved.items() if place not in left_out}
 
 

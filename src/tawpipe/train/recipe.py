@@ -71,6 +71,8 @@ def settle(
     known = {name: value for name, value in earlier.items() if name in OPEN and isinstance(_get(config, name), Open)}
     if config.epochs is not None:
         known.pop("steps", None)
+    if optimizer.warmup_ratio is not None:
+        known.pop("optimizer.warmup_steps", None)
     config = _with(config, known)
     if isinstance(config.learning_rate, Open):
         rate = recipe.learning_rate

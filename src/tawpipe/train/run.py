@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from tawpipe.checkpoint.resume import ResumePoint, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, above_bar, duration
 from tawpipe.data.prepared import PreparedData, changed_parts
+from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
@@ -105,8 +107,8 @@ def run(config: TrainConfig) -> int:
         console.line(f"adapter: {built.adapter_words}")
     if built.frozen_words:
         console.line(f"frozen: {built.frozen_words}")
-    if world.rank == 0:
-        begins.mark.write(config.output_path)
+    begins.take(config.output_path, disk)
+    if world.rank == 0 and (config.steps or begins.state is None):  # a look at a run is not what it goes on with
         _save_settings(prepared, table, console)
     tell_without_effect(prepared.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
@@ -134,7 +136,7 @@ def run(config: TrainConfig) -> int:
     if world.device.type == "cuda":
         results.append(("of this GPU at most", str(Taken.of(world.device))))
     results += of_model
-    if config.export.enabled and training.last and not stopped:
+    if config.export.enabled and config.steps and training.last and not stopped:
         results.append(("model", str(_export(prepared, pipeline))))
     results.append(("whole run", duration(time.perf_counter() - started)))
     if config.report and world.rank == 0:
@@ -303,12 +305,23 @@ def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
     refuse_other_run(config, state, pipeline.chain, place)
     pipeline.load(begins.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
-    if changed := changed_parts(state.fingerprint, data.fingerprint):
+    if "tokenizer" in (changed := changed_parts(state.fingerprint, data.fingerprint)):
+        kept = config.output_path / TOKENIZER
+        told = f"{kept}, which has learned the run's tokens: what is used now numbers them otherwise"
+        pipeline.world.require(_same_tokens(data.tokenizer, kept), "--tokenizer", config.tokenizer, told)
+    if changed:
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
     if state.data_state and not changed:
         data.train.load_state_dict(state.data_state)
     if state.step >= config.steps:
         console.notice(f"--steps {config.steps} are done already")
+
+
+def _same_tokens(tokenizer: Any, folder: Path) -> bool:
+    """False if a folder holds a tokenizer whose tokens have other numbers."""
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return True
+    return load_tokenizer(str(folder), "--tokenizer").get_vocab() == tokenizer.get_vocab()
 
 
 def _go_back_to_best(pipeline: Pipeline, disk: Disk, best: Best, last: int) -> tuple[int, str]:
