@@ -19,6 +19,7 @@ from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.train import disk
+from tawpipe.train.checks import check_output
 from tawpipe.train.config import load_config
 from tawpipe.train.disk import checkpoints_at_most, state_bytes
 from tawpipe.train.exporting import export_again
@@ -121,6 +122,17 @@ def test_parameters_are_read_of_the_same_model_alone(runs: Path):
     units = Chain(build_model("tiny", vocab_size=301, max_positions=64).model).units
     with pytest.raises(UserError, match="embed_tokens"):
         SavedParameters(state, units, DTYPES["float32"])
+
+
+def test_no_export_takes_the_place_of_what_it_is_made_from(runs: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"--output: .*--model is read from this one"):
+        export_again(runs / "adapter", step=None, merge=False, folder=runs / "base" / "model")
+    model = shutil.copytree(runs / "base" / "model", tmp_path / "model")
+    for name in (str(model), "tiny"):  # a folder of a model, and one where a model lies that no run has written
+        config = load_config(["--model", name, "--output", str(tmp_path)])
+        with pytest.raises(UserError, match=r"another folder: --model|a folder without model/"):
+            check_output(config, make=False)
+        check_output(replace(config, export=replace(config.export, enabled=False)), make=False)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "notes.txt"])

@@ -45,6 +45,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
+    if config.sample.tokens and not config.sample.prompt:
+        raise UserError("--sample.prompt", [], "the beginning of a text; or --sample.tokens 0 for none")
     check_steps(config)
     check_trackers(config.log.trackers, here=_reads_files(environ))
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
@@ -266,6 +268,11 @@ def check_output(config: TrainConfig, *, make: bool = True) -> None:
     if held and not _goes_on_in(config, folder):
         expected = f"a folder without a run (this has {held[0]}); or --resume auto to go on with that run"
         raise UserError("--output", config.output, expected)
+    if config.export.enabled:
+        refuse_replacing(config, folder / "model", "--output")
+        if not held and (folder / "model").exists() and not _is_empty(folder / "model"):
+            expected = "a folder without model/, where the run writes its own; or --export.enabled false"
+            raise UserError("--output", config.output, expected)
     if not make:
         there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -277,6 +284,17 @@ def check_output(config: TrainConfig, *, make: bool = True) -> None:
             pass
     except OSError as error:
         raise UserError("--output", config.output, f"a folder that can be written to ({error.strerror})") from error
+
+
+def refuse_replacing(config: TrainConfig, exported: Path, setting: str) -> None:
+    """Raises UserError where an export would take the place of what the run is made from."""
+    for option, name in (("--model", config.model), ("--lora.adapter", config.lora.adapter)):
+        if name and Path(name).expanduser().is_dir() and Path(name).expanduser().resolve() == exported.resolve():
+            raise UserError(setting, str(exported), f"another folder: {option} is read from this one")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _goes_on_in(config: TrainConfig, folder: Path) -> bool:

@@ -25,6 +25,7 @@ from tawpipe.model.export import export_hugging_face
 from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.quantized import NONE
 from tawpipe.runtime.dtype import AUTO, DTYPES, master_dtype
+from tawpipe.train.checks import refuse_replacing
 from tawpipe.train.config import SETTINGS, TrainConfig, load_config
 from tawpipe.train.lock import running_in
 from tawpipe.train.run_model import RunModel
@@ -61,14 +62,15 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
         UserError: no run with checkpoints, no such step, or a model that is not there any more.
         RunError: it could not be written.
     """
-    if folder is not None and not _is_replaceable(folder):
+    folder = folder or run / "model"
+    if not _is_replaceable(folder):
         raise UserError("--output", str(folder), "a new folder, an empty one, or a model's: what is there goes")
     if not (run / SETTINGS).is_file():
         raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
     ours = os.access(run, os.W_OK)
     with running_in(run, setting="RUN") if ours else nullcontext():  # a run that goes on removes its old checkpoints
         try:
-            return _exported(run, _checkpoint(run, step), merge=merge, folder=folder or run / "model")
+            return _exported(run, _checkpoint(run, step), merge=merge, folder=folder)
         except UserError as error:
             if error.setting != "where":
                 raise
@@ -79,6 +81,7 @@ def _exported(run: Path, checkpoint: Path, *, merge: bool, folder: Path) -> tupl
     manifest = read_manifest(checkpoint)
     state = RunState.of(manifest, str(checkpoint))
     config = load_config(["--config", str(run / SETTINGS), "--output", str(run)])
+    refuse_replacing(config, folder, "--output")
     if merge:
         config = replace(config, export=replace(config.export, merge=True))
     if config.export.merge and not config.lora.active:

@@ -18,8 +18,10 @@ from torch import Tensor
 from tawpipe.console import Console
 from tawpipe.data.chat import ChatRenderer
 from tawpipe.data.encode import Encoder
+from tawpipe.data.messages import Malformed
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.rows import PackedDataset
+from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.build import longest_allowed
 from tawpipe.model.chain import Chain
@@ -165,6 +167,8 @@ class Samples:
         self._chat = {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
         if self._chat and settings.prompt == SampleConfig().prompt and (ids := first_question(data.some_text)):
             self._asked[self._tokenizer.decode(ids, skip_special_tokens=True).strip()] = ids
+        if settings.tokens and not self._asked:
+            self._asked = {prompt: self._encode(prompt) for prompt in settings.prompt}
         self._stops = stops_of(pipeline.chain.model, self._tokenizer)
         self._window = min(window, longest_allowed(pipeline.chain.config))
         self._path = folder / FILE
@@ -178,8 +182,7 @@ class Samples:
 
     def write(self, step: int) -> list[Sample]:
         """The texts of the model as it is after ``step``; on all ranks."""
-        asked = self._asked or {prompt: self._encode(prompt) for prompt in self._settings.prompt}
-        prompts = list(asked.values())
+        prompts = list(self._asked.values())
         texts = generate(
             self._pipeline,
             prompts,
@@ -191,7 +194,7 @@ class Samples:
         )
         self.last = [
             Sample(prompt, self._written(ids, len(start)))
-            for prompt, start, ids in zip(asked, prompts, texts, strict=True)
+            for prompt, start, ids in zip(self._asked, prompts, texts, strict=True)
         ]
         if self._pipeline.world.rank == 0:
             lines = [json.dumps({"step": step, "prompt": one.prompt, "text": one.text}) for one in self.last]
@@ -204,7 +207,13 @@ class Samples:
 
     def _encode(self, prompt: str) -> list[int]:
         if self._chat:
-            question = ChatRenderer(self._tokenizer).question(prompt)
+            try:
+                question = ChatRenderer(self._tokenizer).question(prompt)
+            except Malformed as error:
+                if self._settings.prompt == SampleConfig().prompt:  # nobody has asked this
+                    return Encoder(self._tokenizer).beginning(prompt)
+                expected = f"one that the chat template takes ({error}); or --sample.chat off"
+                raise UserError("--sample.prompt", prompt, expected) from error
             return self._tokenizer.encode(question, add_special_tokens=False)
         return Encoder(self._tokenizer).beginning(prompt) or [self._tokenizer.eos_token_id or 0]
 
