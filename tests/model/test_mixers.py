@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from contextlib import closing
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers.models.falcon_h1.modeling_falcon_h1 as falcon
 import transformers.models.kimi_linear.modeling_kimi_linear as kimi
 from torch import Tensor, nn
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-from every_family import differences, micro_batches, our_step, plain_step, random_model
+import every_family
+from every_family import micro_batches, our_step, plain_step, random_model
 from family_configs import tiny_config
 from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
@@ -27,6 +33,7 @@ from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.refuse import refuse_cut_rows
 from tawpipe.schedule.settings import ScheduleSettings
 
+differences = partial(every_family.differences, tolerance=1e-10)
 FAMILIES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "mamba2"),
     *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3"),
@@ -110,6 +117,21 @@ def test_other_models_in_the_process_stay_as_they_are():
     assert all(isinstance(module, kind) and isinstance(module, Mixer) for module in mixers)
     assert type(meta_model(tiny_config("lfm2")).model.layers[0].conv) is kind
     assert Chain(model).mixing == chain.mixing  # a second time
+
+
+def test_mixers_are_found_alike_where_kernels_are_installed_that_know_no_meta_device(monkeypatch):
+    """In a layer of Falcon-H1 attention comes after the mixer, whose kernels would raise."""
+    plain = Chain(meta_model(tiny_config("falcon_h1"))).mixing
+
+    def causal_conv1d_fn(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("Expected x.is_cuda() to be true")
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    with_kernel = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")
+    monkeypatch.setattr(falcon, "causal_conv1d_fn", with_kernel(inspect.unwrap(falcon.causal_conv1d_fn)))
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        falcon.causal_conv1d_fn()
+    assert Chain(meta_model(tiny_config("falcon_h1"))).mixing == plain
 
 
 class Mean(nn.Module):
