@@ -22,6 +22,7 @@ from tawpipe.model.missing import fallen_back, kernel_packages, mixer_words
 from tawpipe.plan import memory
 from tawpipe.plan.memory import LEAST_CHUNK, estimate_memory
 from tawpipe.plan.profile import measure
+from tawpipe.schedule.settings import ScheduleSettings
 
 SPARSE = "deepseek_v32", "axk2", "dots3_note_text", "deepseek_v4", "qwen4_exp_text", "minimax_m3_vl_text"
 ROWS = ((4, 3, 1, 4), (9, 3))
@@ -101,11 +102,18 @@ def test_the_share_of_mixers_is_measured_and_sets_are_not_planned(monkeypatch):
     assert profile.in_chunks and not profile.why_whole and not profile.cuts and not profile.shares
 
 
-def test_an_estimate_counts_the_states_of_one_layer_at_every_border():
+def test_an_estimate_counts_the_states_of_one_layer_at_every_border(monkeypatch):
     chain = Chain(meta_model(tiny_config("qwen3_next")))
     most = max(mixing.state_bytes for mixing in chain.mixing)
     assert most == 4 * (64 * 3 + 4 * 8 * 8)  # of the convolution and of linear attention, fp32
+    assert chain.state_bytes == most
     counted = estimate_memory(chain, dtype=torch.bfloat16, chunk_tokens=64).in_chunks["backward full"]
     chain.mixing = ()
     without = estimate_memory(chain, dtype=torch.bfloat16, chunk_tokens=64).in_chunks["backward full"]
     assert counted[2] - without[2] == pytest.approx(most / LEAST_CHUNK)
+    chain = Chain(real_model(tiny_config("qwen3_next"), torch.float32))
+    monkeypatch.setattr(memory, "LEAST_CHUNK", 2)
+    assert estimate_memory(chain, dtype=torch.float32, chunk_tokens=64).in_chunks["kept"] == (0, 0, most / 2)
+    in_chunks = ScheduleSettings(sequence_chunk=2, recompute="selective")
+    with closing(Pipeline(chain, dtype=torch.float32, check="never", schedule=in_chunks)) as pipeline:
+        assert pipeline._costs._wiring.kept_per_token["kept"] == most / 2

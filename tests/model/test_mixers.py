@@ -77,6 +77,22 @@ def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
     assert differences(our_step(deepcopy(model), ROWS, **settings), plain) == []
 
 
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_kept_states_change_no_number_and_mixers_run_once_less(waiting: int, monkeypatch, tmp_path):
+    model, plain = model_of("qwen3_next")
+    calls, forward = list[int](), Mixer.forward
+    monkeypatch.setattr(Mixer, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    folder = str(tmp_path) if waiting else ""
+    for recompute in ("full", "selective"):
+        settings = {"recompute": recompute, "offloaded_layers": waiting, "offload_dir": folder}
+        ours = our_step(deepcopy(model), ROWS, sequence_chunk=7, together=3, **settings)
+        assert differences(ours, plain) == []
+        calls.append(0)
+    full, selective = calls.index(0), len(calls) - 2 - calls.index(0)
+    mixers = sum(type(module).__name__ == "Qwen3NextGatedDeltaNet" for module in model.modules())
+    assert full - selective == mixers * 2 * (math.ceil(40 / 7) - 1), "once for each border of a micro-batch"
+
+
 def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files(tmp_path):
     model, plain = model_of("falcon_h1")
     waiting: dict[str, Any] = {"recompute": "selective", "offloaded_layers": 2, "offload_dir": str(tmp_path)}
