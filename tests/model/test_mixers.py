@@ -61,7 +61,9 @@ def test_documents_are_computed_as_each_by_itself(family: str, chunk: int):
     assert differences(our_step(deepcopy(model), ROWS, sequence_chunk=chunk), plain) == []
 
 
-@pytest.mark.parametrize(("family", "trained"), [("qwen3_next", "mlp"), ("falcon_h1", "feed_forward")])
+@pytest.mark.parametrize(
+    ("family", "trained"), [("falcon_h1", "feed_forward"), pytest.param("qwen3_next", "mlp", marks=pytest.mark.slow)]
+)
 def test_states_of_what_is_frozen_have_no_gradient(family: str, trained: str):
     """In the first layer that is trained no state has a graph: neither its input is trained nor the mixer's weights."""
     model = random_model(family)
@@ -77,9 +79,16 @@ def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
     assert differences(our_step(deepcopy(model), ROWS, **settings), plain) == []
 
 
-@pytest.mark.parametrize("waiting", [0, 2])
-def test_kept_states_change_no_number_and_mixers_run_once_less(waiting: int, monkeypatch, tmp_path):
-    model, plain = model_of("qwen3_next")
+@pytest.mark.parametrize(
+    ("family", "mixer", "waiting"),
+    [
+        ("lfm2", "Lfm2ShortConv", 0),
+        ("lfm2", "Lfm2ShortConv", 2),
+        pytest.param("qwen3_next", "Qwen3NextGatedDeltaNet", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_kept_states_change_no_number_and_mixers_run_once_less(family, mixer, waiting, monkeypatch, tmp_path):
+    model, plain = model_of(family)
     calls, forward = list[int](), Mixer.forward
     monkeypatch.setattr(Mixer, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
     folder = str(tmp_path) if waiting else ""
@@ -89,7 +98,7 @@ def test_kept_states_change_no_number_and_mixers_run_once_less(waiting: int, mon
         assert differences(ours, plain) == []
         calls.append(0)
     full, selective = calls.index(0), len(calls) - 2 - calls.index(0)
-    mixers = sum(type(module).__name__ == "Qwen3NextGatedDeltaNet" for module in model.modules())
+    mixers = sum(type(module).__name__ == mixer for module in model.modules())
     assert full - selective == mixers * 2 * (math.ceil(40 / 7) - 1), "once for each border of a micro-batch"
 
 
