@@ -1,7 +1,8 @@
-"""How long a row does everybody train on in the same memory? One Llama in fp32, on the CPU of this machine.
+"""How long a row does everybody train on in the same memory? One model in fp32, on the CPU of this machine.
 
     python benchmarks/longest.py --memory-gib 2 --out benchmarks/results/DATE-longest
     python benchmarks/longest.py --memory-gib 0.08 --shape 256,4,4,1,896,2048 --out DIR    # 15 minutes on two cores
+    python benchmarks/longest.py --family qwen3_5 ... --systems huggingface deepspeed tawpipe-chunked    # a hybrid
 
 Memory is what a step takes of anonymous memory above the loaded model (weights, gradients, states of AdamW), per
 process: it stands for a device's. Bytes in files have a column of their own; a folder in memory stands for the host's.
@@ -31,13 +32,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from longest_model import LOSS_TOKENS, Shape
+from longest_model import FAMILIES, LOSS_TOKENS, Shape
 from longest_page import page
 from longest_probe import THREADS, CannotMeasure, Job, Reading, measure
 from longest_sides import SIDES, TWO, parts_of, predicted_bytes
@@ -59,9 +60,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory-gib", type=float, default=2.0, help="anonymous memory of a step, per process")
     parser.add_argument(
         "--shape",
-        default=",".join(map(str, astuple(Shape()))),
+        default=Shape().numbers,
         help="hidden size, layers, heads, heads of keys and values, intermediate size, vocabulary (%(default)s)",
     )
+    parser.add_argument("--family", default="llama", choices=FAMILIES, help="of the model (%(default)s)")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a layer's chunk (%(default)s)")
     parser.add_argument("--most-seconds", type=float, default=600.0, help="of a step (%(default)s)")
     parser.add_argument("--systems", nargs="*", default=SIDES, choices=SIDES, metavar="SYSTEM", help="all by default")
@@ -117,7 +119,7 @@ class Benchmark:
     """The rows of one file of results."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.shape, self.path = args, Shape.read(args.shape), args.out / "longest.json"
+        self.args, self.shape, self.path = args, Shape.read(args.shape, args.family), args.out / "longest.json"
         self.settings = {
             "memory_gib": args.memory_gib,
             "shape": asdict(self.shape),
@@ -223,7 +225,8 @@ class Benchmark:
 
     def uncounted(self) -> list[tuple[str, int, Shape]]:
         """Of ``COUNTED``, what has not been compared yet."""
-        wanted = [(side, tokens, Shape.read(text) if text else self.shape) for side, tokens, text in COUNTED]
+        family = self.shape.family
+        wanted = [(side, tokens, Shape.read(text, family) if text else self.shape) for side, tokens, text in COUNTED]
         there = [(one["system"], one["tokens"], Shape(**one["shape"])) for one in self.content["count"]]
         return [one for one in wanted if one not in there]
 

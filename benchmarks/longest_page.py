@@ -17,7 +17,8 @@ def page(content: dict[str, Any]) -> str:
         f"`{content['command']}`, {content['date']}, "
         + ", ".join(f"{name} {number}" for name, number in content["versions"].items() if number),
         "",
-        "Anonymous memory of a step above the loaded model, per process: it stands for a device's. A Llama in fp32: "
+        "Anonymous memory of a step above the loaded model, per process: it stands for a device's. "
+        f"{'A hybrid, Qwen3.5,' if settings['shape'].get('family') == 'qwen3_5' else 'A Llama'} in fp32: "
         f"{_spelled(settings['shape'])}. Layers' chunks of {settings['chunk']:,} tokens, {settings['loss_tokens']:,} "
         f"tokens of a chunked loss, {settings['threads']} thread a process, at most {settings['most_seconds']:.0f} s a "
         f"step. A row {settings['within']:.0%} longer than that written here did not fit.",

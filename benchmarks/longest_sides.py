@@ -1,4 +1,4 @@
-"""The sides of the longest row: one Llama with the same weights, loss and optimizer, trained by others and by us.
+"""The sides of the longest row: one model with the same weights, loss and optimizer, trained by others and by us.
 
 A side takes one row of tokens, trains on it and says the mean loss and the norm of the gradient. All but one recompute
 layers in the backward pass; gradients of others stay allocated between steps, so that they count as part of the loaded

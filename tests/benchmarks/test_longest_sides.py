@@ -4,13 +4,14 @@ are, and their page."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from longest_model import Shape, row
+from longest_model import FAMILIES, Shape, row
 from longest_others import ChunkedLoss, Elsewhere, HuggingFace
 from longest_page import page
 from longest_probe import file_bytes
@@ -49,13 +50,20 @@ def test_what_is_saved_lies_in_files_until_it_was_used(tmp_path: Path):
     assert not file_bytes(os.getpid(), str(tmp_path))
 
 
-def test_a_side_trains_alike_wherever_its_checkpoints_wait(tmp_path: Path):
-    ids = row(SMALL, 48)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_side_trains_alike_wherever_its_checkpoints_wait(family: str, tmp_path: Path):
+    shape = replace(SMALL, family=family)
+    ids = row(shape, 48)
     steps = [
         [*side.step(ids), *side.step(ids)]
-        for side in (HuggingFace(SMALL), ChunkedLoss(SMALL), ChunkedLoss(SMALL, lambda: Elsewhere(str(tmp_path))))
+        for side in (HuggingFace(shape), ChunkedLoss(shape), ChunkedLoss(shape, lambda: Elsewhere(str(tmp_path))))
     ]
     assert steps[0] == pytest.approx(steps[1], rel=1e-5) and steps[1] == steps[2]
+
+
+def test_a_shape_is_read_as_it_is_written():
+    shape = Shape.read(SMALL.numbers, "qwen3_5")
+    assert shape == replace(SMALL, family="qwen3_5") and "linear_attention" in shape.config.layer_types
 
 
 def test_every_side_is_a_system_in_a_place():

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from copy import deepcopy
+from itertools import count
 
 import pytest
 import torch
 
 from every_family import differences, micro_batches, our_step, plain_step, random_model
 from family_configs import tiny_config
-from model_families import keep_fp64, meta_model
+from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
+from tawpipe import Pipeline
+from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.indexers import Indexer, freeze_indexers
 from tawpipe.model.missing import fallen_back, kernel_packages, mixer_words
+from tawpipe.plan import memory
 from tawpipe.plan.memory import LEAST_CHUNK, estimate_memory
 from tawpipe.plan.profile import measure
+from tawpipe.schedule.settings import ScheduleSettings
 
 SPARSE = "deepseek_v32", "axk2", "dots3_note_text", "deepseek_v4", "qwen4_exp_text", "minimax_m3_vl_text"
 ROWS = ((4, 3, 1, 4), (9, 3))
@@ -37,11 +43,16 @@ def test_scores_are_made_for_long_documents_only(monkeypatch):
     Chain(model)
     assert isinstance(indexer, Indexer) and isinstance(indexer, kind)
     scored: list[int] = []
-    monkeypatch.setattr(kind, "forward", lambda self, hidden, *_, **__: scored.append(hidden.shape[1]))
-    chosen = indexer(torch.zeros(2, 4, 32))
-    assert chosen.tolist() == [[[0, 1, 2, 3]] * 4] * 2
+    every = torch.arange(4).flip(0).expand(2, 4, 4)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden, *_, **__: scored.append(hidden.shape[1]) or every)
+    for _ in range(2):
+        assert indexer(torch.zeros(2, 4, 32)).tolist() == [[[0, 1, 2, 3]] * 4] * 2
+    assert scored == [4], "compared once"
     indexer(torch.zeros(2, 5, 32))
-    assert scored == [5]
+    assert scored == [4, 5]
+    monkeypatch.setattr(kind, "forward", lambda *_, **__: every[..., :3])
+    with pytest.raises(UserError, match="leaves out keys of documents that are not longer than its index_topk"):
+        model.model.layers[1].self_attn.indexer(torch.zeros(2, 4, 32))
     v4 = meta_model(tiny_config("deepseek_v4"))  # whose numbers are those of windows
     Chain(v4)
     assert not any(isinstance(module, Indexer) for module in v4.modules())
@@ -60,6 +71,14 @@ def test_indexers_are_frozen_by_a_run_with_a_word(tmp_path):
     assert build_model(str(tmp_path / "other"), max_positions=64, longest=1).frozen_words == ""
 
 
+def test_indexers_are_frozen_by_the_library_with_a_word(caplog):
+    model = real_model(tiny_config("deepseek_v32"), torch.float32)
+    with closing(Pipeline(model, check="never")) as pipeline:
+        assert "indexers of sparse attention: the loss gives them no gradient" in caplog.text
+        assert not any(unit.trainable for unit in pipeline.chain.units if "indexer" in unit.slots[0].name)
+    assert not model.model.layers[0].self_attn.indexer.wk.weight.requires_grad
+
+
 def test_functions_that_fell_back_are_named_with_their_package_and_share():
     chain = Chain(meta_model(tiny_config("qwen3_next")))
     words = mixer_words(chain, torch.device("cuda"), 0.7)
@@ -74,18 +93,27 @@ def test_functions_that_fell_back_are_named_with_their_package_and_share():
     assert fallen_back(torch.nn.Linear(1, 1)) == {}
 
 
-def test_the_share_of_mixers_is_measured_and_sets_are_not_planned():
+def test_the_share_of_mixers_is_measured_and_sets_are_not_planned(monkeypatch):
+    monkeypatch.setattr(memory, "PAST_KEYS", 64)
     chain = Chain(meta_model(tiny_config("lfm2")))
-    profile = measure(chain, dtype=torch.float32, device=torch.device("cpu"), tokens=64, chunks=lambda _: (8,))
+    usual = {"dtype": torch.float32, "device": torch.device("cpu"), "now": count(1.0).__next__}
+    profile = measure(chain, tokens=64, chunks=lambda _: (8,), **usual)
     assert 0 < profile.mixers < 1 and profile.why_not_shares.startswith("its layers carry a state")
     assert profile.in_chunks and not profile.why_whole and not profile.cuts and not profile.shares
 
 
-def test_an_estimate_counts_the_states_of_one_layer_at_every_border():
+def test_an_estimate_counts_the_states_of_one_layer_at_every_border(monkeypatch):
     chain = Chain(meta_model(tiny_config("qwen3_next")))
     most = max(mixing.state_bytes for mixing in chain.mixing)
     assert most == 4 * (64 * 3 + 4 * 8 * 8)  # of the convolution and of linear attention, fp32
+    assert chain.state_bytes == most
     counted = estimate_memory(chain, dtype=torch.bfloat16, chunk_tokens=64).in_chunks["backward full"]
     chain.mixing = ()
     without = estimate_memory(chain, dtype=torch.bfloat16, chunk_tokens=64).in_chunks["backward full"]
     assert counted[2] - without[2] == pytest.approx(most / LEAST_CHUNK)
+    chain = Chain(real_model(tiny_config("qwen3_next"), torch.float32))
+    monkeypatch.setattr(memory, "LEAST_CHUNK", 2)
+    assert estimate_memory(chain, dtype=torch.float32, chunk_tokens=64).in_chunks["kept"] == (0, 0, most / 2)
+    in_chunks = ScheduleSettings(sequence_chunk=2, recompute="selective")
+    with closing(Pipeline(chain, dtype=torch.float32, check="never", schedule=in_chunks)) as pipeline:
+        assert pipeline._costs._wiring.kept_per_token["kept"] == most / 2

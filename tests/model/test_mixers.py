@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from contextlib import closing
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers.models.falcon_h1.modeling_falcon_h1 as falcon
 import transformers.models.kimi_linear.modeling_kimi_linear as kimi
 from torch import Tensor, nn
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-from every_family import differences, micro_batches, our_step, plain_step, random_model
+import every_family
+from every_family import micro_batches, our_step, plain_step, random_model
 from family_configs import tiny_config
 from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
@@ -27,6 +33,7 @@ from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.refuse import refuse_cut_rows
 from tawpipe.schedule.settings import ScheduleSettings
 
+differences = partial(every_family.differences, tolerance=1e-10)
 FAMILIES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "mamba2"),
     *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3"),
@@ -54,7 +61,9 @@ def test_documents_are_computed_as_each_by_itself(family: str, chunk: int):
     assert differences(our_step(deepcopy(model), ROWS, sequence_chunk=chunk), plain) == []
 
 
-@pytest.mark.parametrize(("family", "trained"), [("qwen3_next", "mlp"), ("falcon_h1", "feed_forward")])
+@pytest.mark.parametrize(
+    ("family", "trained"), [("falcon_h1", "feed_forward"), pytest.param("qwen3_next", "mlp", marks=pytest.mark.slow)]
+)
 def test_states_of_what_is_frozen_have_no_gradient(family: str, trained: str):
     """In the first layer that is trained no state has a graph: neither its input is trained nor the mixer's weights."""
     model = random_model(family)
@@ -68,6 +77,29 @@ def test_states_of_what_is_frozen_have_no_gradient(family: str, trained: str):
 def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
     model, plain = model_of("lfm2")
     assert differences(our_step(deepcopy(model), ROWS, **settings), plain) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "mixer", "waiting"),
+    [
+        ("lfm2", "Lfm2ShortConv", 0),
+        ("lfm2", "Lfm2ShortConv", 2),
+        pytest.param("qwen3_next", "Qwen3NextGatedDeltaNet", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_kept_states_change_no_number_and_mixers_run_once_less(family, mixer, waiting, monkeypatch, tmp_path):
+    model, plain = model_of(family)
+    calls, forward = list[int](), Mixer.forward
+    monkeypatch.setattr(Mixer, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    folder = str(tmp_path) if waiting else ""
+    for recompute in ("full", "selective"):
+        settings = {"recompute": recompute, "offloaded_layers": waiting, "offload_dir": folder}
+        ours = our_step(deepcopy(model), ROWS, sequence_chunk=7, together=3, **settings)
+        assert differences(ours, plain) == []
+        calls.append(0)
+    full, selective = calls.index(0), len(calls) - 2 - calls.index(0)
+    mixers = sum(type(module).__name__ == mixer for module in model.modules())
+    assert full - selective == mixers * 2 * (math.ceil(40 / 7) - 1), "once for each border of a micro-batch"
 
 
 def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files(tmp_path):
@@ -110,6 +142,21 @@ def test_other_models_in_the_process_stay_as_they_are():
     assert all(isinstance(module, kind) and isinstance(module, Mixer) for module in mixers)
     assert type(meta_model(tiny_config("lfm2")).model.layers[0].conv) is kind
     assert Chain(model).mixing == chain.mixing  # a second time
+
+
+def test_mixers_are_found_alike_where_kernels_are_installed_that_know_no_meta_device(monkeypatch):
+    """In a layer of Falcon-H1 attention comes after the mixer, whose kernels would raise."""
+    plain = Chain(meta_model(tiny_config("falcon_h1"))).mixing
+
+    def causal_conv1d_fn(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("Expected x.is_cuda() to be true")
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    with_kernel = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")
+    monkeypatch.setattr(falcon, "causal_conv1d_fn", with_kernel(inspect.unwrap(falcon.causal_conv1d_fn)))
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        falcon.causal_conv1d_fn()
+    assert Chain(meta_model(tiny_config("falcon_h1"))).mixing == plain
 
 
 class Mean(nn.Module):

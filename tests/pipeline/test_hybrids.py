@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", IN_CHUNKS | {"micro_batch": 2, "offloaded_layers": 4}),
 ]
 QUICK = CASES[:3]
+TOLERANCE = 1e-10
 ROWS = ((24,), (11, 13), (1, 17, 6), (6, 7, 11), (23, 1))
 """Documents of the rows: the last of four ranks have one row, the first two."""
 
@@ -77,6 +78,6 @@ def compared(world: World, cases: list[tuple[str, dict[str, Any]]]) -> list[list
             for loss in losses:
                 optimizer.step()  # of the step before; there is no gradient before the first
                 expected = every_family.plain_step(plain, [MicroBatch.from_rows(**batch())])
-                differing = [] if abs(loss / expected[0] - 1) < 1e-9 else [f"loss {loss} instead of {expected[0]}"]
-            found.append(differing + every_family.differences((losses[-1], gradients), expected))
+                differing = [] if abs(loss / expected[0] - 1) < TOLERANCE else [f"loss {loss} instead of {expected[0]}"]
+            found.append(differing + every_family.differences((losses[-1], gradients), expected, TOLERANCE))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, Qwen3_5TextConfig
 
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, step_of
@@ -195,6 +195,27 @@ def test_a_row_ends_with_the_models_positions(tmp_path):
         row = _longest_of(asked, find(name), POSITIONS)
         assert (row.tokens, row.binds) == (4096, POSITIONS)
     assert "at least " in _longest_of(asked, find("weipipe"), POSITIONS).why_not
+
+
+def test_a_hybrid_of_9_b_on_one_device_has_its_state_in_the_host(tmp_path):
+    config = Qwen3_5TextConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        intermediate_size=12288,
+        linear_num_value_heads=32,
+        vocab_size=248320,
+        max_position_embeddings=MOST_TOKENS,
+    )
+    config.save_pretrained(tmp_path)
+    machine = machine_of("1x1", device=Device("H100"))
+    asked = request_for(str(tmp_path), machine, sequence_length=None, global_batch=1, memory_bytes=80 << 30)
+    assert not asked.profile.why_whole and 8e9 < asked.model.identity["parameters"] < 10e9
+    row = _longest_of(asked, find("tawpipe-spread"), POSITIONS)
+    assert row.tokens > 100_000 and row.binds == DEVICE and "host_homes state" in row.cells()[-1]
+    assert row.step is not None and row.step.settings.sequence_chunk and row.request is not None
+    assert row.request.settings.host_homes == "state"
+    assert not _longest_of(asked.with_homes("none"), find("tawpipe-spread"), POSITIONS).tokens
 
 
 # the command

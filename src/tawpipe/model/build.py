@@ -14,7 +14,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts, adapter_words, freeze, with_adapter
 from tawpipe.model.chain import Chain, inner_model
-from tawpipe.model.indexers import freeze_indexers
+from tawpipe.model.indexers import freeze_indexers, frozen_words
 from tawpipe.model.pretrained import (
     SafetensorsSource,
     check_weights,
@@ -93,8 +93,7 @@ class BuiltModel:
     @property
     def frozen_words(self) -> str:
         """What is frozen although nobody has said so, in a sentence; empty for nothing."""
-        why = "the loss gives them no gradient, and weight decay would shrink them"
-        return f"{self.indexers:,} parameters of indexers of sparse attention: {why}" if self.indexers else ""
+        return frozen_words(self.indexers)
 
     @property
     def adapter_words(self) -> str:

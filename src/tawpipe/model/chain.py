@@ -246,6 +246,11 @@ class Chain(UnitBinding):
         return self.in_turn or (f"its layers carry a state along a row{instead}" if self.mixing else "")
 
     @property
+    def state_bytes(self) -> int:
+        """The most that mixers of a layer hand on for a row, from one chunk to the next; 0 without any."""
+        return max((mixing.state_bytes for mixing in self.mixing), default=0)
+
+    @property
     def own_code(self) -> bool:
         """True if attention is the model's own: eager code of older models holds scores of S x S then."""
         return self.config.get_text_config()._attn_implementation != attention.NAME

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +112,8 @@ def _watched(
         hooks += [modules[name].register_forward_pre_hook(give, with_kwargs=True)]
         hooks += [modules[name].register_forward_hook(take)]
     try:
-        call(layer, hidden)
+        with patch.object(torch.compiler, "is_exporting", lambda: True):  # torch code, as kernels know no meta device
+            call(layer, hidden)
     except UserError:
         raise
     except Exception:  # what depends on values (a router) does not run on the meta device; mixers stand before it

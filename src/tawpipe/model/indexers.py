@@ -8,11 +8,14 @@ all pairs of tokens are made.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tawpipe.model.refuse import unsupported
 
 MOST = "index_topk"
 """The attribute of an indexer that says how many keys it chooses."""
@@ -28,16 +31,36 @@ def freeze_indexers(model: nn.Module) -> int:
     return count
 
 
+def frozen_words(count: int) -> str:
+    """What ``freeze_indexers`` did, in a sentence; empty if it was nothing."""
+    why = "the loss gives them no gradient, and weight decay would shrink them"
+    return f"{count:,} parameters of indexers of sparse attention: {why}" if count else ""
+
+
 class Indexer(nn.Module):
     """What an indexer becomes an instance of, besides its own class: it chooses all keys where there are no more than
     it may choose. [b, S, ...] in, [b, S, keys] numbers of keys out.
+
+    Raises:
+        UserError: when it first runs its own code chooses others.
     """
 
+    _compared = False
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        choose: Callable[..., Tensor] = super().forward  # type: ignore[misc]
         rows, length = hidden_states.shape[:2]
         if length > getattr(self, MOST):
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        return torch.arange(length, dtype=torch.int32, device=hidden_states.device).expand(rows, length, length)
+            return choose(hidden_states, *args, **kwargs)
+        every = torch.arange(length, dtype=torch.int32, device=hidden_states.device).expand(rows, length, length)
+        if not self._compared and not hidden_states.is_meta:
+            chosen = choose(hidden_states, *args, **kwargs)
+            if chosen.shape != every.shape or not torch.equal(chosen.sort(dim=-1).values, every.to(chosen)):
+                raise unsupported(
+                    type(self).__name__, f"it leaves out keys of documents that are not longer than its {MOST}"
+                )
+            self._compared = True
+        return every
 
 
 @functools.cache

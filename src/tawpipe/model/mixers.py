@@ -111,7 +111,7 @@ class Mixer(nn.Module):
         pieces = OnPieces(self, run, given, call)
         output = pieces(hidden)
         key = type(self), hidden.dtype, call.chunk is None
-        if key not in call.checked:
+        if key not in call.checked and not hidden.is_meta:
             with torch.no_grad(), _evaluating(self):  # dropout would draw, and differ
                 pieces.check(hidden.detach())
             call.checked.add(key)

@@ -21,7 +21,16 @@ SAMPLE_TOKENS = 7
 _BOOLS = Tensor.__bool__, Tensor.item
 
 
-class Watch(TorchFunctionMode):
+class WithoutValues(TorchFunctionMode):
+    """Answers what a model asks of values on the meta device: a mask is all ones, as it is for every micro-batch, and
+    no document is packed.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if func in _BOOLS and args[0].is_meta else func(*args, **(kwargs or {}))
+
+
+class Watch(WithoutValues):
     """Notes on what goes into the operations of a forward pass, in the phases that the caller sets."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,9 +62,7 @@ class Watch(TorchFunctionMode):
         return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _BOOLS and args[0].is_meta:
-            return True  # without values: a mask is all ones, as it is for every micro-batch, and no document is packed
-        output = func(*args, **(kwargs or {}))
+        output = super().__torch_function__(func, types, args, kwargs)
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         # Reading `weight.dtype` is no use of the weight; an operation that gives a tensor is.
         if self.phase is not None and made:

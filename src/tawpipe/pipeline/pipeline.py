@@ -24,9 +24,10 @@ from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import refuse_emptied
-from tawpipe.model.chain import Chain
+from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import work_of
+from tawpipe.model.indexers import freeze_indexers, frozen_words
 from tawpipe.model.loss import Loss
 from tawpipe.model.quantized import NONE
 from tawpipe.model.refuse import settle_mtp
@@ -144,6 +145,8 @@ class Pipeline:
         _ = share_in_sets(0, world.topology, settings)
 
         # The model as a chain of blocks, and its first values.
+        if not isinstance(model, Chain) and (words := frozen_words(freeze_indexers(inner_model(model)))):
+            logger.warning("frozen: %s", words)
         self.chain = chain = model if isinstance(model, Chain) else Chain(model, loss=loss)
         if chain is model:
             refuse_emptied(chain.given)

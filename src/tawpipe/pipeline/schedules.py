@@ -136,9 +136,10 @@ class Schedules:
         linear: dict[str, int] = {Kind.LINEAR: kept_for_weights_per_token(chain)} if splits else {}
         if not wanted and not self.settings.keep_mib:
             return linear
-        if self.settings.sequence_chunk:  # attention's output, and a sum for every head
+        if chunk := self.settings.sequence_chunk:  # attention's output and a sum for every head, or states at borders
             config = chain.config.get_text_config()
-            return {"kept": attention_width(config) * dtype.itemsize + num_heads(config) * max(4, dtype.itemsize)}
+            attention = attention_width(config) * dtype.itemsize + num_heads(config) * max(4, dtype.itemsize)
+            return {"kept": max(attention, -(-chain.state_bytes // chunk))}
         try:
             per_token = kept_per_token(chain)
         except UserError as error:

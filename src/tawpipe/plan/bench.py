@@ -14,6 +14,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import windows
 from tawpipe.model.stubs import LayerCall
+from tawpipe.model.watch import WithoutValues
 from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.head import loss_in_chunks
 from tawpipe.runtime.rows import OnDevice
@@ -144,7 +145,7 @@ class Bench:
         for unit in units:
             self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), WithoutValues():
                 calls = self.chain.embed(batch.to(self.device))[1]
                 if in_chunks and not self.chain.along_tokens:
                     self.chain.find_tokens()

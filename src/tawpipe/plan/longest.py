@@ -102,6 +102,7 @@ class LongestRow:
             return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
         made, own = self.prediction, self.step.settings
         settings = [f"{name} {getattr(own, name)}" for name in ("look_ahead", "gradient_buffers")]
+        settings += [f"host_homes {own.host_homes}"] * (own.host_homes == "state")
         numbers = (
             f"{self.tokens:,}",
             f"{own.sequence_chunk:,}" if own.sequence_chunk else "whole",
@@ -273,7 +274,14 @@ def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
-    """The longest row: by one device, or if that makes it longer by all devices of a node."""
+    """The longest row; with homes in the host's memory, if none fits otherwise."""
+    rows = (_with_homes(request.with_homes(level), strategy, ends) for level in request.levels)
+    first = next(rows)
+    return first if first.tokens else next((row for row in rows if row.tokens), first)
+
+
+def _with_homes(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    """The same with homes where the request says: by one device, or if that makes it longer by all of a node."""
     alone = _by_ranks(request, strategy, ends)
     if not request.sets or "sequence_ranks" in strategy.refusals or alone.binds == ends:
         return alone

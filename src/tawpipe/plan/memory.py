@@ -189,8 +189,8 @@ def measure_chunks(bench: Bench, smallest: int) -> dict[str, tuple[float, float,
 
 
 def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str, float]:
-    """What is kept of chunks is attention's alone, and the gradient of the input takes the place of the one that
-    arrives.
+    """What is kept of chunks is attention's, or states of mixers; the gradient of the input takes the place of the one
+    that arrives.
     """
     with bench.case(block, (tokens,), in_chunks=True) as case:
         layer, held, given = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
@@ -262,10 +262,8 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
     summed = 2 * keys // size * max(4, size)
-    in_chunks: dict[str, tuple[float, float, float]] = {"kept": (0, 0, queries + 4 * heads)}
-    states = (
-        max((mixing.state_bytes for mixing in chain.mixing), default=0) / LEAST_CHUNK
-    )  # one layer's, at each border
+    states = chain.state_bytes / LEAST_CHUNK  # one layer's, at each border
+    in_chunks: dict[str, tuple[float, float, float]] = {"kept": (0, 0, max(queries + 4 * heads, states))}
     for how in ("full", "selective"):
         in_chunks[f"forward {how}"] = 0, 3 * inner + boundary, 2 * keys
         in_chunks[f"backward {how}"] = matrix, norms + attention + 6 * inner, 2 * keys + summed + states - boundary

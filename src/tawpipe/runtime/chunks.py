@@ -7,7 +7,8 @@ of the input, rows of a chunk at a time. Gradients of weights are added up over 
 chunk's attention gave may be kept (``KeptAttention``), and is then not computed again.
 
 A mixer's state goes from chunk to chunk the same way: detached through the first pass, and in reverse its gradient. A
-layer's states are made again for its backward pass; those of one layer exist at a time, a border of chunks each.
+layer's states are kept where its attention would be, or made again for its backward pass; then those of one layer exist
+at a time, a border of chunks each. Where a layer has both, its states are made again with keys and values.
 
 Inputs and outputs are ``Rows``: on the device, or outside of it, from where they come and whither they go by chunk.
 
@@ -44,7 +45,8 @@ Make = Callable[[str, Sequence[int], torch.dtype], Rows]
 
 
 class KeptAttention:
-    """The output of a layer's attention for whole rows, and where a kernel computes it the log-sum-exp of its scores.
+    """The output of a layer's attention for whole rows, and where a kernel computes it the log-sum-exp of its scores;
+    or the states of mixers, in a layer that has these alone.
 
     Args:
         length: tokens of a row.
@@ -53,6 +55,8 @@ class KeptAttention:
     def __init__(self, make: Make, length: int) -> None:
         self._make, self._length = make, length
         self._parts: list[Rows | None] = []
+        self._states: dict[str, Rows] = {}
+        self._behind: list[list[tuple[nn.Module, int, tuple[str, int], str, torch.Size]]] = []
 
     def put(self, span: slice, output: Tensor, sums: Tensor | None) -> None:
         """Keep those of a chunk, [b, heads, tokens, d] and [b, heads, tokens]."""
@@ -65,9 +69,29 @@ class KeptAttention:
             if rows is not None and one is not None:
                 rows.write(span, one)
 
+    def put_states(self, states: States, borders: int) -> None:
+        """Keep those behind the next chunk, of so many."""
+        border = len(self._behind)
+        self._behind.append([])
+        for number, (mixer, rows) in enumerate(states.items()):
+            for row, key, state in ((row, *pair) for row, of_row in rows.items() for pair in of_row.items()):
+                name = f"state {number} {row} {key}"
+                if name not in self._states:
+                    self._states[name] = self._make(name, (1, borders, state.numel()), state.dtype)
+                self._states[name].write(slice(border, border + 1), state.reshape(1, 1, -1))
+                self._behind[border].append((mixer, row, key, name, state.shape))
+
+    def states(self, border: int) -> States:
+        """What ``put_states`` was given for a border."""
+        states: States = {}
+        for mixer, row, key, name, shape in self._behind[border]:
+            for state in self._states[name].read([slice(border, border + 1)]):
+                states.setdefault(mixer, {}).setdefault(row, {})[key] = state.reshape(shape).clone()
+        return states
+
     def settle(self) -> None:
         """Call after the last ``put``, before anything is read."""
-        for rows in self._parts:
+        for rows in (*self._parts, *self._states.values()):
             if rows is not None:
                 rows.settle()
 
@@ -98,7 +122,7 @@ class LayerInChunks:
         """The output of every chunk, [b, c, H], for an input of [b, S, H]; without a graph.
 
         Args:
-            kept: is given what attention gives.
+            kept: is given what attention gives, or the states of mixers.
         """
         chunks, states = self._chunks(hidden), States()
         for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
@@ -107,6 +131,8 @@ class LayerInChunks:
                 output = self._run(chunk, tokens)
             self._check(chunk)
             states = chunk.left
+            if kept and not self._attends and chunk is not chunks[-1]:
+                kept.put_states(states, len(chunks) - 1)
             yield chunk.tokens, output
         if kept:
             kept.settle()
@@ -122,7 +148,7 @@ class LayerInChunks:
         chunks, mixing = self._chunks(hidden), self._mixing
         with torch.no_grad():
             spans = [chunk.tokens for chunk in chunks[:-1]]  # the last puts its own when it is computed again, first
-            spans = spans if mixing is None or mixing.attention or mixing.mixers else []
+            spans = spans if self._attends or (mixing and mixing.mixers and not kept) else []
             for number, tokens in enumerate(hidden.read(spans) if spans else ()):
                 chunk = chunks[number]
                 # Whatever comes first, attention or a mixer, leaves the layer: where there are several, all must run.
@@ -130,7 +156,7 @@ class LayerInChunks:
                 with suppress(KeysReached):
                     self._run(chunk, tokens)
                 chunk.only_keys, chunks[number + 1].arrived = False, chunk.left
-        self._propagate(chunks, hidden, gradient, wanted=wanted, kept=kept if self._attends else None)
+        self._propagate(chunks, hidden, gradient, wanted=wanted, kept=kept)
 
     def _propagate(
         self, chunks: list[Chunk], hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None
@@ -138,10 +164,13 @@ class LayerInChunks:
         """``backward`` once keys and values are there."""
         chunks.reverse()
         spans = [chunk.tokens for chunk in chunks]
-        results = kept.read(spans) if kept else repeat(None, len(spans))
+        results = kept.read(spans) if kept and self._attends else repeat(None, len(spans))
         behind: list[Tensor] = []
-        for chunk, tokens, result in zip(chunks, hidden.read(spans), results, strict=True):
+        borders = range(len(chunks) - 2, -2, -1)
+        for border, chunk, tokens, result in zip(borders, chunks, hidden.read(spans), results, strict=True):
             chunk.kept = result
+            if kept and not self._attends and border >= 0:
+                chunk.arrived = kept.states(border)
             leaf = tokens.contiguous().detach().requires_grad_(wanted)
             arrived = [state.requires_grad_() for state in tensors_of(chunk.arrived)]
             with torch.enable_grad():

@@ -58,8 +58,8 @@ class ScheduleSettings:
     same, bit by bit. By default a plan chooses, which takes none where that fits; without a plan none."""
     recompute: str = "full"
     """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
-    are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
-    backwards: none:4,selective:8,full."""
+    are kept, and between chunks the states of mixers) or none (nothing; the most memory, a quarter less to compute).
+    For some layers, from the last one backwards: none:4,selective:8,full."""
     keep_mib: int | None = bounded(None, minimum=0)
     """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers
     keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
