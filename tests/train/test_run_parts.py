@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
+from tawpipe.console import Console
 from tawpipe.data.lengths import in_like_lengths
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.plan.predict import Needs
@@ -23,7 +24,7 @@ from tawpipe.train.batches import Batches
 from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.optimizers import factory_of
-from tawpipe.train.sample import LikelyTokens, generate, stops_of
+from tawpipe.train.sample import LikelyTokens, Samples, generate, stops_of
 from tawpipe.train.saves import LOOK_EVERY, Saves
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
@@ -180,6 +181,26 @@ def test_positions_that_do_not_count_are_not_looked_at() -> None:
     assert head(batch.input_ids[..., None].double(), labels, slice(0, 4)) == 0
     ids, logits = measure.of(pipeline)
     assert ids[1, 0] == 8 and logits[1, 0] == 50 and not ids[0].any() and not logits[0].any()
+
+
+@pytest.mark.parametrize("tokens", [0, 8])
+def test_the_data_is_looked_at_for_a_prompt_only_where_there_are_to_be_texts(tmp_path: Path, tokens: int) -> None:
+    looks = []
+
+    class Chats:
+        tokenizer = SimpleNamespace(eos_token_id=2)
+        report = SimpleNamespace(read=SimpleNamespace(chat=1))
+
+        @property
+        def some_text(self) -> list[MicroBatch]:
+            looks.append(tokens)
+            return []
+
+    pipeline, data = cast(Any, Counting()), cast(Any, Chats())
+    pipeline.chain.model = None
+    config = load_config(["--sample.tokens", str(tokens)]).sample
+    Samples(config, Console(1), pipeline, data, folder=tmp_path, window=8, seed=0, first=0)
+    assert looks == [tokens] * (tokens > 0)
 
 
 def test_texts_end_with_the_tokens_of_tokenizer_and_model() -> None:
