@@ -446,6 +446,21 @@ def test_a_stream_resumes_at_any_sample_from_its_small_state(stream_settings):
         assert [samples(resumed, [n]) for n in range(number, 150)] == expected[number:]
 
 
+def test_a_resumed_stream_that_is_asked_for_its_first_documents_reads_nothing_twice(stream_settings):
+    data = streamed(stream_settings)
+    expected = samples(data, [148])
+    read = []
+    for looks in (False, True):
+        resumed = streamed(stream_settings)
+        resumed.load_state_dict(data.state_dict(148))
+        if looks:
+            resumed.first_window()
+        before = resumed.counts.documents
+        assert samples(resumed, [148]) == expected
+        read.append(resumed.counts.documents - before)
+    assert read[0] == read[1] > 0
+
+
 def test_a_stream_shows_every_training_document_once_per_epoch_and_no_other(stream_settings):
     prepared = prepare_data(stream_settings, sequence_length=1024, seed=0)
     data = prepared.train

@@ -228,3 +228,15 @@ def test_files_are_sorted_and_taken_once(tmp_path):
         (tmp_path / name).write_text(name)
     files = find_files([str(tmp_path / "*.txt"), str(tmp_path / "**/*")])
     assert [Path(file.path).name for file in files] == ["a.txt", "b.txt"]
+
+
+def test_folders_behind_links_are_looked_into_once(tmp_path):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data / "real", elsewhere / "deep"):
+        folder.mkdir(parents=True)
+        (folder / "rows.jsonl").write_text("{}")
+    for link, target in {"again": "real", "loop": ".", "other": elsewhere, ".hidden": elsewhere}.items():
+        (data / link).symlink_to(target)
+    (elsewhere / "deep" / "back").symlink_to(elsewhere)
+    found = [Path(file.path).relative_to(data) for file in find_files([str(data)])]
+    assert found == [Path("other/deep/rows.jsonl"), Path("real/rows.jsonl")]

@@ -34,14 +34,13 @@ def test_a_row_is_on_disk_at_once(tmp_path: Path) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("resumed_step", [0, 3, 6, 9])
-def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_step: int) -> None:
-    write(tmp_path, range(1, 7))
-    write(tmp_path, range(resumed_step + 1, 12), resumed_step=resumed_step, loss=1.0)
+@pytest.mark.parametrize(("resumed_step", "begin", "kept"), [(0, 0, 0), (3, 4, 4), (6, 7, 7), (9, 10, 7)])
+def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_step: int, begin: int, kept: int) -> None:
+    write(tmp_path, range(7))  # with what is measured before the first step, which a new start measures again
+    write(tmp_path, range(begin, 12), resumed_step=resumed_step, loss=1.0)
     found = rows(tmp_path)
-    kept = min(resumed_step, 6)
-    assert [row["step"] for row in found] == [*range(1, kept + 1), *range(resumed_step + 1, 12)]
-    assert [row["loss"] for row in found] == [2.5] * kept + [1.0] * (11 - resumed_step)
+    assert [row["step"] for row in found] == [*range(kept), *range(begin, 12)]
+    assert [row["loss"] for row in found] == [2.5] * kept + [1.0] * (12 - begin)
 
 
 def test_a_row_that_a_crash_cut_short_goes(tmp_path: Path) -> None:
@@ -144,6 +143,19 @@ def test_other_ranks_are_silent() -> None:
     console.notice("x")
     console.summary([("a", "b")])
     assert stream.getvalue() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("colours", ["", "1"])
+def test_words_that_a_full_disk_does_not_take_are_lost(monkeypatch: pytest.MonkeyPatch, colours: str) -> None:
+    monkeypatch.setenv("FORCE_COLOR", colours)
+    full = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    console = Console(stream=full)
+    console.plan([("a", "b")])
+    console.notice("x")
+    console.progress(1, 2, loss=1.0, grad_norm=1.0, tokens_per_second=1.0)
+    with pytest.raises(OSError, match="No space"):
+        full.close()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
+from tawpipe.console import Console
 from tawpipe.data.lengths import in_like_lengths
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
@@ -27,7 +28,7 @@ from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.run import _same_tokens
-from tawpipe.train.sample import LikelyTokens, generate, stops_of
+from tawpipe.train.sample import LikelyTokens, Samples, generate, stops_of
 from tawpipe.train.saves import LOOK_EVERY, Saves
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
@@ -198,6 +199,21 @@ def test_a_sample_begins_with_something() -> None:
     with pytest.raises(UserError, match=r"--sample.prompt: got \[\]"):
         validate(load_config(["--sample.prompt"]))
     validate(load_config(["--sample.prompt", "--sample.tokens", "0"]))
+
+
+def test_the_data_is_not_looked_at_for_a_prompt_where_there_are_to_be_no_texts(tmp_path: Path) -> None:
+    class Chats:
+        tokenizer = SimpleNamespace(eos_token_id=2)
+        report = SimpleNamespace(read=SimpleNamespace(chat=1))
+
+        @property
+        def some_text(self) -> list[MicroBatch]:
+            raise AssertionError
+
+    pipeline, data = cast(Any, Counting()), cast(Any, Chats())
+    pipeline.chain.model = None
+    config = load_config(["--sample.tokens", "0"]).sample
+    Samples(config, Console(1), pipeline, data, folder=tmp_path, window=8, seed=0, first=0)
 
 
 def test_texts_end_with_the_tokens_of_tokenizer_and_model() -> None:

@@ -6,7 +6,7 @@ import glob
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -145,16 +145,30 @@ def name_files(files: Sequence[SourceFile]) -> str:
 
 
 def _files_of_folder(folder: Path, setting: str) -> list[SourceFile]:
-    """The folder's files of rows, those of its folders included, and others as not wanted; where there are none, every
-    file as text. Hidden ones do not count.
+    """The folder's files of rows, those of its folders and links included, and others as not wanted; where there are
+    none, every file as text. Hidden ones do not count.
     """
-    paths = [path for path in folder.rglob("*") if not path.is_dir()]
-    files = [_source_file(path) for path in paths if not any(n.startswith(".") for n in path.relative_to(folder).parts)]
+    files = [_source_file(path) for path in _paths_under(folder)]
     if not files:
         raise UserError(setting, str(folder), "a folder with files in it")
     if all(file.format == "text" for file in files):
         return files
     return [SourceFile(one.path, one.size, one.mtime_ns, wanted=one.format != "text") for one in files]
+
+
+def _paths_under(root: Path) -> Iterator[Path]:
+    """What is no folder and not hidden, of each folder once: by its path rather than by links that lead to it."""
+    seen, links = set[Path](), [root]
+    while links:
+        for folder, inner, names in os.walk(links.pop(0)):
+            real = Path(folder).resolve()
+            if real in seen:
+                inner.clear()
+                continue
+            seen.add(real)
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            links += [path for name in inner if (path := Path(folder, name)).is_symlink()]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _stdlib_files() -> list[Path]:

@@ -98,14 +98,15 @@ class StreamedDataset:
         self._go_to(BEGINNING)
 
     def sample(self, number: int) -> MicroBatch:
-        """The sample; reads on to it, or back from the last known place before it.
+        """The sample; reads on to it from here, or from the last known place before it where that is nearer.
 
         Raises:
             UserError: nothing in the files is a document, or nothing of them is learned.
         """
         with self._lock:
-            if number < self._first:
-                self._go_to(self._known(number))
+            known = self._known(number)
+            if number < self._first or known["first"] > self._first + self._rows:
+                self._go_to(known)
             while number >= self._first + self._rows:
                 self._next_window()
             assert self._dataset is not None

@@ -165,7 +165,8 @@ class Samples:
         self._asked = dict[str, list[int]]()
         """By what is said of them, beginnings that are tokens already."""
         self._chat = {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
-        if self._chat and settings.prompt == SampleConfig().prompt and (ids := first_question(data.some_text)):
+        taken = settings.tokens and self._chat and settings.prompt == SampleConfig().prompt
+        if taken and (ids := first_question(data.some_text)):
             self._asked[self._tokenizer.decode(ids, skip_special_tokens=True).strip()] = ids
         if settings.tokens and not self._asked:
             self._asked = {prompt: self._encode(prompt) for prompt in settings.prompt}
