@@ -503,11 +503,15 @@ def test_a_parameter_frozen_after_the_pipeline_is_made_is_refused():
         pipeline.step(rows_of())
 
 
-def test_a_step_without_gradient_mode_or_under_autocast():
+def test_a_step_without_gradient_or_in_inference_mode_or_under_autocast():
     expected = piped_numbers(llama(), rows_of())
     with torch.no_grad():
         assert_same(piped_numbers(llama(), rows_of()), expected)
     pipeline = piped(llama())
+    with torch.inference_mode():
+        pipeline.evaluate(rows_of())
+        assert pipeline.step(rows_of()).loss == expected.loss
+    assert pipeline.step(rows_of()).finite
     with torch.autocast("cpu"), pytest.raises(UserError, match="autocast"):
         pipeline.step(rows_of())
 

@@ -57,6 +57,12 @@ def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
         assert difference < (1e-6 if family in ("qwen3_moe", "gpt_oss", "deepseek_v3") else LIMIT), differences
 
 
+def test_a_rank_without_a_token_of_a_row_has_kept_nothing_of_it(pool):
+    knobs = {"sequence_ranks": 2, "sequence_chunk": 3, "recompute": "selective"}
+    differences = pool.run("cases:families", 1, 2, names=["gemma3"], tied=True, rows=((1,), (3,)), **knobs)[0]
+    assert differences["gemma3"] < LIMIT
+
+
 def test_dropout_repeats_in_every_part_of_a_layer(pool):
     """In attention, behind it and before the first layer: the gradient is the slope of the loss."""
     drops = {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.1}

@@ -333,6 +333,7 @@ class Pipeline:
         """
         return self._rows.part_of_documents(bins or self.deal(lengths), document, training=training)
 
+    @torch.inference_mode(False)  # what a step makes is used by later ones
     def step(
         self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
     ) -> StepResult:
@@ -360,6 +361,7 @@ class Pipeline:
         self._state.stepped()
         return result
 
+    @torch.inference_mode(False)
     def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch, *, measure: Measure | None = None) -> StepResult:
         """The loss on a global batch without an update. Waits for what is under way first.
 

@@ -97,6 +97,8 @@ class KeptAttention:
 
     def read(self, spans: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """What ``put`` was given, for every span."""
+        if not self._parts:  # a rank of a set has no token of the row
+            return
         output, sums = self._parts
         assert output is not None
         for one, two in zip(output.read(spans), repeat(None) if sums is None else sums.read(spans), strict=False):
