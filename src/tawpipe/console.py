@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
@@ -49,7 +50,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         bar: bool = False,
     ) -> None:
-        self._stream = stream or sys.stdout
+        self._stream = lossy(stream or sys.stdout)
         self._rich = _RichConsole(file=self._stream, highlight=False, soft_wrap=True)
         # rich may be told to colour what goes to a file; lines that are drawn again do not belong there.
         self._has_bar = bar and rank == 0 and self._rich.is_interactive and self._stream.isatty()
@@ -192,6 +193,34 @@ class _Bar:
             yield Text(" | ".join(rest), end="")
         else:
             yield Text("".join(f" | {words}" for words in rest), end="")
+
+
+class Lossy:
+    """A stream that loses what a full disk, or a reader that has gone, does not take: nobody's work ends for that.
+
+    Args:
+        stream: to write to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lossy(stream: TextIO) -> TextIO:
+    """``stream``, made one that never fails."""
+    return cast(TextIO, Lossy(stream))
 
 
 class AboveBar:

@@ -29,6 +29,17 @@ def test_dead_workers_are_started_again(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
 
 
+def test_nobody_need_read_what_is_said(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    errors = os.fdopen(writing, "w", buffering=1)
+    code = "import os, sys; print('a warning', file=sys.stderr, flush=True)\n"
+    code += "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    assert launch([sys.executable, "-c", code], Shape(1, 1), errors=errors, max_restarts=1) == 0
+    with pytest.raises(BrokenPipeError):
+        errors.close()
+
+
 def test_restarts_end(tmp_path):
     status, said = launched("sys.exit(3)", max_restarts=1, last_words=lambda: "step 4 is left")
     assert status == 3 and said.count("ended with exit code 3") == 2

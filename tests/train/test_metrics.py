@@ -146,6 +146,19 @@ def test_other_ranks_are_silent() -> None:
     assert stream.getvalue() == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("colours", ["", "1"])
+def test_words_that_a_full_disk_does_not_take_are_lost(monkeypatch: pytest.MonkeyPatch, colours: str) -> None:
+    monkeypatch.setenv("FORCE_COLOR", colours)
+    full = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    console = Console(stream=full)
+    console.plan([("a", "b")])
+    console.notice("x")
+    console.progress(1, 2, loss=1.0, grad_norm=1.0, tokens_per_second=1.0)
+    with pytest.raises(OSError, match="No space"):
+        full.close()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (75, "1 min 15 s"), (3725, "1 h 02 min")]
 )

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from tawpipe.console import above_bar
+from tawpipe.console import above_bar, lossy
 from tawpipe.environment import (
     LAUNCH,
     LOCAL_LAUNCHER,
@@ -180,7 +180,7 @@ def launch(
         0, the exit code of the worker that failed first (1 if a signal killed it), or 128 + n after signal n; 130 after
         ctrl-C, although the workers have ended in good order: what was asked for is not done.
     """
-    errors = errors or above_bar(sys.stderr)
+    errors = lossy(errors or above_bar(sys.stderr))
     forks = None
     for restart in range(max_restarts + 1):
         with reserved_port() as port:
