@@ -34,14 +34,13 @@ def test_a_row_is_on_disk_at_once(tmp_path: Path) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("resumed_step", [0, 3, 6, 9])
-def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_step: int) -> None:
-    write(tmp_path, range(1, 7))
-    write(tmp_path, range(resumed_step + 1, 12), resumed_step=resumed_step, loss=1.0)
+@pytest.mark.parametrize(("resumed_step", "begin", "kept"), [(0, 0, 0), (3, 4, 4), (6, 7, 7), (9, 10, 7)])
+def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_step: int, begin: int, kept: int) -> None:
+    write(tmp_path, range(7))  # with what is measured before the first step, which a new start measures again
+    write(tmp_path, range(begin, 12), resumed_step=resumed_step, loss=1.0)
     found = rows(tmp_path)
-    kept = min(resumed_step, 6)
-    assert [row["step"] for row in found] == [*range(1, kept + 1), *range(resumed_step + 1, 12)]
-    assert [row["loss"] for row in found] == [2.5] * kept + [1.0] * (11 - resumed_step)
+    assert [row["step"] for row in found] == [*range(kept), *range(begin, 12)]
+    assert [row["loss"] for row in found] == [2.5] * kept + [1.0] * (12 - begin)
 
 
 def test_a_row_that_a_crash_cut_short_goes(tmp_path: Path) -> None:
