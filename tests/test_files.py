@@ -39,6 +39,24 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert (folder / "content").read_text() == "new" and list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_folder_takes_the_place_of_a_link_and_what_it_led_to_stays(tmp_path: Path, dangling: bool) -> None:
+    folder, elsewhere = tmp_path / "best", tmp_path / "elsewhere"
+    folder.symlink_to(tmp_path / "nowhere" if dangling else folder_with(elsewhere, "linked"))
+    for text in ("new", "newer"):
+        replace_folder(folder_with(tmp_path / "made", text), folder)
+        assert (folder / "content").read_text() == text and not folder.is_symlink()
+    assert sorted(tmp_path.iterdir()) == ([folder] if dangling else [folder, elsewhere])
+    assert dangling or (elsewhere / "content").read_text() == "linked"
+
+
+def test_a_link_left_by_a_crash_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "best", "old")
+    (tmp_path / f"best{REPLACED}").symlink_to(tmp_path)
+    replace_folder(folder_with(tmp_path / "made", "new"), folder)
+    assert (folder / "content").read_text() == "new" and list(tmp_path.iterdir()) == [folder]
+
+
 def test_a_folder_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "best", "old")
     folder_with(tmp_path / f"best{REPLACED}", "left by a crash")

@@ -99,6 +99,14 @@ def test_a_resumed_run_knows_the_best_step_of_before(home, monkeypatch, capsys):
     assert steps(home, "on") == [6, 8]
 
 
+def test_the_best_checkpoint_stays_only_where_it_is_asked_for(home, monkeypatch):
+    words = ("--steps", "4", "--checkpoint.every", "2", "--sample.tokens", "0", "--export.enabled", "false")
+    for output, asked, kept in (("newest", (), [4]), ("both", ("--checkpoint.best",), [2, 4])):
+        losses(monkeypatch, 3.0, 2.0, 2.5, 2.4)
+        assert alone(home, output, *words, *asked) == 0
+        assert steps(home, output) == kept
+
+
 @pytest.mark.parametrize("asked", [("--checkpoint.best",), ("--evaluation.patience", "2")])
 @pytest.mark.parametrize(
     ("words", "said"), [(("--evaluation.every", "0"), "evaluation.every"), (("--validation-fraction", "0"), "held-out")]

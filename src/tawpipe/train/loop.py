@@ -98,7 +98,7 @@ class Training:
         best = Best(**state.best) if state and state.best else None
         check = prepared.retrieval
         self.evaluation = Evaluation(config.evaluation, pipeline, data, self._batches, check=check, best=best)
-        disk.best = [best.step] if best else []
+        disk.best = [best.step] if best and config.checkpoint.best else []
         self.saves = Saves(config, console, pipeline, disk, memory, self._state)
         left = config.steps - self.first if config.plan_improve == "on" else 0
         world = self.world
@@ -315,7 +315,7 @@ class Training:
         """Measure the model on what is held out, and say it as metrics.jsonl does."""
         with self._between_steps():
             values = self.evaluation.measure(step)
-        if step and self.evaluation.best.step == step:
+        if step and self.config.checkpoint.best and self.evaluation.best.step == step:
             self.saves.disk.best.append(step)
         return values
 

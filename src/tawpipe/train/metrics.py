@@ -27,9 +27,9 @@ Value = float | int | None | Mapping[str, float | None]
 class MetricsWriter:
     """One row for every step in ``metrics.jsonl``.
 
-    A run that goes on from step n first loses all rows after n, so that no step is in the file twice; the file is
-    replaced at once, so that a crash leaves either the old or the new one. Each row is with the system when ``write``
-    returns; what a full disk does not take is left out, and a row is never there by half.
+    A run that goes on from step n first loses all rows after n, a new one all rows, so that no step is in the file
+    twice; the file is replaced at once, so that a crash leaves either the old or the new one. Each row is with the
+    system when ``write`` returns; what a full disk does not take is left out, and a row is never there by half.
 
     Args:
         output: folder of the run; made if it is not there.
@@ -40,7 +40,7 @@ class MetricsWriter:
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "metrics.jsonl"
         self.last_step = resumed_step or -1
-        cut_after(self.path, resumed_step)
+        cut_after(self.path, self.last_step)
         self._file = self.path.open("ab", buffering=0)
         self._failed = False
 
