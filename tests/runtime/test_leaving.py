@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,17 +138,23 @@ def looked_after(monkeypatch):
     running: dict = {}
     monkeypatch.setattr(leaving, "_running", running)
     monkeypatch.setattr(leaving, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(leaving, "LOOK_S", 0.01)
     return running
 
 
 @pytest.mark.parametrize(("idle", "saved"), [(True, True), (False, True), (True, False)])
 def test_a_pipeline_that_goes_is_remembered_as_long_as_something_is_under_way(looked_after, idle, saved):
-    executor, pipeline = Busy(idle=idle), Pipeline()
-    look_after(pipeline, executor, SimpleNamespace(done=saved))
+    executor, pipeline, saving = Busy(idle=idle), Pipeline(), SimpleNamespace(done=saved)
+    look_after(pipeline, executor, saving)
     assert len(looked_after) == 1
     del pipeline
     gone = idle and saved
-    assert bool(looked_after) is not gone and executor.asked == gone
+    assert bool(looked_after) is not gone and executor.asked == executor.closed == gone
+    executor.idle = saving.done = True
+    for _ in range(1000):
+        if looked_after:
+            time.sleep(0.01)
+    assert not looked_after and executor.asked == executor.closed == 1
 
 
 def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):

@@ -8,6 +8,7 @@ at are judged: a script of one step, whose batch was wrong, ends with an error.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import itertools
 import os
@@ -27,6 +28,8 @@ from tawpipe.runtime.world import World, joined_by_us
 
 PATIENCE_S = 5.0
 """Seconds for what is under way after a failure, and for leaving groups."""
+LOOK_S = 0.25
+"""Seconds between two looks at a pipeline that has gone with its steps under way."""
 EXIT_CODE = 1
 """Of a process whose last steps were no good or some of whose threads do not end, whatever code the script gave."""
 
@@ -94,11 +97,29 @@ def leave_at_exit(
 
 
 def _forget(number: int) -> None:
-    """A pipeline has gone; from any thread, at any time."""
+    """A pipeline has gone; from any thread, at any time: the garbage collector may call it within ``threading``, whose
+    locks a thread of that module would wait for.
+    """
+    if not _forgotten(number):
+        _thread.start_new_thread(_forget_later, (number,))
+
+
+def _forget_later(number: int) -> None:
+    while not _forgotten(number):
+        time.sleep(LOOK_S)
+
+
+def _forgotten(number: int) -> bool:
+    """Let a pipeline go that has nothing under way; True if it is no longer remembered."""
     one = _running.get(number)
-    if one is not None and one.executor.idle and all(saving.done for saving in one.savings):
-        one.executor.end_lanes(0.0)
-        _running.pop(number, None)
+    if one is None:
+        return True
+    if not one.executor.idle or not all(saving.done for saving in one.savings):
+        return False
+    one.executor.end_lanes(0.0)
+    one.executor.watchdog.close()
+    _running.pop(number, None)
+    return True
 
 
 def _at_exit() -> None:
