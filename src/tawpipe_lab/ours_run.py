@@ -107,7 +107,7 @@ class OurContender:
             device=device,
             compute_dtype=torch.float32,
             master_dtype=torch.float32,
-            in_host=self.schedule.step.homes_in_host,
+            host_homes=self.schedule.step.settings.host_homes or "none",
         )
         transport = _MeasuredTransport(
             self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict

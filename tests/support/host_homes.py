@@ -118,6 +118,7 @@ def training(world: World, *, rows: int, steps: int = STEPS, tied: bool = False,
 def state_of_rank(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
     """Masters, moments and what travels, of this rank; and the gradients that the last update used, of all."""
     storage, states = pipeline.storage, pipeline.optimizers.states()
+    others = {unit.index for unit in storage.units} - storage.master.keys()
     for unit, pieces in storage.pieces.items():
         yield f"{unit} travels", storage.compute_copy[unit].clone().view(torch.uint8)
         for number, piece in enumerate(pieces):
@@ -125,7 +126,8 @@ def state_of_rank(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
         for number, state in enumerate(states.get(unit, ())):
             yield from ((f"{unit}.{number} {key}", value.clone()) for key, value in state.items())
     for name in pipeline.parameter_names:
-        if name in {slot.name for unit in storage.units if unit.trainable for slot in unit.slots}:
+        kept = (unit for unit in storage.units if unit.trainable and unit.index in {*storage.gradient, *others})
+        if name in {slot.name for unit in kept for slot in unit.slots}:
             gradient = pipeline.gradient(name)
             yield f"gradient {name}", torch.zeros(0) if gradient is None else gradient
 
@@ -142,7 +144,8 @@ def after(world: World, **knobs: Any) -> tuple[list[tuple[float, float]], dict[s
 def differences(one: tuple[Any, dict[str, Tensor]], other: tuple[Any, dict[str, Tensor]]) -> list[str]:
     """What is not equal in every bit."""
     found = [] if one[0] == other[0] else [f"losses and norms {one[0]} and {other[0]}"]
-    found += sorted(one[1].keys() ^ other[1].keys())
+    missing = one[1].keys() ^ other[1].keys()  # no gradient is kept that is used where it is made
+    found += sorted(name for name in missing if not (name in one[1] and name.startswith("gradient ")))
     return found + [name for name in one[1].keys() & other[1].keys() if not torch.equal(one[1][name], other[1][name])]
 
 
@@ -152,8 +155,10 @@ def compared(world: World, *, cases: list[dict[str, Any]]) -> list[list[str]]:
     for case in cases:
         rows, knobs = knobs_of(case) if "topology" in case else (case["rows"], {**case})
         knobs.pop("rows", None)
-        expected = after(world, rows=rows, **{**knobs, "delays": None})
-        found.append(differences(expected, after(world, rows=rows, host_homes="state", **knobs)))
+        expected = after(world, rows=rows, **{**knobs, "delays": None, "host_homes": "none"})
+        levels = [knobs.pop("host_homes")] if "host_homes" in knobs else levels_of(knobs["strategy"])
+        for level in levels:
+            found.append(differences(expected, after(world, rows=rows, host_homes=level, **knobs)))
     return found
 
 
@@ -176,3 +181,8 @@ def saved(world: World, *, folder: str, steps: int, load: str = "", save: str = 
             assert not result.problem
         pipeline.close()
     return losses
+
+
+def levels_of(strategy: str) -> tuple[str, ...]:
+    """The places of homes besides the device that a strategy has."""
+    return ("state",) if strategies()[strategy].axis else ("state", "all")

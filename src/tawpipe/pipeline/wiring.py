@@ -68,7 +68,8 @@ def filled_homes(
         device=world.device,
         compute_dtype=dtype,
         master_dtype=master_dtype(dtype),
-        in_host=schedules.smallest.homes_in_host,
+        host_homes=schedules.smallest.settings.host_homes or "none",
+        keeps_gradients=not schedules.smallest.passes_gradients,
     )
     storage.fill(source, world.group, world.size)
     chain.prepare(world.device, dtype)
