@@ -115,7 +115,7 @@ class PlanRequest:
         it gains nothing.
         """
         given = self.settings.host_homes
-        return (given,) if given else ("none", "state") if self.has_host else ("none",)
+        return (given,) if given else ("none", "state", "all") if self.has_host else ("none",)
 
     def with_homes(self, level: str) -> PlanRequest:
         """The same with so much of the homes in the host's memory."""

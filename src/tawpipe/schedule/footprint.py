@@ -60,6 +60,12 @@ class Widths:
         states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
         return self.master * (2 + states)
 
+    def on_device(self, unit: int, level: str | None, *, trainable: bool) -> float:
+        """The part of ``at_home`` that is on the device where ``ScheduleSettings.host_homes`` is this level."""
+        if level == "all":
+            return 0
+        return self.weight if level == "state" and trainable else self.at_home(unit, trainable=trainable)
+
     def host(self, unit: int, *, trainable: bool, copies: bool, gradient: bool) -> float:
         """Bytes of an element of a unit in the host's memory, where homes are there.
 
@@ -295,14 +301,13 @@ def _homes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
     for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True)):
         if home.index(rank) is None:
             continue
+        on_device += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
         if not step.homes_in_host or not (unit.trainable or copies):
-            on_device += home.stripe * widths.at_home(number, trainable=unit.trainable)
             continue
         gradient = number not in passing
         in_host += home.stripe * widths.host(number, trainable=unit.trainable, copies=copies, gradient=gradient)
         if unit.trainable:
             different = widths.weight != widths.master
-            on_device += 0 if copies else home.stripe * widths.weight
             several |= home.stripe > min(widths.slice, SLICE)  # where matrices pass whole, a unit has some
             elements = max(elements, min(home.stripe, widths.slice))
             tensors = ceil(widths.state(number) / widths.master)

@@ -1,9 +1,9 @@
 """Weights on their way from homes in the host's memory.
 
 Under ``schedule.host_homes: all`` what travels lives there, too. Whatever reads a unit's weights at home, a transfer or
-the device that computes with them, reads a place on the device instead: of a pool ``B`` with the stripe's size, to which
-RAISE has brought them on a lane of its own. Two places of a size are enough for one to be read while the next one comes.
-What is needed again last gives way, and of that what was read first, so that nothing waits for what is being read.
+the device that computes with them, reads a place on the device instead: of a pool ``B`` of stripes, to which RAISE has
+brought them on a lane of its own. Two places of a size are enough for one to be read while the next one comes. What is
+needed again last gives way, and of that what was read first, so that nothing waits for what is being read.
 """
 
 from __future__ import annotations
