@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +38,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "strategy": EVERY,
+    "host_homes": ("state", "all"),
     "topology": ((1, 1), (2, 1), (2, 2)),
     "end": ("clipped", "unclipped", "early"),
     "rounds": (1, 3),
@@ -55,7 +56,7 @@ def every_case() -> list[dict[str, Any]]:
     for values in itertools.product(*CHOICES.values()):
         case = dict(zip(CHOICES, values, strict=True))
         strategy = strategies()[case["strategy"]]
-        if strategy.axis and case["topology"] == (1, 1):
+        if strategy.axis and (case["topology"] == (1, 1) or case["host_homes"] == "all"):
             continue
         if case["scope"] and "gradients_scope" in strategy.refusals and case["scope"] != "visit":
             continue
@@ -63,18 +64,27 @@ def every_case() -> list[dict[str, Any]]:
     return found
 
 
-def pairwise(cases: list[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Cases that have every pair of values that any case has."""
+def pairwise(cases: list[dict[str, Any]], *, seed: int = 0, among: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Cases that have every value that any case has, and every pair of them.
+
+    Args:
+        among: of these choices, and no other pairs; of all by default.
+    """
     dice, chosen = random.Random(seed), list[dict[str, Any]]()
-    left = {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+
+    def parts(case: dict[str, Any]) -> set[tuple[Any, ...]]:
+        named = [item for item in case.items() if not among or item[0] in among]
+        return {*itertools.combinations(named, 2), *((item,) for item in case.items())}
+
+    left = set[tuple[Any, ...]]().union(*map(parts, cases))
     while left:
         tried = dice.sample(cases, min(len(cases), 200))
-        gains = [len(left.intersection(itertools.combinations(case.items(), 2))) for case in tried]
+        gains = [len(left & parts(case)) for case in tried]
         if max(gains) == 0:
             tried = cases
-            gains = [len(left.intersection(itertools.combinations(case.items(), 2))) for case in tried]
+            gains = [len(left & parts(case)) for case in tried]
         chosen.append(tried[gains.index(max(gains))])
-        left.difference_update(itertools.combinations(chosen[-1].items(), 2))
+        left -= parts(chosen[-1])
     return chosen
 
 
@@ -82,7 +92,8 @@ def knobs_of(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """A case's rows and settings."""
     nodes, local = case["topology"]
     world, axis = nodes * local, strategies()[case["strategy"]].axis
-    knobs: dict[str, Any] = {"strategy": case["strategy"], "dtype": getattr(torch, case["dtype"])}
+    knobs: dict[str, Any] = {name: case[name] for name in ("strategy", "host_homes")}
+    knobs["dtype"] = getattr(torch, case["dtype"])
     if world == 4 and case["strategy"] in ("interleaved-1f1b", "zero-bubble"):  # the model has five layers
         knobs["stages"] = "nodes"
     knobs |= {"tied": case["tied"], "gradient_buffers": case["gradient_buffers"]}
@@ -164,8 +175,8 @@ def compared(world: World, *, cases: list[dict[str, Any]]) -> list[list[str]]:
 
 def delayed(world: World, *, seeds: int, **knobs: Any) -> list[list[str]]:
     """What differs under random delays in every lane, for every seed."""
-    expected = after(world, host_homes="state", **knobs)
-    return [differences(expected, after(world, host_homes="state", delays=1 + seed, **knobs)) for seed in range(seeds)]
+    expected = after(world, **knobs)
+    return [differences(expected, after(world, delays=1 + seed, **knobs)) for seed in range(seeds)]
 
 
 def saved(world: World, *, folder: str, steps: int, load: str = "", save: str = "", **knobs: Any) -> list[float]:
