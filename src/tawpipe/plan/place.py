@@ -166,8 +166,8 @@ class _Task:
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
         self.kept = np.array(
             [
-                one.numel * widths.on_device(unit, step.settings.host_homes, trainable=one.trainable)
-                for unit, one in enumerate(model.units)
+                unit.numel * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+                for number, unit in enumerate(model.units)
             ]
         )
 

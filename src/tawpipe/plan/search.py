@@ -181,7 +181,7 @@ def search(
     for asked in [draw.with_homes(level) for level in request.levels for draw in draws]:
         if any(one.fits for one in candidates):
             break
-        before, candidates = {one.strategy: one for one in candidates}, []
+        before, candidates = {candidate.strategy: candidate for candidate in candidates}, []
         for strategy in sorted(strategies().values(), key=lambda one: not one.usual):
             if strategy.candidate:
                 if strategy.name in before and asked.settings.host_homes == "all" and strategy.axis:
@@ -472,7 +472,7 @@ def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int
     yield from ((step, 0) for step in options)
     layers, last = request.model.num_layers, options[1:][-1:]
     if relieved(request, options[0].strategy, chunk=chunk):
-        some = [options[0], *(one for one in last if one.passes_gradients)]
+        some = [options[0], *(step for step in last if step.passes_gradients)]
         yield from ((step, number) for number in (layers // 2, layers * 3 // 4) for step in some)
         yield from ((step, layers) for step in options)
 

@@ -448,7 +448,7 @@ class Executor:
         early = COUNT in action.reads
         updates = None if early and step.given.learns else self._updates
         if self.streaming is not None:
-            rule, landed = step.rule, [self._buffers[one] for one in action.reads if one.kind is Kind.LANDING]
+            rule, landed = step.rule, [self._buffers[read] for read in action.reads if read.kind is Kind.LANDING]
             self.streaming.update(
                 action.unit,
                 self._factor,

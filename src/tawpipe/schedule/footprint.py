@@ -296,8 +296,8 @@ def _homes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
     elements, width, several = 0, 0, False
     """Of a room, and whether there are two; a unit that is no larger than a slice passes through a single one."""
     step, copies = schedule.step, schedule.step.copies_in_host
-    updates = (one for one in schedule.programs[rank] if one.op is Op.UPDATE)
-    passing = {one.unit for one in updates if any(buffer.kind is Kind.LANDING for buffer in one.reads)}
+    updates = (action for action in schedule.programs[rank] if action.op is Op.UPDATE)
+    passing = {action.unit for action in updates if any(buffer.kind is Kind.LANDING for buffer in action.reads)}
     for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True)):
         if home.index(rank) is None:
             continue

@@ -77,6 +77,6 @@ def _read(action: Action) -> tuple[int, ...]:
 def _reading(action: Action, places: dict[Buffer, Buffer]) -> Action:
     """An action with places instead of homes."""
     if action.op is Op.EXCHANGE:
-        moved = tuple(replace(one, buffer=places.get(one.buffer, one.buffer)) for one in action.transfers)
+        moved = tuple(replace(part, buffer=places.get(part.buffer, part.buffer)) for part in action.transfers)
         return exchange(action.lane, moved, action.group, compression=action.compression)
     return replace(action, reads=tuple(places.get(buffer, buffer) for buffer in action.reads))

@@ -47,8 +47,7 @@ class StepEnd:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The buffers that a closed program uses besides its own."""
-        passing = (self._landing, self._raising)
-        return tuple(pool for one in passing if one is not None for pool in one.pools)
+        return tuple(pool for passing in (self._landing, self._raising) if passing for pool in passing.pools)
 
     def close(self, program: Sequence[Action]) -> Iterator[Action]:
         """The actions of a step with its end."""
