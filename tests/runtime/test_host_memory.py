@@ -10,7 +10,7 @@ from tawpipe.runtime import host_memory
 
 
 def test_zeros_of_a_host_are_plain_where_no_gpu_copies_from_them():
-    zeros = host_memory.host_zeros((3, 2), torch.float32, torch.device("cpu"))
+    zeros = host_memory.host_zeros((3, 2), torch.float32, torch.device("cpu"), "state")
     assert zeros.shape == (3, 2) and not zeros.any() and not zeros.is_pinned()
 
 

@@ -145,7 +145,7 @@ class Storage:
         host_homes: str = "none",
         keeps_gradients: bool = True,
     ) -> None:
-        self.in_host, self.copies_in_host = host_homes != "none", host_homes == "all"
+        self.level, self.in_host, self.copies_in_host = host_homes, host_homes != "none", host_homes == "all"
         self.scales: dict[int, Tensor] = {}
         """Of gradients in the host's memory, what the last update multiplied them by; on the device."""
         self.units, self.homes, self.rank, self.device = tuple(units), tuple(homes), rank, device
@@ -177,7 +177,13 @@ class Storage:
 
     def _zeros(self, home: Home, dtype: torch.dtype, *, outside: bool) -> Tensor:
         """Memory of a stripe, in the host's or on the device."""
-        return (host_zeros if outside else torch.zeros)((home.stripe,), dtype=dtype, device=self.device)
+        if outside:
+            return self.host_zeros((home.stripe,), dtype)
+        return torch.zeros(home.stripe, dtype=dtype, device=self.device)
+
+    def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for something at home in the host's memory."""
+        return host_zeros(shape, dtype, self.device, self.level)
 
     def open_gradient(self, unit: int) -> None:
         """Give a unit's gradient in the host's memory a place at home, if it has none."""

@@ -42,7 +42,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.runtime.slices import Load, Slice, loads_of, room_of, squares_of
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.unit_optimizers import UnitOptimizers, is_elementwise
@@ -229,13 +228,16 @@ class Streaming:
                 value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
                 passing = states_of(part.place)
                 # Every slice begins from what was before the step: a count that all changed would count slices.
-                state = {key: _own(value) for key, value in step.before[part.place].items() if key not in passing}
+                others = {key: value for key, value in step.before[part.place].items() if key not in passing}
+                state = {key: self._here(value) for key, value in others.items()}
                 for key, (place, kept) in passing.items():
                     state[key] = room.of(place, part, kept.dtype).view(whole)
                 values.append((part.place, value, state))
             if early:
                 self._square(unit, load, room)
-            states_made[:] = [*states_made[-1:], optimizers.step_on(step, values, updates)]
+            states = optimizers.step_on(step, values, updates)
+            stand_ins = (value.detach() for _, value, _ in values)
+            states_made[:] = [*states_made[-1:], list(zip(stand_ins, states, strict=True))]
             for part in load:
                 if goes_down:
                     room.of(COPY, part, copies.dtype).copy_(room.of(WEIGHT, part, dtype))
@@ -243,25 +245,30 @@ class Streaming:
                     part.of(self._same_place(unit, part.place, copies)).copy_(room.of(WEIGHT, part, dtype))
 
         def take(load: Load, room: PassingRoom) -> None:
-            for part, state in zip(load, states_made[-1], strict=True):
+            for part, (stand_in, state) in zip(load, states_made[-1], strict=True):
                 piece = pieces[part.place]
                 part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
                 if goes_down:
                     given = room.of(COPY, part, copies.dtype)
                     part.of(self._same_place(unit, part.place, copies)).copy_(given, non_blocking=True)
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim and value.numel() == part.numel:
-                        home = step.memory(part.place, key, value, self._home)
-                        part.of(home).copy_(value.reshape(-1), non_blocking=True)
-                    else:
+                    if not isinstance(value, Tensor) or not value.ndim:
                         step.after[part.place][key] = value
+                        continue
+                    elementwise = is_elementwise(value, stand_in)
+                    home = step.memory(part.place, key, value, storage.host_zeros, elementwise=elementwise)
+                    if elementwise:
+                        part.of(home).copy_(value.reshape(-1), non_blocking=True)
+                    else:  # of a matrix, which is a slice
+                        home.copy_(value, non_blocking=True)
 
         self._pass(unit, bring, work, take)
         step.end()
         storage.scales[unit].copy_(factor)
 
-    def _home(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return host_zeros(shape, dtype, self._device)
+    def _here(self, value: Any) -> Any:
+        """A state of which nobody else knows, on the device if it is in the host's memory."""
+        return value.to(self._device, copy=True, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _square(self, unit: int, load: Load, room: PassingRoom) -> None:
         values = [room.of(GRADIENT, part, self._storage.master_dtype) for part in load]
@@ -301,8 +308,3 @@ class Streaming:
                     take(loads[number - 1], room)
                     streams.taken(room)
         streams.end()
-
-
-def _own(value: Any) -> Any:
-    """The same value, of which nobody else knows."""
-    return value.clone() if isinstance(value, Tensor) else value

@@ -261,7 +261,7 @@ def held(
 ) -> StepMemory:
     """The memory that a schedule takes; arguments as of ``costs``."""
     ranks = schedule.played
-    homes = [_homes(schedule, rank, widths) for rank in ranks]
+    homes = [home_bytes(schedule, rank, widths) for rank in ranks]
     buffers = [
         schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
@@ -290,7 +290,7 @@ def held(
     )
 
 
-def _homes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
+def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
     """Bytes at home on a rank's device, with the rooms that others pass through, and in its host's memory."""
     on_device = in_host = 0.0
     elements, width, several = 0, 0, False
