@@ -17,12 +17,15 @@ from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.place import _Task
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings
-from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.predict import memory_quickly, predict, state_bytes
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import lacking, search, shortage
+from tawpipe.schedule.actions import Op
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from tawpipe.train.memory import _beside
 
 LEVELS = ("none", "state", "all")
 
@@ -90,6 +93,28 @@ def test_the_clock_charges_the_host_s_link() -> None:
     step = step_of(asked(), "tawpipe-spread", host_homes="state")
     elements = sum(home.stripe for home in step.homes)
     assert slow.step_seconds == pytest.approx(elements * (16 + 4 + 4) / 1e4, rel=0.15)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_lanes_share_the_host_s_link_each_way(early: bool) -> None:
+    """On a slow link what passes up takes its time, on whichever lane: states and gradients, and weights for visits."""
+    slow = asked(host_rate=1e4, settings=ScheduleSettings(early_updates=early))
+    step = step_of(slow, "tawpipe-spread", host_homes="all")
+    elements = sum(home.stripe for home in step.homes)
+    (program, *_) = build(step).programs
+    raised = sum(step.homes[action.unit].stripe for action in program if action.op is Op.RAISE)
+    added = sum(step.homes[action.unit].stripe for action in program if action.op is Op.ADD and len(action.reads) > 1)
+    assert predict(slow, step).step_seconds == pytest.approx(4 * (4 * elements + raised + added) / 1e4, rel=0.12)
+
+
+def test_copies_of_the_state_in_memory_leave_less_of_it() -> None:
+    one = asked(host_gib=1)
+    settings = step_of(one, "tawpipe-spread", host_homes="state").settings
+    state = state_bytes(one, one.step(settings))
+    assert state == 12 * sum(home.stripe for home in one.step(settings).homes)
+    assert _beside(one.machine, one, settings, 4).host_bytes == 2**30 - 4 * state
+    cpu = replace(one, machine=replace(one.machine, device=Device("CPU", memory_bytes=2**20)))
+    assert _beside(cpu.machine, cpu, settings, 2).device.memory_bytes == 2**20 - 2 * state
 
 
 def test_a_forward_pass_hides_the_updates() -> None:

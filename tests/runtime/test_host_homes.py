@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from itertools import groupby
 
 import pytest
@@ -12,8 +13,12 @@ from cases import LENGTH
 from host_homes import OPTIMIZERS, every_case, pairwise
 from states import BATCHES, everything, make, momentum, same, train
 from tawpipe import adamw
+from tawpipe.checkpoint.save import Saving
+from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import sizes
 from tawpipe.runtime import slices
+
+LEVELS = ("none", "state", "all")
 
 
 def check(pool, cases) -> None:
@@ -56,6 +61,8 @@ OTHERS = {
         "early_updates": True,
     },
     "adafactor": {"optimizer": "adafactor", "strategy": "tawpipe-whole", "rows": 4},
+    "counts of its own": {"optimizer": "counting", "strategy": "tawpipe-spread", "rows": 5},
+    "a square for a matrix": {"optimizer": "preconditioned", "strategy": "tawpipe-whole", "rows": 4},
     "nothing kept": {"optimizer": "plain", "strategy": "hsdp", "rows": 8},
     "adapters": {"lora": True, "strategy": "tawpipe-spread", "rows": 5, "clip_norm": 0.1},
     "adapters on 4 bits": {"lora": True, "strategy": "tawpipe-whole", "rows": 5, "quantize": "nf4"},
@@ -160,6 +167,42 @@ def test_an_evaluation_and_an_export_read_what_training_left(tmp_path, level: st
     assert _bytes(folders[0]) == _bytes(folders[1])
     made.close()
     plain.close()
+
+
+def test_states_of_any_shape_are_at_home_and_come_back(tmp_path) -> None:
+    pipelines = [make(OPTIMIZERS["preconditioned"], host_homes=level, strategy="tawpipe-whole") for level in LEVELS]
+    for pipeline in pipelines:
+        train(pipeline, BATCHES[:2])
+    _, state, _ = pipelines
+    kept = [one["left"] for unit in state.optimizers.states().values() for one in unit if one]
+    assert kept and all(one.shape == (len(one), len(one)) for one in kept)
+    state.save(tmp_path / "one")
+    others = [make(OPTIMIZERS["preconditioned"], host_homes=level, strategy="tawpipe-whole") for level in LEVELS]
+    for pipeline in others:
+        pipeline.load(tmp_path / "one")
+    losses = [train(pipeline, BATCHES[2:]) for pipeline in (*pipelines, *others)]
+    assert all(loss == losses[0] for loss in losses)
+    for pipeline in (*pipelines, *others):
+        pipeline.close()
+
+
+def test_a_save_that_training_waits_for_has_a_limit(tmp_path, monkeypatch) -> None:
+    pipeline, wait = make(host_homes="state"), threading.Event()
+    write = Saving._write
+    monkeypatch.setattr(Saving, "_write", lambda saving: wait.wait(30) and write(saving))
+    with pytest.raises(RunError, match="longer than 0 s"):
+        pipeline.start_saving(tmp_path / "one", limit_s=0.2)
+    wait.set()
+    pipeline.close()
+
+
+def test_a_gradient_that_went_no_way_home_is_not_there_to_be_asked_for() -> None:
+    knobs = {"early_updates": True, "clip_norm": None, "micro_batches_per_visit": 2}
+    pipeline = make(host_homes="all", **knobs)
+    train(pipeline, BATCHES[:1])
+    with pytest.raises(UserError, match=r"gradient: .*is not kept"):
+        pipeline.gradient(pipeline.parameter_names[0])
+    pipeline.close()
 
 
 def device_and_host_bytes(pipeline) -> tuple[int, int, int]:

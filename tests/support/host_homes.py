@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import Adafactor
+from torch.optim import SGD, Adafactor
 
 import tawpipe
 from cases import batches, llama, random_delays
@@ -29,7 +29,48 @@ from tawpipe.schedule.strategies.table import strategies
 STEPS = 5
 SMALL = 256
 """Elements of a slice here: a layer's matrices are cut, and vectors share a load."""
+
+
+class Counting(SGD):
+    """Steps that grow shorter with two counts of its own: a tensor in its groups and a number, which no slice may count
+    for itself.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.steps = 0
+        for group in self.param_groups:
+            group["seen"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.steps += 1
+        for group in self.param_groups:
+            group["seen"].add_(1)
+            for value in group["params"]:
+                value.sub_(value.grad / float(1 + group["seen"] * self.steps), alpha=0.05)
+
+
+class Preconditioned(SGD):
+    """Keeps a square of a matrix's first size for it, and a number for a vector."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.ndim < 2:
+                    value.sub_(value.grad, alpha=0.01)
+                    continue
+                state = self.state[value]
+                if not state:
+                    state["left"] = torch.eye(len(value), dtype=value.dtype, device=value.device)
+                state["left"].lerp_(value.grad.flatten(1) @ value.grad.flatten(1).T, 0.5)
+                value.sub_((state["left"] @ value.grad.flatten(1)).view_as(value), alpha=0.01)
+
+
 OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "counting": Counting,
+    "preconditioned": tawpipe.whole_matrices(lambda parameters: Preconditioned(parameters, lr=0.01)),
     "adamw": adamw(1e-2),
     "momentum": momentum,
     "plain": plain,
