@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from plan_requests import plan_request, profile, step_of
 from schedules import llama, make
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_host
+from tawpipe.plan import probe
 from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.place import _Task
 from tawpipe.plan.plan import Plan
@@ -155,6 +159,18 @@ def test_a_device_with_one_memory_has_all_of_it_counted_there() -> None:
     there, here = (memory_quickly(one, step_of(one, "tawpipe-spread", offloaded_layers=1)) for one in (gpu, spark))
     assert there.host and not here.host and here.parts["host"] == there.host and here.parts["saving"]
     assert {name: size for name, size in here.parts.items() if name not in ("host", "saving")} == there.parts
+
+
+def test_a_device_with_one_memory_has_what_other_processes_leave(monkeypatch) -> None:
+    alone = Topology.grid(1, 1)
+    world: Any = SimpleNamespace(machines=alone, nodes=alone, rank=0, device=torch.device("cuda"))
+    world.gather_numbers = lambda number: [number]
+    monkeypatch.setattr(probe, "free_memory", lambda: 40 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GB10")
+    for integrated, expected in ((1, 40), (0, 100)):
+        properties = SimpleNamespace(total_memory=100 * 2**30, is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, it=properties: it)
+        assert probe.machine_unprobed(world).device.memory_bytes == expected * 2**30
 
 
 def test_homes_that_are_sought_weigh_what_a_device_keeps_of_them() -> None:

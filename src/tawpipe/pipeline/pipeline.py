@@ -509,5 +509,9 @@ class Pipeline:
         return self._state.parameter(name)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable."""
+        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable.
+
+        Raises:
+            UserError: it is not, or nothing keeps its gradient: homes of one process in its host, early updates.
+        """
         return self._state.parameter(name, gradient=True)

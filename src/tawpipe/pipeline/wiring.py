@@ -17,7 +17,7 @@ from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.host_memory import free_memory, lock_limit
+from tawpipe.runtime.host_memory import free_memory, is_the_hosts, lock_limit
 from tawpipe.runtime.optimizer import OptimizerFactory
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
@@ -45,14 +45,13 @@ def look_at_host(
     states = tuple(tried[unit.index].states if unit.trainable else 0 for unit in chain.units)
     widths = widths_of(chain, dtype, schedules.settings, states)
     _, wanted = home_bytes(schedules.samples()[0], world.rank, widths)
-    one_memory = bool(getattr(torch.cuda.get_device_properties(world.device), "is_integrated", False))
     refuse_host(
         step,
         world.gather_numbers(wanted),
         world.gather_numbers(free_memory()),
         world.gather_numbers(lock_limit(wanted)),
         world.machines,
-        one_memory=any(world.gather_numbers(one_memory)),
+        one_memory=any(world.gather_numbers(is_the_hosts(world.device))),
     )
 
 

@@ -73,6 +73,11 @@ def _locked(size: int, dtype: torch.dtype) -> Tensor:
     return flat
 
 
+def is_the_hosts(device: torch.device) -> bool:
+    """True if a device's memory is its host's."""
+    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
 def lock_limit(wanted: float) -> int:
     """Bytes that this process may lock (``ulimit -l``), if that is less than it wants and the driver keeps to it; 0 if
     nothing stands in the way. Many drivers do not: whether one does is seen by locking a little more than is allowed.

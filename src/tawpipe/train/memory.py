@@ -93,7 +93,8 @@ def said_bytes(needs: Needs | None, device: torch.device) -> int:
     """
     if needs is None or "kept" in needs.parts:
         return 0
-    return needs.device - sum(needs.parts.get(name, 0) for name in ("system", "apart") if device.type == "cuda")
+    beside = ("system", "apart", "saving", "host") if device.type == "cuda" else ()
+    return needs.device - sum(needs.parts.get(name, 0) for name in beside)
 
 
 def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:
