@@ -100,7 +100,9 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
         BlockCost.timed(0.0, head.seconds, head.backward_weight_s),  # our head does all at once, in the backward pass
     )
     host = LinkModel(workload.activation_bytes / workload.host_s if workload.host_s else math.inf)
-    given = {"key_elements": workload.keys_bytes // 4, "boundary_bytes": workload.activation_bytes, "host": host}
+    homes = LinkModel(workload.homes_bytes_per_s or math.inf, shared=False)
+    given = {"key_elements": workload.keys_bytes // 4, "boundary_bytes": workload.activation_bytes}
+    given |= {"host": host, "homes": homes}
     return CostModel(blocks, between, inside, **{**given, **settings})
 
 

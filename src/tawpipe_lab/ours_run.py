@@ -5,8 +5,9 @@ computing, which sleeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from tawpipe_lab.contender import check_clipping
 from tawpipe_lab.lengths import DealtWorkload
 from tawpipe_lab.ours import computed, schedule_of, settings_of
 from tawpipe_lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
-from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.sleeper import BusyTime, HostLink, Sleeper
 from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
 
 HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
@@ -107,18 +108,20 @@ class OurContender:
             device=device,
             compute_dtype=torch.float32,
             master_dtype=torch.float32,
-            in_host=self.schedule.step.homes_in_host,
+            host_homes=self.schedule.step.settings.host_homes or "none",
         )
         transport = _MeasuredTransport(
             self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict
         )
-        self._executor = Executor(
+        self._executor = _LinkedExecutor(
             rank,
             compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
             storage=storage,
             transport=transport,
             optimizers=UnitOptimizers(storage, adamw()) if work.optimizer or storage.in_host else _NoOptimizer(storage),
             reduce_dtype=torch.float32,
+            link=HostLink(work.homes_bytes_per_s) if work.homes_bytes_per_s else None,
+            busy=self._busy,
         )
         self._executor.adopt(self.schedule)
         token = torch.zeros(1, 1, dtype=torch.long)
@@ -143,6 +146,34 @@ class OurContender:
 
     def close(self) -> None:
         self._executor.close()
+
+
+class _LinkedExecutor(Executor):
+    """An executor whose link to homes in the host's memory takes its time.
+
+    Args:
+        link: None for one without a limit.
+        busy: notes for how long every lane passes it.
+    """
+
+    def __init__(self, rank: int, *, link: HostLink | None, busy: BusyTime, **settings: Any) -> None:
+        super().__init__(rank, **settings)
+        if link is not None and self.streaming is not None:
+            run = dict(self._run)
+            self._run |= {op: partial(self._through, link, busy, run[op]) for op in (Op.UPDATE, Op.ADD, Op.RAISE)}
+
+    def _through(self, link: HostLink, busy: BusyTime, run: Callable[..., None], action: Action, step: Any) -> None:
+        begin = time.perf_counter()
+        run(action, step)
+        if not any(buffer.is_home for buffer in (*action.reads, *action.writes)):
+            return
+        sides = (action.reads, action.writes)
+        up, down = (sum(buffer.is_home for buffer in side) for side in sides)
+        if action.op is Op.UPDATE:  # with both moments; the gradient does not go back
+            up, down = up + 2, 3
+        stripe = 4 * self.storage.master[action.unit].numel()
+        with busy(_row(action)):
+            link.carry(begin, up=up * stripe, down=down * stripe)
 
 
 class _SleepingCompute:

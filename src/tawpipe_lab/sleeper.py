@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tawpipe.errors import UserError
+
+SLICE_S = 0.005
+"""Seconds for which one lane has a link before another lane has its turn."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,31 @@ class BusyTime:
         """Seconds by lane since the last call. Only between steps, when no lane runs."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+
+class HostLink:
+    """The link between a device and homes in its host's memory, which passes by sleeping. What several lanes pass at
+    one time shares it, each way, slice by slice.
+
+    Args:
+        bytes_per_s: each way.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self._lock = bytes_per_s, threading.Lock()
+        self._free = {"up": 0.0, "down": 0.0}
+        """When each way is free, on the clock of ``time.perf_counter``."""
+
+    def carry(self, since: float, *, up: float, down: float) -> None:
+        """Wait until so many bytes have passed up and down, beginning at ``since``."""
+        seconds = {"up": up / self._bytes_per_s, "down": down / self._bytes_per_s}
+        slices = max(1, math.ceil(max(seconds.values()) / SLICE_S))
+        for _ in range(slices):
+            with self._lock:
+                ends = {way: max(since, self._free[way]) + each / slices for way, each in seconds.items() if each}
+                self._free |= ends
+            since = max([since, *ends.values()])
+            time.sleep(max(0.0, since - time.perf_counter()))
 
 
 class Sleeper:

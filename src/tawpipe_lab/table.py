@@ -111,6 +111,8 @@ def _workload(row: dict[str, Any]) -> str:
     if room := workload.get("room"):
         ends += f"room for {room:g} boundary activations, of which one passes the host's link in "
         ends += f"{workload['host_s']:g} s, "
+    if rate := workload.get("homes_bytes_per_s"):
+        ends += f"{rate / 1e6:g} MB/s to homes in the host's memory, "
     each = "on the mean" if workload.get("pattern") else "each"
     return (
         f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB{frozen}, {each} "

@@ -111,6 +111,8 @@ class TimedWorkload:
         pattern: the letters of all layers in their order, where not all are alike; one that is no kind stands for the
             settings above.
         host_s: in which a boundary activation passes between a device and its host's memory, one at a time.
+        homes_bytes_per_s: of the link between a device and homes in its host's memory, each way; 0 for one without a
+            limit.
         room: boundary activations that a device has memory for, in pipelines that are made for that; None for any
             number.
 
@@ -136,6 +138,7 @@ class TimedWorkload:
     kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     pattern: str = ""
     host_s: float = 0.0
+    homes_bytes_per_s: float = 0.0
     room: float | None = None
 
     kind: ClassVar[str] = "timed"
@@ -174,7 +177,8 @@ class TimedWorkload:
 
     def faster(self, times: int) -> TimedWorkload:
         """The same bytes with computing, and a link to the host, that is so many times as fast."""
-        return self._with_seconds(lambda seconds: seconds / times)
+        faster = replace(self, homes_bytes_per_s=self.homes_bytes_per_s * times)
+        return faster._with_seconds(lambda seconds: seconds / times)
 
     def with_each_sleep(self, more: float) -> TimedWorkload:
         """The same where everything that takes time takes so many seconds more."""

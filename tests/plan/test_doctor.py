@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tawpipe.errors import RunError
-from tawpipe.plan import doctor
+from tawpipe.plan import doctor, interfaces
 from tawpipe.plan.doctor import probe_machine, software
 from tawpipe.plan.machine import Device, Machine, save_machine, uniform
 from tawpipe.plan.probe import Probe, Rates
@@ -61,3 +61,19 @@ def test_a_process_alone_has_others_measure_for_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3))
     with pytest.raises(RunError, match="tawpipe doctor ended with 3"):
         probe_machine("cpu")
+
+
+def test_the_interface_that_carried_the_traffic_is_named_beside_what_its_card_claims(tmp_path: Path) -> None:
+    for name, sent, speed in (("lo", 9e9, ""), ("eth0", 1e9, "1000"), ("thunder0", 5e6, "-1"), ("eth1", 0, "100000")):
+        (tmp_path / name / "statistics").mkdir(parents=True)
+        (tmp_path / name / "statistics" / "tx_bytes").write_text(f"{sent:.0f}\n")
+        (tmp_path / name / "speed").write_text(speed)
+    after = interfaces.sent_bytes(tmp_path)
+    assert after == {"eth0": 10**9, "eth1": 0, "thunder0": 5 * 10**6}
+    said = lambda before, reached: interfaces.used_between(before, after, reached, tmp_path)  # noqa: E731
+    more = "; eth1 claims more (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+    assert said({"eth0": 0}, 1.2e8) == f"eth0, whose card claims 1 Gbit/s{more}"
+    assert said({"eth0": 0}, 5e7) == f"eth0, whose card claims 1 Gbit/s: 0.4 are reached{more}"
+    assert said(after, 1e8).startswith("no interface that the system counts")
+    assert said(after | {"thunder0": -(10**8)}, 1e8) == "thunder0, whose card does not say what it carries"
+    assert interfaces.used_between({}, {}, 1e8, tmp_path) == ""

@@ -5,23 +5,33 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from plan_requests import plan_request, profile, step_of
-from schedules import llama
+from schedules import llama, make
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_host
+from tawpipe.plan import probe
 from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.place import _Task
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings
-from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.predict import memory_quickly, predict, state_bytes
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import lacking, search, shortage
+from tawpipe.schedule.actions import Op
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from tawpipe.train.memory import _beside
+
+LEVELS = ("none", "state", "all")
 
 
 def asked(
@@ -89,6 +99,28 @@ def test_the_clock_charges_the_host_s_link() -> None:
     assert slow.step_seconds == pytest.approx(elements * (16 + 4 + 4) / 1e4, rel=0.15)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_lanes_share_the_host_s_link_each_way(early: bool) -> None:
+    """On a slow link what passes up takes its time, on whichever lane: states and gradients, and weights for visits."""
+    slow = asked(host_rate=1e4, settings=ScheduleSettings(early_updates=early))
+    step = step_of(slow, "tawpipe-spread", host_homes="all")
+    elements = sum(home.stripe for home in step.homes)
+    (program, *_) = build(step).programs
+    raised = sum(step.homes[action.unit].stripe for action in program if action.op is Op.RAISE)
+    added = sum(step.homes[action.unit].stripe for action in program if action.op is Op.ADD and len(action.reads) > 1)
+    assert predict(slow, step).step_seconds == pytest.approx(4 * (4 * elements + raised + added) / 1e4, rel=0.12)
+
+
+def test_copies_of_the_state_in_memory_leave_less_of_it() -> None:
+    one = asked(host_gib=1)
+    settings = step_of(one, "tawpipe-spread", host_homes="state").settings
+    state = state_bytes(one, one.step(settings))
+    assert state == 12 * sum(home.stripe for home in one.step(settings).homes)
+    assert _beside(one.machine, one, settings, 4).host_bytes == 2**30 - 4 * state
+    cpu = replace(one, machine=replace(one.machine, device=Device("CPU", memory_bytes=2**20)))
+    assert _beside(cpu.machine, cpu, settings, 2).device.memory_bytes == 2**20 - 2 * state
+
+
 def test_a_forward_pass_hides_the_updates() -> None:
     """Where computing forward takes half as long again as what passes, homes in the host cost at most 5 %."""
     one = asked(profile=profile(24), model=llama(24))
@@ -102,16 +134,74 @@ def test_a_forward_pass_hides_the_updates() -> None:
 
 
 def test_a_run_looks_at_its_hosts_before_anything_is_allocated() -> None:
-    settings, machines = ScheduleSettings(host_homes="state"), Topology.grid(2, 2)
-    wanted, free = [60e9] * 4, [128e9] * 4
-    refuse_host(settings, wanted, free, machines, one_memory=False)
-    refuse_host(settings, wanted, [0.0] * 4, machines, one_memory=False)  # nobody knows
-    with pytest.raises(
-        UserError, match=r"host_homes.*111.8 GiB of free memory on machine 1, which has 29.8 GiB; .* 8 such"
-    ):
-        refuse_host(settings, wanted, [128e9, 128e9, 32e9, 32e9], machines, one_memory=False)
+    machines = Topology.grid(2, 2)
+    wanted, free, enough = [60e9] * 4, [128e9] * 4, [0.0] * 4
+    spread, copies = (
+        make(llama(3), 2, 2, 4, strategy=name, host_homes="state").step for name in ("tawpipe-spread", "hsdp")
+    )
+    refuse_host(spread, wanted, free, enough, machines, one_memory=False)
+    refuse_host(spread, wanted, [0.0] * 4, enough, machines, one_memory=False)  # nobody knows
+    short = [128e9, 128e9, 32e9, 32e9]
+    said = r"host_homes.*111.8 GiB of free memory on machine 1, which has 29.8 GiB besides what other processes hold; "
+    with pytest.raises(UserError, match=said + "spread over 8 such"):
+        refuse_host(spread, wanted, short, enough, machines, one_memory=False)
+    with pytest.raises(UserError, match=said + "hsdp keeps all of them on every machine"):
+        refuse_host(copies, wanted, short, enough, machines, one_memory=False)
     with pytest.raises(UserError, match="one memory"):
-        refuse_host(settings, wanted, free, machines, one_memory=True)
+        refuse_host(spread, wanted, free, enough, machines, one_memory=True)
+    with pytest.raises(UserError, match=r"55.9 GiB of memory .* rank 2 may lock 7.45 GiB \(ulimit -l"):
+        refuse_host(spread, wanted, free, [0.0, 0.0, 8e9, 0.0], machines, one_memory=False)
+
+
+def test_a_device_with_one_memory_has_all_of_it_counted_there() -> None:
+    """What waits in the host's memory, and the copy of a save, beside all that a GPU holds."""
+    gpu, spark = asked(name="A GPU"), asked(name="NVIDIA GB10")
+    there, here = (memory_quickly(one, step_of(one, "tawpipe-spread", offloaded_layers=1)) for one in (gpu, spark))
+    assert there.host and not here.host and here.parts["host"] == there.host and here.parts["saving"]
+    assert {name: size for name, size in here.parts.items() if name not in ("host", "saving")} == there.parts
+
+
+def test_a_device_with_one_memory_has_what_other_processes_leave(monkeypatch) -> None:
+    alone = Topology.grid(1, 1)
+    world: Any = SimpleNamespace(machines=alone, nodes=alone, rank=0, device=torch.device("cuda"))
+    world.gather_numbers = lambda number: [number]
+    monkeypatch.setattr(probe, "free_memory", lambda: 40 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GB10")
+    for integrated, expected in ((1, 40), (0, 100)):
+        properties = SimpleNamespace(total_memory=100 * 2**30, is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, it=properties: it)
+        assert probe.machine_unprobed(world).device.memory_bytes == expected * 2**30
+
+
+def test_homes_that_are_sought_weigh_what_a_device_keeps_of_them() -> None:
+    one = asked()
+    whole = {level: step_of(one, "tawpipe-whole", host_homes=level) for level in ("none", "state", "all")}
+    none, state, everything = (_Task(one, step).kept.sum() for step in whole.values())
+    assert none > 4 * state > 0 == everything
+
+
+def test_all_of_the_homes_go_to_the_host_where_no_copy_fits_on_devices() -> None:
+    """The third level is for what the second does not hold; pipelines keep what they were looked at with."""
+    big = llama(24)
+    one = asked(model=big, profile=profile(24))
+    need = {level: memory_quickly(one, step_of(one, "flat", host_homes=level, look_ahead=0)).device for level in LEVELS}
+    assert need["all"] < need["state"] < need["none"]
+
+
+def test_gradients_that_pass_need_no_home() -> None:
+    """Under early updates of one process, if all micro-batches are in one round."""
+    machine = replace(asked().machine, nodes=(1,))
+    late, early = (
+        plan_request(machine, memory=0, global_batch=4, settings=ScheduleSettings(early_updates=early))
+        for early in (False, True)
+    )
+    kept, once, rounds = (
+        memory_quickly(one, step_of(one, "tawpipe-spread", host_homes="all", micro_batches_per_visit=together)).host
+        for one, together in ((late, 4), (early, 4), (early, 1))
+    )
+    step = step_of(late, "tawpipe-spread", host_homes="all")
+    assert kept - once == 4 * sum(home.stripe for home in step.homes)
+    assert once < rounds <= kept  # what has a place on the device for all rounds does not go home, either
 
 
 QWEN_32B = {
@@ -169,6 +259,16 @@ def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path) -> None:
         global_batch=2,
     )
     assert re.search(r"nothing fits: .* [\d.]+ GiB of 30.40 of every host's memory", said)
+
+
+def test_one_device_of_24_gb_trains_8_b_in_full_without_clipping(capsys, tmp_path) -> None:
+    """With 128 GB of memory in its host, of which 125 GiB are there: 16 bytes a parameter are too many."""
+    words = {"nodes": "[1]", "gpu": "NVIDIA GeForce RTX 4090", "memory": 24, "host_gib": 125, "model": "llama-8b"}
+    said = planned(capsys, tmp_path, **words, sequence_length=8192, global_batch=8)
+    assert re.search(r"would fit: --schedule.early-updates true --optimizer.clip-norm 0: [\d.]+ s", said)
+    said = planned(capsys, tmp_path, **words, sequence_length=65536, global_batch=1, early_updates="true")
+    host = re.search(r"of a node's host \(schedule.host_homes all.*\) ([\d.]+) of 118.75", said)
+    assert "chosen" in said and host and 104 < float(host[1]) < 118
 
 
 @pytest.mark.slow

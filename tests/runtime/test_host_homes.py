@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from itertools import groupby
 
 import pytest
@@ -12,8 +13,12 @@ from cases import LENGTH
 from host_homes import OPTIMIZERS, every_case, pairwise
 from states import BATCHES, everything, make, momentum, same, train
 from tawpipe import adamw
+from tawpipe.checkpoint.save import Saving
+from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import sizes
 from tawpipe.runtime import slices
+
+LEVELS = ("none", "state", "all")
 
 
 def check(pool, cases) -> None:
@@ -27,9 +32,17 @@ def check(pool, cases) -> None:
 
 
 def test_no_bit_depends_on_where_homes_are(pool) -> None:
-    """Every pair of strategy, topology, end of a step, rounds, scope of gradients and type."""
+    """Every value of every choice, and every pair of strategy and level."""
+    cases = pairwise(every_case(), among=("strategy", "host_homes"))
+    assert len(cases) <= 20
+    check(pool, cases)
+
+
+@pytest.mark.slow
+def test_no_bit_depends_on_where_homes_are_in_any_two_choices(pool) -> None:
+    """Every pair of strategy, level, topology, end of a step, rounds, scope of gradients, type and optimizer."""
     cases = pairwise(every_case())
-    assert 30 < len(cases) < 70
+    assert 30 < len(cases) < 80
     check(pool, cases)
 
 
@@ -48,6 +61,8 @@ OTHERS = {
         "early_updates": True,
     },
     "adafactor": {"optimizer": "adafactor", "strategy": "tawpipe-whole", "rows": 4},
+    "counts of its own": {"optimizer": "counting", "strategy": "tawpipe-spread", "rows": 5},
+    "a square for a matrix": {"optimizer": "preconditioned", "strategy": "tawpipe-whole", "rows": 4},
     "nothing kept": {"optimizer": "plain", "strategy": "hsdp", "rows": 8},
     "adapters": {"lora": True, "strategy": "tawpipe-spread", "rows": 5, "clip_norm": 0.1},
     "adapters on 4 bits": {"lora": True, "strategy": "tawpipe-whole", "rows": 5, "quantize": "nf4"},
@@ -69,12 +84,13 @@ def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str)
         if (nodes, local) == (1, 1) and name in ("sets", "messages in 8 bits", "adapters"):
             continue
         for found in pool.run("host_homes:compared", nodes, local, cases=[OTHERS[name]]):
-            assert found == [[]]
+            assert found and not any(found)
 
 
-@pytest.mark.parametrize("strategy", ["tawpipe-spread", "1f1b"])
-def test_twenty_random_delays_change_no_bit(pool, strategy: str) -> None:
-    for found in pool.run("host_homes:delayed", 2, 1, seeds=10, strategy=strategy, rows=5, steps=3):
+@pytest.mark.parametrize(("strategy", "level"), [("tawpipe-spread", "all"), ("1f1b", "state")])
+def test_twenty_random_delays_change_no_bit(pool, strategy: str, level: str) -> None:
+    knobs = {"strategy": strategy, "host_homes": level, "rows": 5, "steps": 3}
+    for found in pool.run("host_homes:delayed", 2, 1, seeds=10, **knobs):
         assert not any(found)
 
 
@@ -87,15 +103,17 @@ def test_what_was_saved_goes_on_under_any_place_of_homes_and_strategy_and_number
     run = lambda nodes, local, **knobs: pool.run("host_homes:saved", nodes, local, folder=str(tmp_path), **knobs)[0]  # noqa: E731
     begun = run(2, 1, steps=2, save="begun")
     expected = run(2, 1, steps=2, load="begun", save="expected")
-    assert run(2, 1, steps=2, load="begun", save="moved", host_homes="state") == expected
-    assert _bytes(tmp_path / "moved") == _bytes(tmp_path / "expected")
-    run(1, 1, steps=0, load="begun", save="one", host_homes="state")
+    for level in ("state", "all"):
+        assert run(2, 1, steps=2, load="begun", save=level, host_homes=level) == expected
+        assert _bytes(tmp_path / level) == _bytes(tmp_path / "expected")
+    run(1, 1, steps=0, load="begun", save="one", host_homes="all")
     run(1, 1, steps=0, load="begun", save="other")
     assert _bytes(tmp_path / "one") == _bytes(tmp_path / "other")
     again = run(2, 2, steps=0, load="one", save="again", host_homes="state", strategy="1f1b")
     run(2, 1, steps=0, load="again", save="back")
     assert _bytes(tmp_path / "back") == _bytes(tmp_path / "begun") and not again and begun
-    assert run(2, 2, steps=2, load="one", host_homes="state", strategy="tawpipe-whole") == pytest.approx(expected)
+    for level in ("state", "all"):
+        assert run(2, 2, steps=2, load="one", host_homes=level, strategy="tawpipe-whole") == pytest.approx(expected)
 
 
 def test_a_state_without_steps_goes_on(pool, tmp_path) -> None:
@@ -137,8 +155,9 @@ def test_a_step_that_is_not_finite_changes_nothing_at_home() -> None:
         plain.close()
 
 
-def test_an_evaluation_and_an_export_read_what_training_left(tmp_path) -> None:
-    made, plain = make(host_homes="state"), make()
+@pytest.mark.parametrize("level", ["state", "all"])
+def test_an_evaluation_and_an_export_read_what_training_left(tmp_path, level: str) -> None:
+    made, plain = make(host_homes=level), make()
     losses = []
     for pipeline in (made, plain):
         train(pipeline, BATCHES[:2])
@@ -150,6 +169,42 @@ def test_an_evaluation_and_an_export_read_what_training_left(tmp_path) -> None:
     plain.close()
 
 
+def test_states_of_any_shape_are_at_home_and_come_back(tmp_path) -> None:
+    pipelines = [make(OPTIMIZERS["preconditioned"], host_homes=level, strategy="tawpipe-whole") for level in LEVELS]
+    for pipeline in pipelines:
+        train(pipeline, BATCHES[:2])
+    _, state, _ = pipelines
+    kept = [one["left"] for unit in state.optimizers.states().values() for one in unit if one]
+    assert kept and all(one.shape == (len(one), len(one)) for one in kept)
+    state.save(tmp_path / "one")
+    others = [make(OPTIMIZERS["preconditioned"], host_homes=level, strategy="tawpipe-whole") for level in LEVELS]
+    for pipeline in others:
+        pipeline.load(tmp_path / "one")
+    losses = [train(pipeline, BATCHES[2:]) for pipeline in (*pipelines, *others)]
+    assert all(loss == losses[0] for loss in losses)
+    for pipeline in (*pipelines, *others):
+        pipeline.close()
+
+
+def test_a_save_that_training_waits_for_has_a_limit(tmp_path, monkeypatch) -> None:
+    pipeline, wait = make(host_homes="state"), threading.Event()
+    write = Saving._write
+    monkeypatch.setattr(Saving, "_write", lambda saving: wait.wait(30) and write(saving))
+    with pytest.raises(RunError, match="longer than 0 s"):
+        pipeline.start_saving(tmp_path / "one", limit_s=0.2)
+    wait.set()
+    pipeline.close()
+
+
+def test_a_gradient_that_went_no_way_home_is_not_there_to_be_asked_for() -> None:
+    knobs = {"early_updates": True, "clip_norm": None, "micro_batches_per_visit": 2}
+    pipeline = make(host_homes="all", **knobs)
+    train(pipeline, BATCHES[:1])
+    with pytest.raises(UserError, match=r"gradient: .*is not kept"):
+        pipeline.gradient(pipeline.parameter_names[0])
+    pipeline.close()
+
+
 def device_and_host_bytes(pipeline) -> tuple[int, int, int]:
     """What homes take on the device, pools there, and homes in the host's memory: the tensors that there are."""
     storage, executor = pipeline.storage, pipeline.executor
@@ -158,6 +213,8 @@ def device_and_host_bytes(pipeline) -> tuple[int, int, int]:
     moments = sum(one.nbytes for one in states if one.ndim)
     state = sum(one.nbytes for held in (storage.master, storage.gradient) for one in held.values()) + moments
     copies = sum(one.nbytes for one in storage.compute_copy.values() if id(one) not in inside)
+    if storage.copies_in_host:
+        state, copies = state + copies, 0
     homes = inside | {id(one) for one in storage.compute_copy.values()}
     pools = sum(one.nbytes for one in executor._buffers.values() if id(one) not in homes)
     if executor.streaming is None:
@@ -175,14 +232,20 @@ def test_what_is_counted_is_what_is_said(monkeypatch, optimizer: str, dtype: tor
         for module in (slices, sizes):
             monkeypatch.setattr(module, "SLICE", 512)
     found = {}
-    for level in ("none", "state"):
-        pipeline = make(OPTIMIZERS[optimizer], dtype=dtype, host_homes=level, strategy="tawpipe-whole")
+    for level, early in (("none", False), ("state", False), ("all", False), ("all", True)):
+        knobs = {"dtype": dtype, "host_homes": level, "strategy": "tawpipe-whole", "micro_batches_per_visit": 1 + early}
+        ends = {"early_updates": True, "clip_norm": None} if early else {}
+        pipeline = make(OPTIMIZERS[optimizer], **knobs, **ends)
         train(pipeline, BATCHES[:2])
         said = pipeline.costs(2, LENGTH)
-        device, pools, host = found[level] = device_and_host_bytes(pipeline)
-        assert device == pytest.approx(said.home_bytes, rel=0.03) and host == pytest.approx(said.host_bytes, rel=0.03)
+        device, pools, host = found[level, early] = device_and_host_bytes(pipeline)
+        # In rooms every piece begins at a multiple of 64 elements, which is much for a model of this size.
+        assert device == pytest.approx(said.home_bytes, rel=0.03, abs=4096)
+        assert host == pytest.approx(said.host_bytes, rel=0.03)
         assert pools <= said.buffer_bytes <= 1.03 * pools + 64
         pipeline.close()
     if optimizer == "adamw" and cut:  # a device of so much memory holds the one and not the other
         limit = 200_000 if dtype == torch.float32 else 150_000
-        assert sum(found["state"][:2]) < limit < sum(found["none"][:2])
+        assert sum(found["state", False][:2]) < limit < sum(found["none", False][:2])
+    least, whole = found["all", True][2], found["all", False][2]
+    assert least == pytest.approx(whole - 4 * pipeline.costs(2, LENGTH).trainable, rel=0.01)  # no gradients at home

@@ -88,6 +88,9 @@ IN_HOST = [
     {"strategy": "flat", "rows": 8, "clip_norm": None, "early_updates": True},
     {"strategy": "tawpipe-spread", "nodes": 1, "local": 1, "rows": 3},
     {"strategy": "1f1b", "stages": "world", "rows": 5, "rank": 1, "evaluate": True, "momentum": 0.0},
+    {"strategy": "tawpipe-whole", "rows": 5, "host_homes": "all", "evaluate": True},
+    {"strategy": "tawpipe-spread", "nodes": 1, "local": 1, "rows": 2, "host_homes": "all"}
+    | {"clip_norm": None, "early_updates": True},
 ]
 
 

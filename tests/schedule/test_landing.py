@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import replace
 
 import pytest
 
+from host_homes import levels_of
 from schedules import EVERY, llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.landing import Landing
 from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.raising import Raising
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.schedule.transform import for_one_thread, without_overlap
@@ -47,8 +50,8 @@ def test_homes_on_devices_have_the_schedules_that_they_had() -> None:
 def test_every_strategy_is_proved_with_homes_in_the_host(name: str, nodes: int, local: int) -> None:
     if strategies()[name].axis and nodes * local == 1:
         return
-    for early in (False, True):
-        schedule = make(llama(8, tied=early), nodes, local, 6, strategy=name, host_homes="state", early_updates=early)
+    for early, level in itertools.product((False, True), levels_of(name)):
+        schedule = make(llama(8, tied=early), nodes, local, 6, strategy=name, host_homes=level, early_updates=early)
         verify(for_one_thread(schedule), one_thread=True)
         for program in schedule.programs:
             lanes = {action.lane for action in program if action.op is Op.UPDATE}
@@ -59,11 +62,78 @@ def test_every_strategy_is_proved_with_homes_in_the_host(name: str, nodes: int, 
                 if any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes))
             }
             assert touches - {Op.NORM} == {Op.ADD, Op.UPDATE}
+            read = {action.op for action in program if any(one.kind is Kind.HOME_WEIGHT for one in action.reads)}
+            assert level == "state" or read == {Op.RAISE, Op.UPDATE}
 
 
 def test_without_overlap_homes_have_the_lane_of_everything() -> None:
     schedule = make(llama(4), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", look_ahead=0)
     verify(without_overlap(schedule))
+    verify(without_overlap(make(llama(4), 2, 1, 4, strategy="tawpipe-whole", host_homes="all", look_ahead=0)))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if strategies()[name].axis])
+def test_pipelines_keep_their_weights_on_devices(name: str) -> None:
+    with pytest.raises(UserError, match=r"schedule.host_homes.*state or none.*stay there"):
+        make(llama(8), 2, 1, 4, strategy=name, host_homes="all")
+
+
+def test_weights_are_raised_once_for_a_visit_and_while_others_are_used() -> None:
+    schedule = make(llama(6), 1, 1, 2, host_homes="all", micro_batches_per_visit=2)
+    program = schedule.programs[0]
+    raised = [action for action in program if action.op is Op.RAISE]
+    layers = [action.unit for action in raised if schedule.homes[action.unit].stripe == 336]
+    assert layers == [1, 2, 3, 4, 5, 6, 4, 3, 2, 1]  # the last two are still there when the backward pass begins
+    (places,) = {pool.count for pool in schedule.pools[0] if pool.kind is Kind.WEIGHT and pool.elements == 336}
+    assert places == 2
+    for before, after in itertools.pairwise(raised):  # the place of what computes now is not the one that is filled
+        if {before.unit, after.unit} <= set(layers):
+            assert before.writes != after.writes
+
+
+def test_weights_that_are_not_raised_or_raised_before_their_update_are_refused() -> None:
+    for name in ("tawpipe-spread", "tawpipe-whole", "flat"):
+        schedule = make(llama(3), 2, 1, 2, strategy=name, host_homes="all")
+        verify(schedule)
+        program = schedule.programs[0]
+        for i, action in enumerate(program):
+            if action.op is Op.RAISE:
+                with pytest.raises(ScheduleError):
+                    verify(replace(schedule, programs=((*program[:i], *program[i + 1 :]), schedule.programs[1])))
+    early = make(llama(3), 1, 1, 2, host_homes="all", early_updates=True)
+    program = list(early.programs[0])
+    i = max(i for i, one in enumerate(program) if one.op is Op.RAISE)
+    j = next(j for j, one in enumerate(program) if one.op is Op.UPDATE and one.unit == program[i].unit)
+    program.insert(i, program.pop(j))
+    with pytest.raises(ScheduleError):
+        verify(replace(early, programs=(tuple(program),)))
+
+
+def test_a_gradient_of_one_process_goes_home_only_where_more_is_added_to_it() -> None:
+    """Under early updates; an update from a place on the device, where it may not be, is refused."""
+    settings = {"host_homes": "state", "early_updates": True, "micro_batches_per_visit": 2}
+    once, twice = (make(llama(3), 1, 1, rows, **settings) for rows in (2, 4))
+    assert not any(action.op is Op.ADD for action in once.programs[0])
+    adds = {action.unit for action in twice.programs[0] if action.op is Op.ADD}
+    passing = {
+        action.unit
+        for action in twice.programs[0]
+        if action.op is Op.UPDATE and any(one.kind is Kind.LANDING for one in action.reads)
+    }
+    assert adds and not adds & passing
+    late = make(llama(3), 1, 1, 2, host_homes="state", micro_batches_per_visit=2)
+    with pytest.raises(ScheduleError):
+        verify(replace(once, step=late.step))
+
+
+def test_places_for_weights_are_as_many_as_two_reads_after_one_another_need() -> None:
+    plain = make(llama(3), 1, 1, 2)
+    raising = Raising(plain.step)
+    found = list(raising.through(plain.programs[0]))
+    assert {pool.kind for pool in raising.pools} == {Kind.WEIGHT}
+    assert [one for one in found if one.op is not Op.RAISE] != list(plain.programs[0]) and len(found) > len(
+        plain.programs[0]
+    )
 
 
 def test_an_early_update_follows_its_gradient_before_the_step_has_ended() -> None:

@@ -199,6 +199,15 @@ BASES = {
         "host_homes": "state",
         "early_updates": True,
     },
+    "whole, all in the host": {"strategy": "tawpipe-whole", "nodes": 2, "local": 2, "host_homes": "all"},
+    "one device, all in the host": {
+        "strategy": "tawpipe-spread",
+        "nodes": 1,
+        "local": 1,
+        "host_homes": "all",
+        "early_updates": True,
+        "micro_batches": 3,
+    },
     "spread, in sets": {"strategy": "tawpipe-spread", "nodes": 1, "local": 4, "sequence_ranks": 2},
     "whole, in sets": {
         "strategy": "tawpipe-whole",

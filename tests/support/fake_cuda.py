@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ledger import Clock, Ledger, Stream
 from tawpipe.model.attention_kernel import Offer
-from tawpipe.runtime import storage, streaming, transport, unit_optimizers
+from tawpipe.runtime import storage, transport
 from tawpipe.runtime.lanes import CudaLane
 
 DEVICE = torch.device("cuda", 0)
@@ -352,9 +352,8 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
         stack.enter_context(patch.object(transport, "taken_outside_torch", lambda _: 0))
         stack.enter_context(patch.object(Offer, "of", classmethod(lambda cls, _: cls())))
         stack.enter_context(patch.object(CudaLane, "submit", submitted))
-        locked = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, pin_memory=True)  # noqa: E731
-        for module in (storage, streaming, unit_optimizers):
-            stack.enter_context(patch.object(module, "host_zeros", locked))
+        locked = lambda shape, dtype, *_: torch.zeros(shape, dtype=dtype, pin_memory=True)  # noqa: E731
+        stack.enter_context(patch.object(storage, "host_zeros", locked))
         record = lambda tensor, stream: ledger.record(tensor, stream.stream)  # noqa: E731
         stack.enter_context(patch.object(Tensor, "record_stream", record))
         stack.enter_context(

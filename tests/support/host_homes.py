@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import Adafactor
+from torch.optim import SGD, Adafactor
 
 import tawpipe
 from cases import batches, llama, random_delays
@@ -29,7 +29,48 @@ from tawpipe.schedule.strategies.table import strategies
 STEPS = 5
 SMALL = 256
 """Elements of a slice here: a layer's matrices are cut, and vectors share a load."""
+
+
+class Counting(SGD):
+    """Steps that grow shorter with two counts of its own: a tensor in its groups and a number, which no slice may count
+    for itself.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.steps = 0
+        for group in self.param_groups:
+            group["seen"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.steps += 1
+        for group in self.param_groups:
+            group["seen"].add_(1)
+            for value in group["params"]:
+                value.sub_(value.grad / float(1 + group["seen"] * self.steps), alpha=0.05)
+
+
+class Preconditioned(SGD):
+    """Keeps a square of a matrix's first size for it, and a number for a vector."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.ndim < 2:
+                    value.sub_(value.grad, alpha=0.01)
+                    continue
+                state = self.state[value]
+                if not state:
+                    state["left"] = torch.eye(len(value), dtype=value.dtype, device=value.device)
+                state["left"].lerp_(value.grad.flatten(1) @ value.grad.flatten(1).T, 0.5)
+                value.sub_((state["left"] @ value.grad.flatten(1)).view_as(value), alpha=0.01)
+
+
 OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "counting": Counting,
+    "preconditioned": tawpipe.whole_matrices(lambda parameters: Preconditioned(parameters, lr=0.01)),
     "adamw": adamw(1e-2),
     "momentum": momentum,
     "plain": plain,
@@ -38,6 +79,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "strategy": EVERY,
+    "host_homes": ("state", "all"),
     "topology": ((1, 1), (2, 1), (2, 2)),
     "end": ("clipped", "unclipped", "early"),
     "rounds": (1, 3),
@@ -55,7 +97,7 @@ def every_case() -> list[dict[str, Any]]:
     for values in itertools.product(*CHOICES.values()):
         case = dict(zip(CHOICES, values, strict=True))
         strategy = strategies()[case["strategy"]]
-        if strategy.axis and case["topology"] == (1, 1):
+        if strategy.axis and (case["topology"] == (1, 1) or case["host_homes"] == "all"):
             continue
         if case["scope"] and "gradients_scope" in strategy.refusals and case["scope"] != "visit":
             continue
@@ -63,18 +105,27 @@ def every_case() -> list[dict[str, Any]]:
     return found
 
 
-def pairwise(cases: list[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Cases that have every pair of values that any case has."""
+def pairwise(cases: list[dict[str, Any]], *, seed: int = 0, among: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Cases that have every value that any case has, and every pair of them.
+
+    Args:
+        among: of these choices, and no other pairs; of all by default.
+    """
     dice, chosen = random.Random(seed), list[dict[str, Any]]()
-    left = {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+
+    def parts(case: dict[str, Any]) -> set[tuple[Any, ...]]:
+        named = [item for item in case.items() if not among or item[0] in among]
+        return {*itertools.combinations(named, 2), *((item,) for item in case.items())}
+
+    left = set[tuple[Any, ...]]().union(*map(parts, cases))
     while left:
         tried = dice.sample(cases, min(len(cases), 200))
-        gains = [len(left.intersection(itertools.combinations(case.items(), 2))) for case in tried]
+        gains = [len(left & parts(case)) for case in tried]
         if max(gains) == 0:
             tried = cases
-            gains = [len(left.intersection(itertools.combinations(case.items(), 2))) for case in tried]
+            gains = [len(left & parts(case)) for case in tried]
         chosen.append(tried[gains.index(max(gains))])
-        left.difference_update(itertools.combinations(chosen[-1].items(), 2))
+        left -= parts(chosen[-1])
     return chosen
 
 
@@ -82,7 +133,8 @@ def knobs_of(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """A case's rows and settings."""
     nodes, local = case["topology"]
     world, axis = nodes * local, strategies()[case["strategy"]].axis
-    knobs: dict[str, Any] = {"strategy": case["strategy"], "dtype": getattr(torch, case["dtype"])}
+    knobs: dict[str, Any] = {name: case[name] for name in ("strategy", "host_homes") if name in case}
+    knobs["dtype"] = getattr(torch, case["dtype"])
     if world == 4 and case["strategy"] in ("interleaved-1f1b", "zero-bubble"):  # the model has five layers
         knobs["stages"] = "nodes"
     knobs |= {"tied": case["tied"], "gradient_buffers": case["gradient_buffers"]}
@@ -118,6 +170,7 @@ def training(world: World, *, rows: int, steps: int = STEPS, tied: bool = False,
 def state_of_rank(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
     """Masters, moments and what travels, of this rank; and the gradients that the last update used, of all."""
     storage, states = pipeline.storage, pipeline.optimizers.states()
+    others = {unit.index for unit in storage.units} - storage.master.keys()
     for unit, pieces in storage.pieces.items():
         yield f"{unit} travels", storage.compute_copy[unit].clone().view(torch.uint8)
         for number, piece in enumerate(pieces):
@@ -125,7 +178,8 @@ def state_of_rank(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
         for number, state in enumerate(states.get(unit, ())):
             yield from ((f"{unit}.{number} {key}", value.clone()) for key, value in state.items())
     for name in pipeline.parameter_names:
-        if name in {slot.name for unit in storage.units if unit.trainable for slot in unit.slots}:
+        kept = (unit for unit in storage.units if unit.trainable and unit.index in {*storage.gradient, *others})
+        if name in {slot.name for unit in kept for slot in unit.slots}:
             gradient = pipeline.gradient(name)
             yield f"gradient {name}", torch.zeros(0) if gradient is None else gradient
 
@@ -142,7 +196,8 @@ def after(world: World, **knobs: Any) -> tuple[list[tuple[float, float]], dict[s
 def differences(one: tuple[Any, dict[str, Tensor]], other: tuple[Any, dict[str, Tensor]]) -> list[str]:
     """What is not equal in every bit."""
     found = [] if one[0] == other[0] else [f"losses and norms {one[0]} and {other[0]}"]
-    found += sorted(one[1].keys() ^ other[1].keys())
+    missing = one[1].keys() ^ other[1].keys()  # no gradient is kept that is used where it is made
+    found += sorted(name for name in missing if not (name in one[1] and name.startswith("gradient ")))
     return found + [name for name in one[1].keys() & other[1].keys() if not torch.equal(one[1][name], other[1][name])]
 
 
@@ -152,15 +207,17 @@ def compared(world: World, *, cases: list[dict[str, Any]]) -> list[list[str]]:
     for case in cases:
         rows, knobs = knobs_of(case) if "topology" in case else (case["rows"], {**case})
         knobs.pop("rows", None)
-        expected = after(world, rows=rows, **{**knobs, "delays": None})
-        found.append(differences(expected, after(world, rows=rows, host_homes="state", **knobs)))
+        expected = after(world, rows=rows, **{**knobs, "delays": None, "host_homes": "none"})
+        levels = [knobs.pop("host_homes")] if "host_homes" in knobs else levels_of(knobs["strategy"])
+        for level in levels:
+            found.append(differences(expected, after(world, rows=rows, host_homes=level, **knobs)))
     return found
 
 
 def delayed(world: World, *, seeds: int, **knobs: Any) -> list[list[str]]:
     """What differs under random delays in every lane, for every seed."""
-    expected = after(world, host_homes="state", **knobs)
-    return [differences(expected, after(world, host_homes="state", delays=1 + seed, **knobs)) for seed in range(seeds)]
+    expected = after(world, **knobs)
+    return [differences(expected, after(world, delays=1 + seed, **knobs)) for seed in range(seeds)]
 
 
 def saved(world: World, *, folder: str, steps: int, load: str = "", save: str = "", **knobs: Any) -> list[float]:
@@ -176,3 +233,8 @@ def saved(world: World, *, folder: str, steps: int, load: str = "", save: str = 
             assert not result.problem
         pipeline.close()
     return losses
+
+
+def levels_of(strategy: str) -> tuple[str, ...]:
+    """The places of homes besides the device that a strategy has."""
+    return ("state",) if strategies()[strategy].axis else ("state", "all")

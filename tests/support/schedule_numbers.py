@@ -348,10 +348,14 @@ class Numbers:
                 total = total + buffers[action.writes[0]]
             self._fill(buffers, action.writes[0], total % PRIME)
         elif action.op is Op.UPDATE:
-            weights, gradient = buffers[f"home.w.{action.unit}"], buffers[f"home.g.{action.unit}"]
+            weights, home = buffers[f"home.w.{action.unit}"], buffers[f"home.g.{action.unit}"]
+            landed = [buffers[name] for name in action.reads if name.startswith("L")]
+            gradient = landed[0] if landed else home
             early = "count" in action.reads
             weights[:] = update(weights, gradient, self.counts[head.rank] if early else self.norms[head.rank][-1])
-            gradient[:] = gradient * 3 % PRIME
+            home[:] = gradient * 3 % PRIME
+        elif action.op is Op.RAISE:
+            self._fill(buffers, action.writes[0], buffers[action.reads[0]])
         else:
             raise WrongNumbers(f"nobody runs {action}")
         self._end(head)

@@ -154,7 +154,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         sequence_chunk=chunk,
         early_updates=draw(st.booleans()),
         sequence_ranks=ranks,
-        host_homes=draw(st.sampled_from(("none", "none", "state"))),
+        host_homes=draw(st.sampled_from(("none", "none", "state", "all"))),
         **draw(compressions(name, topology.local_size)),
         **draw(scopes_and_caches(name)),
     )

@@ -40,12 +40,13 @@ def train(pipeline: Pipeline, given=BATCHES) -> list[float]:
 
 
 def everything(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """Weights, gradients and optimizer state."""
+    """Weights, gradients on the device, and optimizer state."""
     found = {}
     for unit, pieces in pipeline.storage.pieces.items():
         for piece in pieces:
             found[f"weight {piece.name}"] = piece.value.detach().clone()
-            found[f"gradient {piece.name}"] = piece.gradient.clone()
+            if not pipeline.storage.in_host:
+                found[f"gradient {piece.name}"] = piece.gradient.clone()
         for piece, state in zip(pipeline.optimizers.pieces[unit], pipeline.optimizers.states()[unit], strict=True):
             for key, value in state.items():
                 found[f"{key} {piece.name}@{piece.start}"] = value.clone()

@@ -248,7 +248,7 @@ class Saver:
     started: list[tuple[object, int]] = field(default_factory=list)
     world: Any = field(default_factory=lambda: SimpleNamespace(gather_numbers=lambda value: [value, 1.0]))
 
-    def start_saving(self, store: object, *, run: dict[str, int]) -> Save:
+    def start_saving(self, store: object, *, run: dict[str, int], limit_s: float) -> Save:
         self.started.append((store, run["step"]))
         return self.saves[len(self.started) - 1]
 

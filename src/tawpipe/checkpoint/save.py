@@ -156,9 +156,15 @@ class Saving:
         """True if this rank has nothing left to do."""
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, whatever came of it."""
-        self._thread.join()
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait until the thread has ended, whatever came of it.
+
+        Raises:
+            RunError: it has taken longer than ``limit_s`` since it began.
+        """
+        self._thread.join(None if limit_s is None else max(0.0, self._begin + limit_s - time.perf_counter()))
+        if self._thread.is_alive():
+            raise RunError(f"saving {self.folder} has taken longer than {limit_s:.0f} s on rank {self.world.rank}")
 
     def wait(self, limit_s: float | None = None) -> Saved:
         """The outcome, when the save has ended on all ranks: none goes on to wait in a step for one that still removes
@@ -167,9 +173,7 @@ class Saving:
         Raises:
             RunError: the ranks have lost one another, or it has taken longer than ``limit_s`` since it began.
         """
-        self._thread.join(None if limit_s is None else max(0.0, self._begin + limit_s - time.perf_counter()))
-        if self._thread.is_alive():
-            raise RunError(f"saving {self.folder} has taken longer than {limit_s:.0f} s on rank {self.world.rank}")
+        self.join(limit_s)
         if self._error is not None:
             raise RunError(f"saving {self.folder}: {self._error}") from self._error
         assert self._result is not None

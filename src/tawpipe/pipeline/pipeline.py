@@ -434,12 +434,17 @@ class Pipeline:
             raise RunError(f"{saved.folder} could not be written: {saved.problem}")
         return saved
 
-    def start_saving(self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None) -> Saving:
+    def start_saving(
+        self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None, limit_s: float | None = None
+    ) -> Saving:
         """Copy what ``save`` writes, and write it while training goes on; one at a time in every store.
 
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
+
+        Args:
+            limit_s: for homes in the host's memory, which are written before anything goes on: RunError after so many.
         """
-        return self._state.start_saving(where, run or {}, self.injector)
+        return self._state.start_saving(where, run or {}, self.injector, limit_s)
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
@@ -509,5 +514,9 @@ class Pipeline:
         return self._state.parameter(name)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable."""
+        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable.
+
+        Raises:
+            UserError: it is not, or nothing keeps its gradient: homes of one process in its host, early updates.
+        """
         return self._state.parameter(name, gradient=True)

@@ -68,28 +68,46 @@ def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
 
 
 def refuse_host(
-    settings: ScheduleSettings, wanted: Sequence[float], free: Sequence[float], machines: Topology, *, one_memory: bool
+    step: StepSpec,
+    wanted: Sequence[float],
+    free: Sequence[float],
+    lockable: Sequence[float],
+    machines: Topology,
+    *,
+    one_memory: bool,
 ) -> None:
     """Raise UserError where homes in the host's memory do not fit there, or are where they gain nothing.
 
     Args:
+        step: any of the strategy.
         wanted: of every rank, the bytes that its homes take in the host's memory.
         free: of every rank, the bytes that its machine could give, 0 where that is not known.
+        lockable: of every rank, the bytes that it may lock, 0 where that is enough.
         one_memory: some device's memory is its host's.
     """
-    level = settings.host_homes
+    setting, level = "schedule.host_homes", step.settings.host_homes
     if one_memory:
-        expected = "none: the device and its host have one memory, and nothing is gained"
-        raise UserError("schedule.host_homes", level, expected)
+        raise UserError(setting, level, "none: the device and its host have one memory, and nothing is gained")
+    less = "none, or state" if level == "all" else "none"
     for number, ranks in enumerate(machines.nodes):
         needed, there = sum(wanted[rank] for rank in ranks), min(free[rank] for rank in ranks)
         if there and needed > there:
             more = math.ceil(len(machines.nodes) * needed / there)
+            spread = f"; spread over {more} such machines homes would fit"
+            if any(len(home.copies) > 1 for home in step.homes):
+                spread = f"; {step.strategy.name} keeps all of them on every machine, which the other strategies do not"
             expected = (
-                f"none, or {needed / 2**30:.1f} GiB of free memory on machine {number}, which has "
-                f"{there / 2**30:.1f} GiB; spread over {more} such machines homes would fit"
+                f"{less}, or {needed / 2**30:.1f} GiB of free memory on machine {number}, which has "
+                f"{there / 2**30:.1f} GiB besides what other processes hold{spread}"
             )
-            raise UserError("schedule.host_homes", level, expected)
+            raise UserError(setting, level, expected)
+    for rank, most in enumerate(lockable):
+        if most and wanted[rank] > most:
+            expected = (
+                f"{less}, or processes that may lock {wanted[rank] / 2**30:.1f} GiB of memory for copies to and from "
+                f"the GPU: rank {rank} may lock {most / 2**30:.3g} GiB (ulimit -l; docker run --ulimit memlock=-1)"
+            )
+            raise UserError(setting, level, expected)
 
 
 def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory, compile_layers: bool) -> None:

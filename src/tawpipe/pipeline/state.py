@@ -50,7 +50,9 @@ class State:
         if not self._whole:
             raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
-    def start_saving(self, where: str | Path | Store, run: Mapping[str, Any], injector: Injector | None) -> Saving:
+    def start_saving(
+        self, where: str | Path | Store, run: Mapping[str, Any], injector: Injector | None, limit_s: float | None
+    ) -> Saving:
         """See ``Pipeline.start_saving``."""
         begin = time.perf_counter()
         self.require_whole()
@@ -77,7 +79,7 @@ class State:
         saving = Saving(store, name, pieces, content=content, world=world, staged_s=staged_s, live=live)
         self.savings.append(saving)  # also if what follows is interrupted: the thread goes on
         if live:
-            saving.join()
+            saving.join(limit_s)
         return saving
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:

@@ -12,17 +12,18 @@ from tawpipe.model.loss import loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.pipeline.sizes import widths_of
 from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.host_memory import free_memory
+from tawpipe.runtime.host_memory import free_memory, is_the_hosts, lock_limit
 from tawpipe.runtime.optimizer import OptimizerFactory
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.unit_optimizers import UnitOptimizers, try_factory
 from tawpipe.runtime.world import World
-from tawpipe.schedule.step import StepSpec
+from tawpipe.schedule.footprint import home_bytes
 
 
 def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, seed: int) -> WeightSource:
@@ -33,21 +34,24 @@ def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, 
     return InitSource(chain, seed) if on_meta else ModuleSource(chain)
 
 
-def look_at_host(chain: Chain, step: StepSpec, world: World, dtype: torch.dtype, optimizer: OptimizerFactory) -> None:
+def look_at_host(
+    chain: Chain, schedules: Schedules, world: World, dtype: torch.dtype, optimizer: OptimizerFactory
+) -> None:
     """Raise UserError where homes are to be in a host's memory that does not hold them; call on all ranks."""
+    step = schedules.smallest
     if not step.homes_in_host or world.device.type != "cuda":  # on a CPU a device's memory is the host's
         return
-    states = {unit: 2 + tried.states for unit, tried in try_factory(optimizer, chain.units).items()}
-    homes = [
-        step.homes[unit].stripe * of for unit, of in states.items() if step.homes[unit].index(world.rank) is not None
-    ]
-    one_memory = bool(getattr(torch.cuda.get_device_properties(world.device), "is_integrated", False))
+    tried = try_factory(optimizer, chain.units)
+    states = tuple(tried[unit.index].states if unit.trainable else 0 for unit in chain.units)
+    widths = widths_of(chain, dtype, schedules.settings, states)
+    _, wanted = home_bytes(schedules.samples()[0], world.rank, widths)
     refuse_host(
-        step.settings,
-        world.gather_numbers(sum(homes) * master_dtype(dtype).itemsize),
+        step,
+        world.gather_numbers(wanted),
         world.gather_numbers(free_memory()),
+        world.gather_numbers(lock_limit(wanted)),
         world.machines,
-        one_memory=any(world.gather_numbers(one_memory)),
+        one_memory=any(world.gather_numbers(is_the_hosts(world.device))),
     )
 
 
@@ -60,7 +64,7 @@ def filled_homes(
     optimizer: OptimizerFactory,
 ) -> Storage:
     """The homes of this rank with their initial values; the model's parameters are empty from here on."""
-    look_at_host(chain, schedules.smallest, world, dtype, optimizer)
+    look_at_host(chain, schedules, world, dtype, optimizer)
     storage = Storage(
         chain.units,
         schedules.smallest.homes,
@@ -68,7 +72,8 @@ def filled_homes(
         device=world.device,
         compute_dtype=dtype,
         master_dtype=master_dtype(dtype),
-        in_host=schedules.smallest.homes_in_host,
+        host_homes=schedules.smallest.settings.host_homes or "none",
+        keeps_gradients=not schedules.smallest.passes_gradients,
     )
     storage.fill(source, world.group, world.size)
     chain.prepare(world.device, dtype)

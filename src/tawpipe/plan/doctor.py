@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tawpipe.console import Console
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import RunError
 from tawpipe.model.missing import kernel_packages
+from tawpipe.plan.interfaces import sent_bytes, used_between
 from tawpipe.plan.machine import Machine, load_machine, save_machine
 from tawpipe.plan.probe import Probe, free_memory, probe
 from tawpipe.runtime.world import World, connect
@@ -52,8 +53,9 @@ def examine(out: Path | None, *, device: str) -> None:
     console.plan(list(_machine(world)), title="machine")
     console.plan([(name, os.environ[name]) for name in VARIABLES if name in os.environ], title="launcher")
     console.topology(str(world.nodes))
+    before = sent_bytes()
     links = probe(world)
-    console.plan(list(_links(links)), title="links")
+    console.plan([*_links(links), *_interfaces(world, before, links)], title="links")
     if links.loopback:
         console.line(f"note: {links.loopback}")
     for finding in links.findings:
@@ -139,3 +141,18 @@ def _links(links: Probe) -> Iterator[tuple[str, str]]:
         yield f"node {node}", f"sends {rates.sent * 8 / 1e9:.3g}, receives {rates.received * 8 / 1e9:.3g} Gbit/s"
     if not links.rates and max(machine.nodes) == 1:
         yield "links", "none: a single process"
+
+
+def _interfaces(world: World, before: Mapping[str, int], links: Probe) -> Iterator[tuple[str, str]]:
+    """What every machine's traffic to the others took; call on all ranks.
+
+    Args:
+        before: what interfaces here had sent before links were measured.
+    """
+    machines = world.machines
+    if machines.num_nodes == 1:
+        return
+    said = world.gather_texts(used_between(before, sent_bytes(), links.machine.between.bytes_per_s))
+    for number, ranks in enumerate(machines.nodes):
+        if words := said[ranks[0]]:
+            yield f"machine {number} uses", words

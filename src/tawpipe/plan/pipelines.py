@@ -191,8 +191,8 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
                 of_units += home.padded * (widths.weight + widths.gradient * unit.trainable)
                 continue
             seen.add(number)
-            away = step.homes_in_host and unit.trainable
-            of_units += home.stripe * (widths.weight if away else widths.at_home(number, trainable=unit.trainable))
+            each = widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+            of_units += home.stripe * each
             if positions.replicas > 1:  # weights come from the others, and gradients go to them
                 summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
                 of_units += home.padded * widths.weight + summed

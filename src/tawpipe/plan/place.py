@@ -165,7 +165,10 @@ class _Task:
         weights, gradients = far_widths(step.settings, widths)
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
         self.kept = np.array(
-            [one.numel * widths.at_home(unit, trainable=one.trainable) for unit, one in enumerate(model.units)]
+            [
+                unit.numel * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+                for number, unit in enumerate(model.units)
+            ]
         )
 
         short, longer, left = shortened(request, step, PLAYED_ROUNDS)

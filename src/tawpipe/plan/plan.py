@@ -124,7 +124,7 @@ class Plan:
         if self.chosen is None or self.chosen.prediction is None:
             return ""
         step = self.chosen.step
-        return held(self.request, self.chosen.prediction.needs, in_host=step is not None and step.homes_in_host)
+        return held(self.request, self.chosen.prediction.needs, level=(step and step.settings.host_homes) or "none")
 
     def link_share(self, candidate: Candidate) -> float:
         """Share of the step in which the busiest link is busy."""
@@ -263,14 +263,18 @@ def of_ranks(request: PlanRequest, ranks: int) -> str:
     return f"{ranks} devices of a node" + (" (another draw of dropout than one device's)" if request.drops else "")
 
 
-def held(request: PlanRequest, needs: Needs, *, in_host: bool = False) -> str:
+STATE = "master weights, gradients, optimizer state"
+AT_HOST = {"none": "", "state": STATE, "all": f"{STATE}, copies that travel, what is frozen"}
+
+
+def held(request: PlanRequest, needs: Needs, *, level: str = "none") -> str:
     """What a device and a host, which may have homes, hold, part by part, as a sentence."""
     there = request.machine.host_bytes
     parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
     words = f"GiB of a device: {parts} ({SYSTEM})"
     if needs.host:
         known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
-        state = " (schedule.host_homes state: master weights, gradients, optimizer state)" * in_host
+        state = f" (schedule.host_homes {level}: {AT_HOST[level]})" if AT_HOST[level] else ""
         words += f"; of a node's host{state} {gib(needs.host)} {known}"
     if needs.files:
         free = request.machine.files_bytes

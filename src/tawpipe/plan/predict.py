@@ -107,12 +107,14 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         "system": request.system_bytes + request.communicator_bytes * len(needed_groups([schedule])),
     }
     devices = max(request.machine.nodes)
-    if request.has_host:
+    if request.on_cuda:
         sizes = request.activations_of(schedule.step.sequence_ranks)
-        if apart := max(held_apart(schedule, rank, sizes) for rank in schedule.played):
-            parts["apart"] = apart
+        apart = max(held_apart(schedule, rank, sizes) for rank in schedule.played)
+    else:
+        apart = round(said.activation_bytes * BETWEEN_BLOCKS)
+    parts |= {"apart": apart} if apart or not request.on_cuda else {}
+    if request.has_host:
         return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)
-    parts["apart"] = round(said.activation_bytes * BETWEEN_BLOCKS)
     parts["saving"] = saved_bytes(request, schedule.step)
     return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices)
 
@@ -181,9 +183,12 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
 
 def saved_bytes(request: PlanRequest, step: StepSpec) -> int:
     """Bytes of the copy of its state, weights and optimizer's, that a process holds while it is written."""
+    return 0 if step.homes_in_host else state_bytes(request, step)  # those are written from where they are
+
+
+def state_bytes(request: PlanRequest, step: StepSpec) -> int:
+    """Bytes of the state, weights and optimizer's, that the process which has most of it saves."""
     widths, most = request.widths, defaultdict[int, float](float)
-    if step.homes_in_host:  # written from where they are
-        return 0
     for number, (home, unit) in enumerate(zip(step.homes, request.model.units, strict=True)):
         if unit.trainable:
             gradient = widths.master + (widths.weight if widths.weight != widths.master else 0)

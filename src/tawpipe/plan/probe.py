@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Device, Machine
-from tawpipe.runtime.host_memory import free_memory
+from tawpipe.runtime.host_memory import free_memory, is_the_hosts
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.transport import NEAR_BLOCKS, far_blocks, make_group, uses_nccl
 from tawpipe.runtime.world import World
@@ -430,6 +430,8 @@ def machine_unprobed(world: World) -> Machine:
     share, host = free_memory() / on_machine, 0
     if world.device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(world.device).total_memory)
+        if is_the_hosts(world.device) and share:  # what other processes have is not there
+            memory = min(memory, share)
         name, host = torch.cuda.get_device_name(world.device), share * max(map(len, world.nodes.nodes))
     else:
         memory, name = share + resident_memory() if share else 0, "CPU"

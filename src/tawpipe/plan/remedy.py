@@ -46,8 +46,7 @@ def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
         changes.append({"recompute": "full", "sequence_ranks": request.sets[-1]})
     if relieved(request, step.strategy):
         changes.append({"recompute": "full", "offloaded_layers": request.model.num_layers})
-    if "state" in request.levels:
-        changes.append({"host_homes": "state"})
+    changes.extend({"host_homes": level} for level in request.levels if level != "none")
     return changes
 
 

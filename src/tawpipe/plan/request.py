@@ -115,7 +115,7 @@ class PlanRequest:
         it gains nothing.
         """
         given = self.settings.host_homes
-        return (given,) if given else ("none", "state") if self.has_host else ("none",)
+        return (given,) if given else ("none", "state", "all") if self.has_host else ("none",)
 
     def with_homes(self, level: str) -> PlanRequest:
         """The same with so much of the homes in the host's memory."""
@@ -228,10 +228,14 @@ class PlanRequest:
     def activations_of(self, ranks: int) -> Mapping[Kind, int]:
         """The same on each of so many ranks that compute a micro-batch together."""
         chunk, tokens = (self.settings.sequence_chunk or 0) * self.micro_batch, round(self.size.tokens)
-        return self.profile.memory.activations(tokens, pinned=self.has_host, chunk=chunk, ranks=ranks)
+        return self.profile.memory.activations(tokens, pinned=self.on_cuda, chunk=chunk, ranks=ranks)
 
     @property
     def has_host(self) -> bool:
         """True if devices have memory of their own, and their host's besides."""
-        name = self.machine.device.name
-        return name != "CPU" and not any(word in name for word in ONE_MEMORY)
+        return self.on_cuda and not any(word in self.machine.device.name for word in ONE_MEMORY)
+
+    @property
+    def on_cuda(self) -> bool:
+        """True if devices are GPUs, whatever memory they have."""
+        return self.machine.device.name != "CPU"

@@ -181,9 +181,12 @@ def search(
     for asked in [draw.with_homes(level) for level in request.levels for draw in draws]:
         if any(one.fits for one in candidates):
             break
-        candidates = []
+        before, candidates = {candidate.strategy: candidate for candidate in candidates}, []
         for strategy in sorted(strategies().values(), key=lambda one: not one.usual):
             if strategy.candidate:
+                if strategy.name in before and asked.settings.host_homes == "all" and strategy.axis:
+                    candidates.append(before[strategy.name])  # it keeps its weights on devices
+                    continue
                 axis, outlook.hopeful = _best_pipeline(candidates)
                 outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
                 if outlook.over:
@@ -463,11 +466,14 @@ def resized(schedule: Schedule, step: StepSpec) -> Schedule:
 
 
 def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int) -> Iterator[tuple[StepSpec, int]]:
-    """Every step with no layer offloaded and with all, and the first also with some."""
+    """Every step with no layer offloaded and with all, and the first also with some; so is the last where gradients of
+    one round need no home.
+    """
     yield from ((step, 0) for step in options)
-    layers = request.model.num_layers
+    layers, last = request.model.num_layers, options[1:][-1:]
     if relieved(request, options[0].strategy, chunk=chunk):
-        yield from ((options[0], number) for number in (layers // 2, layers * 3 // 4))
+        some = [options[0], *(step for step in last if step.passes_gradients)]
+        yield from ((step, number) for number in (layers // 2, layers * 3 // 4) for step in some)
         yield from ((step, layers) for step in options)
 
 

@@ -20,10 +20,13 @@ CHANGES: tuple[Mapping[str, tuple[Any, Any]], ...] = (
     {"lora.rank": (None, 16)},
     {"lora.rank": (None, 16), "quantize": ("none", "nf4")},
     {"schedule.sequence_chunk": (0, 2048)},
+    {"schedule.early_updates": (False, True)},
 )
 """Settings of a run that need less memory, as what they are now and what they would be, in the order of the answer. A
 plan itself chooses what is left open. A further change is a further line.
 """
+EARLY = "schedule.early_updates"
+"""It needs less memory where one device's gradients then need no home in the host's memory, without clipping."""
 SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest], str]] = {
     "micro_batch": (1, PlanRequest.with_micro_batch, ""),
     "global_batch": (1, PlanRequest.with_rows, " of fewer rows"),
@@ -77,9 +80,13 @@ class WouldFit:
         said = set[str]()
         for change in CHANGES:
             settings = {name: new for name, (old, new) in change.items() if _value(self.config, name) == old}
-            words = [f"{option_of(name)} {value}" for name, value in settings.items()]
+            words = [f"{option_of(name)} {str(value).lower()}" for name, value in settings.items()]
             if not words or " ".join(words) in said or self._over:
                 continue
+            if EARLY in settings:
+                if not self._may_be_early:
+                    continue
+                words.append("--optimizer.clip-norm 0")
             said.add(" ".join(words))
             try:
                 request = self.ask(_with(self.config, settings))
@@ -87,6 +94,10 @@ class WouldFit:
                 continue
             given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
             yield words, replace(request, **given)
+
+    @property
+    def _may_be_early(self) -> bool:
+        return self.request.machine.world_size == 1 and "state" in self.request.levels
 
     def _smaller(self, words: list[str], request: PlanRequest) -> Iterator[str]:
         for name, (least, changed, more) in SMALLER.items():

@@ -111,9 +111,10 @@ def in_host(world: World) -> Outcome:
             refused[name] = str(error)
             continue
         tried.append(name)
-        there, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes="state")
-        if world.rank == 0 and not _equal(wanted, there):
-            differ.append(name)
+        for level in ("state",) if strategies()[name].axis else ("state", "all"):
+            there, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes=level)
+            if world.rank == 0 and not _equal(wanted, there):
+                differ.append(f"{name} ({level})")
     rate, most = host_share(world) if world.device.type == "cuda" else (0.0, 0.0)
     note = f"{len(tried)} strategies: "
     note += ", ".join(f"{name} has other bits" for name in differ) or "the same bits"

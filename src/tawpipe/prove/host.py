@@ -34,7 +34,7 @@ def host_share(world: World) -> tuple[float, float]:
         device=device,
         compute_dtype=torch.bfloat16,
         master_dtype=torch.float32,
-        in_host=True,
+        host_homes="state",
     )
     streaming = Streaming(storage, UnitOptimizers(storage, adamw()))
     factor, seconds = torch.ones((), dtype=torch.float64, device=device), 0.0

@@ -138,7 +138,7 @@ def _passes_activations(bar: Bar) -> bool:
 def kind_of(bar: Bar) -> str:
     """The bar's kind, one of ``KINDS``."""
     action = bar.action
-    if action.op in (Op.OFFLOAD, Op.RELOAD):
+    if action.op in (Op.OFFLOAD, Op.RELOAD, Op.RAISE):
         return "host"
     if action.op is Op.COLLECTIVE and action.reads and action.reads[0].is_activation:
         return "keys and values"

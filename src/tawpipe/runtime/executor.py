@@ -210,7 +210,7 @@ class Executor:
         self._buffers: dict[Buffer, Tensor] = {}
         for unit in storage.master:
             self._buffers[home_weight(unit)] = storage.compute_copy[unit]
-            if unit in storage.gradient:
+            if unit in storage.gradient and not storage.in_host:
                 self._buffers[home_gradient(unit)] = storage.gradient[unit]
         self.streaming: Streaming | None = None
         """What passes between the device and homes in the host's memory; None where homes are on the device."""
@@ -221,7 +221,7 @@ class Executor:
         self._lanes: dict[Lane, LaneProtocol] = {
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
             for lane in Lane
-            if lane is not Lane.HOME or self.streaming is not None
+            if lane not in (Lane.HOME, Lane.RAISE) or self.streaming is not None
         }
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
@@ -241,6 +241,7 @@ class Executor:
             Op.BACKWARD_WEIGHT: lambda action, _: compute.backward_weight(action, self._buffers),
             Op.ZERO: lambda action, _: self._zero(action),
             Op.ADD: lambda action, _: self._add(action),
+            Op.RAISE: lambda action, _: self._raise(action),
             Op.EXCHANGE: self._exchange,
             Op.COLLECTIVE: lambda action, _: self._collective(action),
             Op.OFFLOAD: lambda action, _: compute.offload(action),
@@ -262,6 +263,9 @@ class Executor:
                 if buffer not in self._buffers:
                     self._buffers[buffer] = torch.zeros(pool.elements, dtype=dtype, device=self.device)
                 assert self._buffers[buffer].numel() == pool.elements
+        for action in schedule.programs[self.rank] if self.streaming is not None else ():
+            if action.op is Op.ADD and action.writes[0].is_home:
+                self.storage.open_gradient(action.unit)
 
     def play(
         self, schedule: Schedule, given: StepInput, rule: UpdateRule, *, recording: Recording | None = None
@@ -369,16 +373,20 @@ class Executor:
         self._buffers[action.writes[0]].zero_()
 
     @torch.no_grad()
+    def _raise(self, action: Action) -> None:
+        self._buffers[action.writes[0]].copy_(self._buffers[action.reads[0]], non_blocking=True)
+
+    @torch.no_grad()
     def _add(self, action: Action) -> None:
-        target = self._buffers[action.writes[0]]
         sources = [buffer for buffer in action.reads if buffer != action.writes[0]]
         if self.streaming is not None and sources[0].is_home:
-            self.streaming.fetch(action.unit, target)
+            self.streaming.fetch(action.unit, self._buffers[action.writes[0]])
             return
         if self.streaming is not None and action.writes[0].is_home:
             given = [self._buffers[buffer] for buffer in sources]
             self.streaming.add(action.unit, given, replaces=len(sources) == len(action.reads))
             return
+        target = self._buffers[action.writes[0]]
         if len(sources) == len(action.reads):
             target.copy_(self._buffers[sources.pop(0)])
         for buffer in sources:
@@ -440,8 +448,16 @@ class Executor:
         early = COUNT in action.reads
         updates = None if early and step.given.learns else self._updates
         if self.streaming is not None:
-            rule = step.rule
-            self.streaming.update(action.unit, self._factor, updates, rule.rate, rule.chosen, early=early)
+            rule, landed = step.rule, [self._buffers[read] for read in action.reads if read.kind is Kind.LANDING]
+            self.streaming.update(
+                action.unit,
+                self._factor,
+                updates,
+                rule.rate,
+                rule.chosen,
+                early=early,
+                gradient=landed[0] if landed else None,
+            )
             return
         self._buffers[home_gradient(action.unit)].mul_(self._factor)
         self.optimizers.step(action.unit, updates, step.rule.rate, step.rule.chosen)

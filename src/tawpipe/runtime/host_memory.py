@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,13 +33,12 @@ class _Pages(mmap.mmap):
         """Lock the pages, which takes the system about a second for some gigabytes.
 
         Raises:
-            UserError: the system does not let so much memory be locked.
+            OSError: the system does not let so much memory be locked.
         """
         status = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)  # pyright: ignore
         if int(status) != 0:
             limit = "containers and WSL limit it; see ulimit -l and what other jobs have locked"
-            expected = f"none, or a host that locks {len(self) / 2**30:.2f} GiB more of its memory ({status}; {limit})"
-            raise UserError("schedule.host_homes", "state", expected)
+            raise OSError(f"it locks no more of its memory: {status}; {limit}")
         self.address = address
 
     def __del__(self) -> None:
@@ -46,15 +46,50 @@ class _Pages(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)  # pyright: ignore
 
 
-def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in the host's memory, for a device that they will be copied to."""
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, level: str) -> Tensor:
+    """Zeros in the host's memory, for a device that they will be copied to.
+
+    Args:
+        level: ``schedule.host_homes``, whose homes they are.
+
+    Raises:
+        UserError: the host does not give so much, or does not lock it.
+    """
     size = torch.Size(shape).numel() * dtype.itemsize
-    if device.type != "cuda" or not size:
+    if not size:
         return torch.zeros(shape, dtype=dtype)
+    try:
+        return (_locked(size, dtype) if device.type == "cuda" else torch.zeros(shape, dtype=dtype)).view(shape)
+    except (OSError, RuntimeError) as error:  # RuntimeError is what torch says of memory that it does not get
+        expected = f"none, or a host with {size / 2**30:.2f} GiB more for its homes ({error})"
+        raise UserError("schedule.host_homes", level, expected) from error
+
+
+def _locked(size: int, dtype: torch.dtype) -> Tensor:
+    """So many bytes that are zero, page-locked."""
     pages = _Pages(-1, size)
     flat = torch.frombuffer(pages, dtype=dtype)
     pages.register(flat.data_ptr())
-    return flat.view(shape)
+    return flat
+
+
+def is_the_hosts(device: torch.device) -> bool:
+    """True if a device's memory is its host's."""
+    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
+def lock_limit(wanted: float) -> int:
+    """Bytes that this process may lock (``ulimit -l``), if that is less than it wants and the driver keeps to it; 0 if
+    nothing stands in the way. Many drivers do not: whether one does is seen by locking a little more than is allowed.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        return 0
+    try:
+        _locked(limit + mmap.PAGESIZE, torch.uint8)
+    except OSError:
+        return max(limit, 1)
+    return 0
 
 
 def free_memory() -> int:

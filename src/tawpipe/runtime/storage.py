@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -80,14 +79,14 @@ class HomePiece(PlaceOfPiece):
 
     Args:
         value: view of the master stripe, 1-D, or a whole matrix; a Parameter whose ``grad`` is a view of the home
-            gradient, or, where the unit is frozen, a plain tensor.
+            gradient where that is on the device, or, where the unit is frozen, a plain tensor.
     """
 
     value: Tensor = field(kw_only=True)
 
     @property
     def gradient(self) -> Tensor:
-        """View of the home gradient, like ``value``; only of trainable units."""
+        """View of the home gradient, like ``value``; only of trainable units with homes on the device."""
         assert self.value.grad is not None
         return self.value.grad
 
@@ -100,7 +99,8 @@ class HomePiece(PlaceOfPiece):
     def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
         piece = PlaceOfPiece(self.name, self.shape, part.start or 0, self.in_layer)
         value = piece.mark(self.value.detach()[part].view(shape))
-        value.grad = self.gradient[part].view(shape)
+        if self.value.grad is not None:
+            value.grad = self.gradient[part].view(shape)
         return HomePiece(self.name, self.shape, piece.start, self.in_layer, value=value)
 
 
@@ -127,7 +127,10 @@ class Storage:
         units, homes: of the whole model, in the same order.
         compute_dtype: in which weights travel and compute.
         master_dtype: of master weights, gradients and optimizer state at home.
-        in_host: these three are in the host's memory (streaming.py), and the compute copy is one of its own.
+        host_homes: where these three are, as ``ScheduleSettings`` has it: in the host's memory (streaming.py) under
+            ``state``, with a compute copy on the device that is one of its own; under ``all`` everything is.
+        keeps_gradients: False where a gradient at home gets memory when a schedule has one arrive there
+            (``open_gradient``), of homes in the host's memory.
     """
 
     def __init__(
@@ -139,9 +142,10 @@ class Storage:
         device: torch.device,
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
-        in_host: bool = False,
+        host_homes: str = "none",
+        keeps_gradients: bool = True,
     ) -> None:
-        self.in_host = in_host
+        self.level, self.in_host, self.copies_in_host = host_homes, host_homes != "none", host_homes == "all"
         self.scales: dict[int, Tensor] = {}
         """Of gradients in the host's memory, what the last update multiplied them by; on the device."""
         self.units, self.homes, self.rank, self.device = tuple(units), tuple(homes), rank, device
@@ -157,18 +161,34 @@ class Storage:
             if index is None:
                 continue
             dtype = master_dtype if unit.trainable else compute_dtype
-            outside = in_host and unit.trainable
-            zeros = partial(host_zeros if outside else torch.zeros, (home.stripe,), dtype=dtype, device=device)
-            self.master[unit.index] = zeros()
-            if unit.trainable:
-                self.gradient[unit.index] = zeros()
-            if outside:
+            outside = (self.in_host and unit.trainable) or self.copies_in_host
+            self.master[unit.index] = self._zeros(home, dtype, outside=outside)
+            if unit.trainable and (keeps_gradients or not outside):
+                self.gradient[unit.index] = self._zeros(home, dtype, outside=outside)
+            if outside and unit.trainable:
                 self.scales[unit.index] = torch.ones((), dtype=torch.float64, device=device)
-            same = dtype == compute_dtype and not outside
+            same = dtype == compute_dtype and (self.copies_in_host or not outside)
             self.compute_copy[unit.index] = (
-                self.master[unit.index] if same else torch.zeros(home.stripe, dtype=compute_dtype, device=device)
+                self.master[unit.index]
+                if same
+                else self._zeros(home, compute_dtype, outside=outside and self.copies_in_host)
             )
             self.pieces[unit.index] = tuple(self._cut(unit))
+
+    def _zeros(self, home: Home, dtype: torch.dtype, *, outside: bool) -> Tensor:
+        """Memory of a stripe, in the host's or on the device."""
+        if outside:
+            return self.host_zeros((home.stripe,), dtype)
+        return torch.zeros(home.stripe, dtype=dtype, device=self.device)
+
+    def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for something at home in the host's memory."""
+        return host_zeros(shape, dtype, self.device, self.level)
+
+    def open_gradient(self, unit: int) -> None:
+        """Give a unit's gradient in the host's memory a place at home, if it has none."""
+        if unit not in self.gradient:
+            self.gradient[unit] = self._zeros(self.homes[unit], self.master_dtype, outside=True)
 
     def _cut(self, unit: Unit) -> Iterator[HomePiece]:
         """The pieces of a unit's parameters in the stripe here."""
@@ -191,7 +211,8 @@ class Storage:
             )
             if unit.trainable:
                 value = piece.mark(value)
-                value.grad = self.gradient[unit.index][cut]
+                if not self.in_host:
+                    value.grad = self.gradient[unit.index][cut]
             yield HomePiece(piece.name, piece.shape, piece.start, in_layer, value=value)
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 **What is where.** Under ``schedule.host_homes: state`` master weights, gradients and the optimizer's state of every
 trainable stripe are in the host's memory; the copy that travels, in the compute dtype, stays on the device, and so does
-all that is frozen. The device has two rooms of a slice each besides (slices.py), for as many tensors as a piece has:
-weight, gradient and what its optimizer keeps.
+all that is frozen; under ``all`` these are in the host's memory, too (raising.py). The device has two rooms of a slice
+each besides (slices.py), for as many tensors as a piece has: weight, gradient and what its optimizer keeps.
 
 **An update** brings a slice of these up, lets the optimizer make its step on it there, writes the copy that travels,
 and takes weights and states down again: 16 bytes a parameter up and 12 down under AdamW in fp32. It is the same kernel
@@ -42,13 +42,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.runtime.slices import Load, Slice, loads_of, room_of, squares_of
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.unit_optimizers import UnitOptimizers, is_elementwise
 from tawpipe.schedule.landing import ROOMS
 
-WEIGHT, GRADIENT = "weight", "gradient"
+WEIGHT, GRADIENT, COPY = "weight", "gradient", "copy"
 """What passes through a room besides the states of an optimizer, which have names of their own."""
 
 
@@ -133,7 +132,7 @@ class Streaming:
 
     def __init__(self, storage: Storage, optimizers: UnitOptimizers) -> None:
         self._storage, self._optimizers, self._device = storage, optimizers, storage.device
-        self._pieces = {unit: optimizers.pieces.get(unit, ()) for unit in storage.gradient}  # a stripe may be padding
+        self._pieces = {unit: optimizers.pieces.get(unit, ()) for unit in storage.scales}  # a stripe may be padding
         self._loads = {unit: loads_of(pieces) for unit, pieces in self._pieces.items()}
         most = max((room_of(load) for loads in self._loads.values() for load in loads), default=0)
         self._rooms = [PassingRoom(most, self._device) for _ in range(ROOMS)]
@@ -153,11 +152,11 @@ class Streaming:
     @torch.no_grad()
     def add(self, unit: int, sources: Sequence[Tensor], *, replaces: bool) -> None:
         """Add buffers of the device to the gradient at home, or put their sum in its place."""
-        pieces, dtype = self._pieces[unit], self._storage.master_dtype
+        dtype = self._storage.master_dtype
 
         def bring(load: Load, room: PassingRoom) -> None:
             for part in () if replaces else load:
-                room.of(GRADIENT, part, dtype).copy_(part.of(pieces[part.place].gradient), non_blocking=True)
+                room.of(GRADIENT, part, dtype).copy_(part.of(self._gradient(unit, part.place)), non_blocking=True)
 
         def work(load: Load, room: PassingRoom) -> None:
             for part in load:
@@ -169,7 +168,7 @@ class Streaming:
 
         def take(load: Load, room: PassingRoom) -> None:
             for part in load:
-                part.of(pieces[part.place].gradient).copy_(room.of(GRADIENT, part, dtype), non_blocking=True)
+                part.of(self._gradient(unit, part.place)).copy_(room.of(GRADIENT, part, dtype), non_blocking=True)
 
         self._pass(unit, bring, work, take)
 
@@ -183,16 +182,19 @@ class Streaming:
         chosen: Sequence[Mapping[str, Any]] | None,
         *,
         early: bool,
+        gradient: Tensor | None = None,
     ) -> None:
         """The optimizer's step on a unit, and the copy that travels.
 
         Args:
+            gradient: on the device, where it does not come from home.
             factor: multiplies the gradient.
             updates, rate, chosen: see ``UnitOptimizers.step``.
             early: NORM comes later, and wants the squares of the gradient that was used.
         """
         optimizers, storage, dtype = self._optimizers, self._storage, self._storage.master_dtype
-        pieces = self._pieces[unit]
+        pieces, copies = self._pieces[unit], storage.compute_copy[unit]
+        goes_down = storage.copies_in_host and copies is not storage.master[unit]
         if not pieces:
             return
         step = optimizers.begin(unit, rate, chosen)
@@ -209,7 +211,9 @@ class Streaming:
             for part in load:
                 piece = pieces[part.place]
                 room.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
-                room.of(GRADIENT, part, dtype).copy_(part.of(piece.gradient), non_blocking=True)
+                if gradient is None:
+                    given = part.of(self._gradient(unit, part.place))
+                    room.of(GRADIENT, part, dtype).copy_(given, non_blocking=True)
                 for place, value in states_of(part.place).values():
                     room.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
 
@@ -219,41 +223,60 @@ class Streaming:
                 piece = pieces[part.place]
                 whole = piece.value.shape if piece.value.ndim > 1 else (part.numel,)
                 value = piece.mark(room.of(WEIGHT, part, dtype).view(whole))
+                if gradient is not None:
+                    room.of(GRADIENT, part, dtype).copy_(part.of(self._same_place(unit, part.place, gradient)))
                 value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
                 passing = states_of(part.place)
                 # Every slice begins from what was before the step: a count that all changed would count slices.
-                state = {key: _own(value) for key, value in step.before[part.place].items() if key not in passing}
+                others = {key: value for key, value in step.before[part.place].items() if key not in passing}
+                state = {key: self._here(value) for key, value in others.items()}
                 for key, (place, kept) in passing.items():
                     state[key] = room.of(place, part, kept.dtype).view(whole)
                 values.append((part.place, value, state))
             if early:
                 self._square(unit, load, room)
-            states_made[:] = [*states_made[-1:], optimizers.step_on(step, values, updates)]
+            states = optimizers.step_on(step, values, updates)
+            stand_ins = (value.detach() for _, value, _ in values)
+            states_made[:] = [*states_made[-1:], list(zip(stand_ins, states, strict=True))]
             for part in load:
-                travelling = self._same_place(unit, part.place, storage.compute_copy[unit])
-                part.of(travelling).copy_(room.of(WEIGHT, part, dtype))
+                if goes_down:
+                    room.of(COPY, part, copies.dtype).copy_(room.of(WEIGHT, part, dtype))
+                elif copies is not storage.master[unit]:
+                    part.of(self._same_place(unit, part.place, copies)).copy_(room.of(WEIGHT, part, dtype))
 
         def take(load: Load, room: PassingRoom) -> None:
-            for part, state in zip(load, states_made[-1], strict=True):
+            for part, (stand_in, state) in zip(load, states_made[-1], strict=True):
                 piece = pieces[part.place]
                 part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
+                if goes_down:
+                    given = room.of(COPY, part, copies.dtype)
+                    part.of(self._same_place(unit, part.place, copies)).copy_(given, non_blocking=True)
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim and value.numel() == part.numel:
-                        home = step.memory(part.place, key, value, self._home)
-                        part.of(home).copy_(value.reshape(-1), non_blocking=True)
-                    else:
+                    if not isinstance(value, Tensor) or not value.ndim:
                         step.after[part.place][key] = value
+                        continue
+                    elementwise = is_elementwise(value, stand_in)
+                    home = step.memory(part.place, key, value, storage.host_zeros, elementwise=elementwise)
+                    if elementwise:
+                        part.of(home).copy_(value.reshape(-1), non_blocking=True)
+                    else:  # of a matrix, which is a slice
+                        home.copy_(value, non_blocking=True)
 
         self._pass(unit, bring, work, take)
         step.end()
         storage.scales[unit].copy_(factor)
 
-    def _home(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return host_zeros(shape, dtype, self._device)
+    def _here(self, value: Any) -> Any:
+        """A state of which nobody else knows, on the device if it is in the host's memory."""
+        return value.to(self._device, copy=True, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _square(self, unit: int, load: Load, room: PassingRoom) -> None:
         values = [room.of(GRADIENT, part, self._storage.master_dtype) for part in load]
         self.squares[unit][load[0].number : load[-1].number + 1] = squares_of(values)
+
+    def _gradient(self, unit: int, place: int) -> Tensor:
+        """The gradient at home of a piece."""
+        return self._same_place(unit, place, self._storage.gradient[unit])
 
     def _same_place(self, unit: int, place: int, stripe: Tensor) -> Tensor:
         """What of a stripe is where a piece is in the master's."""
@@ -285,8 +308,3 @@ class Streaming:
                     take(loads[number - 1], room)
                     streams.taken(room)
         streams.end()
-
-
-def _own(value: Any) -> Any:
-    """The same value, of which nobody else knows."""
-    return value.clone() if isinstance(value, Tensor) else value

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from tawpipe.errors import UserError
 from tawpipe.model.units import Unit
 from tawpipe.runtime.groups import PipelineOptimizer
-from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.runtime.optimizer import (
     OptimizerFactory,
     Tried,
@@ -76,6 +75,15 @@ def is_elementwise(state: Any, value: Tensor) -> bool:
     return isinstance(state, Tensor) and state.ndim > 0 and state.shape == value.shape
 
 
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _counts(value: Any) -> bool:
+    """True for what an optimizer may count in: a number, or a tensor."""
+    return isinstance(value, (int, float, Tensor))
+
+
 class SlicedStep:
     """An optimizer's step on one unit that is made slice by slice.
 
@@ -90,19 +98,31 @@ class SlicedStep:
         self.after = [dict(state) for state in self.before]
         self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Groups, and the options that a step has left in them, for optimizers that count there."""
+        self._numbers: dict[int, dict[str, Any]] = {}
 
-    def memory(self, place: int, key: str, state: Tensor, make: Callable[..., Tensor]) -> Tensor:
-        """Where the state of a piece is kept of which ``state`` is a slice; made if it is new."""
-        value = self._optimizers.pieces[self.unit][place].value
-        if not is_elementwise(self.after[place].get(key), value):
-            self.after[place][key] = make(tuple(value.shape), state.dtype)
+    def memory(self, place: int, key: str, state: Tensor, make: Callable[..., Tensor], *, elementwise: bool) -> Tensor:
+        """Where the state of a piece is kept of which ``state`` is a slice, or the whole; made if it is new."""
+        shape = self._optimizers.pieces[self.unit][place].value.shape if elementwise else state.shape
+        kept = self.after[place].get(key)
+        if not isinstance(kept, Tensor) or kept.shape != shape:
+            self.after[place][key] = make(tuple(shape), state.dtype)
         return self.after[place][key]
+
+    def rewind(self, optimizer: Any) -> None:
+        """Before a slice, make of an optimizer's own numbers what they were before the step: some count in them."""
+        values = vars(optimizer)
+        kept = self._numbers.setdefault(id(optimizer), {key: _copy(one) for key, one in values.items() if _counts(one)})
+        values.update({key: _copy(value) for key, value in kept.items()})
 
     def end(self) -> None:
         """Every slice has had its step."""
         self._optimizers.hold(self.unit, self.after)
         for group, options in self.options:
-            group.update(options)
+            for key, value in options.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
 
 
 class UnitOptimizers:
@@ -126,6 +146,7 @@ class UnitOptimizers:
                     pieces = tuple(matrix for piece in pieces for matrix in piece.matrices())
                 self.pieces[unit] = pieces
         self._factory, self._in_host, self._device = factory, storage.in_host, storage.device
+        self._host_zeros = storage.host_zeros
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -174,11 +195,12 @@ class UnitOptimizers:
         optimizers = self._make([value])
         for optimizer in optimizers:
             optimizer.step()
-        memory = partial(host_zeros, tuple(piece.value.shape), device=self._device)
-        kept = state_of(optimizers, value)
-        return {
-            key: memory(dtype=state.dtype) if is_elementwise(state, value) else state for key, state in kept.items()
-        }
+        kept = dict(state_of(optimizers, value))
+        for key, state in kept.items():
+            if isinstance(state, Tensor) and state.ndim:
+                shape = piece.value.shape if is_elementwise(state, value) else state.shape
+                kept[key] = self._host_zeros(tuple(shape), state.dtype)
+        return kept
 
     def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
         """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""
@@ -229,11 +251,13 @@ class UnitOptimizers:
                 mine = [stand for whole in group["params"] for stand in stands if stand[0] is whole]
                 optimizer.state.update({value: dict(state) for _, value, state in mine if state})
                 if mine:
-                    used.append({**group, "params": [value for _, value, _ in mine]})
+                    values = [value for _, value, _ in mine]
+                    used.append({**{key: _copy(value) for key, value in group.items()}, "params": values})
                     step.options.append((group, used[-1]))
             optimizer.param_groups = used
             try:
                 if used:
+                    step.rewind(optimizer)
                     self._step((optimizer,), updates)
             finally:
                 optimizer.param_groups = groups

@@ -26,6 +26,8 @@ class Lane(StrEnum):
     """Activations between the device and its host's memory."""
     HOME = "HOME"
     """Between the device and homes in its host's memory: gradients that arrive, updates."""
+    RAISE = "RAISE"
+    """Weights from homes in the host's memory to the device."""
     SEQ = "SEQ"
     """Keys and values, and their gradients, between the ranks that compute a row together."""
 
@@ -63,6 +65,8 @@ class Op(StrEnum):
     """Tokens of the step over the world, for updates that do not wait for NORM."""
     NORM = "NORM"
     """Gradient norm, loss and token count over the world."""
+    RAISE = "RAISE"
+    """A unit's weights at home in the host's memory to the device."""
     OFFLOAD = "OFFLOAD"
     """An activation from the device to its host's memory."""
     RELOAD = "RELOAD"

@@ -60,6 +60,22 @@ class Widths:
         states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
         return self.master * (2 + states)
 
+    def on_device(self, unit: int, level: str | None, *, trainable: bool) -> float:
+        """The part of ``at_home`` that is on the device where ``ScheduleSettings.host_homes`` is this level."""
+        if level == "all":
+            return 0
+        return self.weight if level == "state" and trainable else self.at_home(unit, trainable=trainable)
+
+    def host(self, unit: int, *, trainable: bool, copies: bool, gradient: bool) -> float:
+        """Bytes of an element of a unit in the host's memory, where homes are there.
+
+        Args:
+            copies: what travels is there as well.
+            gradient: the gradient is kept.
+        """
+        copy = self.weight if copies and not (trainable and self.weight == self.master) else 0
+        return copy + (self.state(unit) - (0 if gradient else self.master) if trainable else 0)
+
     def at_home(self, unit: int, *, trainable: bool) -> float:
         """Bytes of an element of a unit where it lives: weight, gradient, optimizer state, the copy that travels; of a
         frozen one only the latter.
@@ -245,7 +261,7 @@ def held(
 ) -> StepMemory:
     """The memory that a schedule takes; arguments as of ``costs``."""
     ranks = schedule.played
-    homes = [_homes(schedule, rank, widths) for rank in ranks]
+    homes = [home_bytes(schedule, rank, widths) for rank in ranks]
     buffers = [
         schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
@@ -274,23 +290,29 @@ def held(
     )
 
 
-def _homes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
+def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
     """Bytes at home on a rank's device, with the rooms that others pass through, and in its host's memory."""
     on_device = in_host = 0.0
-    elements, tensors, several = 0, 0, False
+    elements, width, several = 0, 0, False
     """Of a room, and whether there are two; a unit that is no larger than a slice passes through a single one."""
+    step, copies = schedule.step, schedule.step.copies_in_host
+    updates = (action for action in schedule.programs[rank] if action.op is Op.UPDATE)
+    passing = {action.unit for action in updates if any(buffer.kind is Kind.LANDING for buffer in action.reads)}
     for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True)):
         if home.index(rank) is None:
             continue
-        if schedule.step.homes_in_host and unit.trainable:
-            on_device += home.stripe * widths.weight
-            in_host += home.stripe * widths.state(number)
+        on_device += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+        if not step.homes_in_host or not (unit.trainable or copies):
+            continue
+        gradient = number not in passing
+        in_host += home.stripe * widths.host(number, trainable=unit.trainable, copies=copies, gradient=gradient)
+        if unit.trainable:
+            different = widths.weight != widths.master
             several |= home.stripe > min(widths.slice, SLICE)  # where matrices pass whole, a unit has some
             elements = max(elements, min(home.stripe, widths.slice))
-            tensors = max(tensors, ceil(widths.state(number) / widths.master))
-        else:
-            on_device += home.stripe * widths.at_home(number, trainable=unit.trainable)
-    return ceil(on_device) + (ROOMS if several else 1) * elements * tensors * widths.master, ceil(in_host)
+            tensors = ceil(widths.state(number) / widths.master)
+            width = max(width, tensors * widths.master + (widths.weight if copies and different else 0))
+    return ceil(on_device) + (ROOMS if several else 1) * elements * width, ceil(in_host)
 
 
 def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:

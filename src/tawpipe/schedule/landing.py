@@ -6,7 +6,8 @@ fills a buffer on the device instead: of a pool ``L`` with ``gradient_buffers`` 
 home when nothing more comes to it, or when another unit's backward pass needs the place; then it is fetched back before
 the next micro-batch adds to it, while the backward pass before that one computes. It is fetched, and not added at home,
 because a backward pass may add several parts one by one: every sum has the order, and the bits, of a home on the
-device.
+device. One process whose updates are early updates a unit from that place, if its gradient is complete there: then it
+never goes home, and home has no memory for it (``StepSpec.passes_gradients``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, pooled
+from tawpipe.schedule.buffers import COUNT, Buffer, Kind, Pool, home_gradient, home_weight, pooled
 from tawpipe.schedule.step import StepSpec
 
 SLICE = 1 << 22
@@ -30,7 +31,7 @@ class Landing:
     """The gradients of one rank in one step."""
 
     def __init__(self, step: StepSpec) -> None:
-        self._homes, self._at_once = step.homes, step.settings.gradient_buffers
+        self._homes, self._at_once, self._passes = step.homes, step.settings.gradient_buffers, step.passes_gradients
         self._sizes = sorted({home.padded for home in step.homes})
         self._free: dict[str, list[Buffer]] = {}
         self._held: dict[int, Buffer] = {}
@@ -110,6 +111,10 @@ class Landing:
         self._free[self._pool(unit)].append(place)  # others first: this one is still being read
         if unit in self._filled:
             self._filled.discard(unit)
+            if self._passes and unit not in self._home and not self._uses[unit]:
+                home = home_weight(unit), home_gradient(unit)
+                yield Action(Op.UPDATE, Lane.HOME, (COUNT, home[0], place), home, unit=unit)
+                return
             self._home.add(unit)
             yield Action(Op.ADD, Lane.HOME, (place,), (home_gradient(unit),), unit=unit)
 

@@ -52,10 +52,11 @@ class ScheduleSettings:
     gradients_scope: Literal["visit", "step"] | None = None
     """How often gradients leave a node: after every visit, or once per step, which costs memory and saves traffic. By
     default what the strategy is made for: step under tawpipe-step and hsdp, visit under the others."""
-    host_homes: Literal["none", "state"] | None = None
-    """What of the homes lives in the host's memory: none; or state, which is master weights, gradients and the
-    optimizer's state (16 of 18 bytes a parameter) and passes through the device slice by slice. The numbers stay the
-    same, bit by bit. By default a plan chooses, which takes none where that fits; without a plan none."""
+    host_homes: Literal["none", "state", "all"] | None = None
+    """What of the homes lives in the host's memory: none; state, which is master weights, gradients and the optimizer's
+    state (16 of 18 bytes a parameter) and passes through the device slice by slice; or, where weights travel, all,
+    which is the copy that travels and what is frozen too. The numbers stay the same, bit by bit. By default a plan
+    chooses, which takes the first that fits; without a plan none."""
     recompute: str = "full"
     """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
     are kept, and between chunks the states of mixers) or none (nothing; the most memory, a quarter less to compute).

@@ -101,6 +101,16 @@ class StepSpec:
         """True if masters, gradients and the optimizer's state live in the host's memory."""
         return self.settings.host_homes not in (None, "none")
 
+    @property
+    def copies_in_host(self) -> bool:
+        """True if what travels from homes lives there as well."""
+        return self.settings.host_homes == "all"
+
+    @property
+    def passes_gradients(self) -> bool:
+        """True if a gradient that is made in one go need not go home: one process updates it from where it was made."""
+        return self.homes_in_host and self.settings.early_updates and self.topology.world_size == 1
+
     @cached_property
     def step_cache(self) -> int:
         """Units whose copies are kept beyond what look-ahead needs."""
@@ -289,6 +299,9 @@ class Strategy(ABC):
             if value != neutral:
                 expected = "nothing" if neutral == "" else neutral
                 raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}")
+        if step.copies_in_host and Kind.WEIGHT not in self.travels:
+            reason = "its devices compute with weights that stay there"
+            raise UserError("schedule.host_homes", "all", f"state or none under {self.name}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ them a unit is updated as soon as its own gradient is complete, scaled by the nu
 the step's beginning. Either way the next step's first weights travel as soon as they are updated.
 
 Where homes are in the host's memory updates run on a lane of their own, HOME, which brings the state of a unit to the
-device and back.
+device and back (landing.py, raising.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import pairwise
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Pool, home_gradient, home_weight, loss
 from tawpipe.schedule.landing import Landing
+from tawpipe.schedule.raising import Raising
 from tawpipe.schedule.step import StepSpec
 
 
@@ -40,22 +41,25 @@ class StepEnd:
         # updates stay behind by as many visits as gradients can be on their way home.
         self._lag = 2 * step.settings.gradient_buffers if several else 0
         self._landing = Landing(step) if training and step.homes_in_host else None
+        self._raising = Raising(step) if step.copies_in_host else None
         self._updates = Lane.HOME if self._landing else Lane.COMPUTE
 
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The buffers that a closed program uses besides its own."""
-        return self._landing.pools if self._landing else ()
+        return tuple(pool for passing in (self._landing, self._raising) if passing for pool in passing.pools)
 
     def close(self, program: Sequence[Action]) -> Iterator[Action]:
         """The actions of a step with its end."""
-        if self._landing:
-            program = tuple(self._landing.through(program))
+        for passing in filter(None, (self._raising, self._landing)):
+            program = tuple(passing.through(program))
         if not self._early:
             yield from program
             yield self._norm(*[NORM] * self._training)
             yield from (self._update(unit, NORM) for unit in self._units)
             return
+        updated = {action.unit for action in program if action.op is Op.UPDATE}
+        self._units = [unit for unit in self._units if unit not in updated]
         yield Action(Op.COUNT, self._lane, (), (COUNT,), group="world")
         due = self._due(program)
         for index, action in enumerate(program):

@@ -5,7 +5,8 @@ The rules are those that ``schedule/proof/verify.py`` proves and the runtime fol
 * a lane runs its actions in their order, one at a time; the lanes of a rank run side by side;
 * an action starts when its lane is free and what it depends on (``Hazards``, from step to step) has ended;
 * a collective begins when it has started on all its members, and ends for all at once;
-* each part of an exchange begins when both sides have started, and the exchange ends with its last part.
+* each part of an exchange begins when both sides have started, and the exchange ends with its last part;
+* where homes are in the host's memory, all lanes of a rank share its link to the host, each way.
 
 Compute takes the cost model's seconds. A transfer takes its latency, then shares the ports on its way with whatever
 else is in flight (``network.py``). Steps follow each other without a barrier, as they do in the runtime.
@@ -31,6 +32,9 @@ from tawpipe.simulate.network import Flow, Network
 from tawpipe.simulate.timeline import NodeBytes, Record, Timeline
 from tawpipe.simulate.transfers import Load, Transfers
 from tawpipe.topology import Topology
+
+HOSTED = (Op.UPDATE, Op.ADD, Op.RAISE, Op.OFFLOAD, Op.RELOAD)
+"""Operations that may pass the link between a device and its host."""
 
 
 def play(schedule: Schedule, cost_model: CostModel, *, steps: int = 4, physical: Topology | None = None) -> Timeline:
@@ -134,6 +138,8 @@ class Player:
         self.same_step: list[list[list[int]]] = []
         self.next_step: list[list[list[int]]] = []
         self.rendezvous: Rendezvous[int] = Rendezvous(self.record.text)
+        self._loads: dict[tuple[int, int], Load | None] = {}
+        """Of actions of ranks, what passes the link to the host."""
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         self._taking_part: dict[tuple[int, str], int] = {}
         """First member and group -> how many are played; the others do what these do, when they do."""
@@ -215,8 +221,20 @@ class Player:
             self._start_exchange(lane.rank, number, action, now)
         elif action.group:
             self._start_collective(lane.rank, number, action, now)
+        elif load := self._hosted(lane.rank, index):
+            self._go(Transit(load, (number,), now, number))
         else:
             self._go_on(lane, now)
+
+    def _hosted(self, rank: int, index: int) -> Load | None:
+        """The load of an action on the link to the host, see ``Transfers.hosted``."""
+        action = self.schedule.programs[rank][index]
+        if not self.schedule.step.homes_in_host or action.op not in HOSTED:
+            return None
+        if (rank, index) not in self._loads:
+            least = 0.0 if action.op in (Op.OFFLOAD, Op.RELOAD) else self.seconds(rank, action)
+            self._loads[rank, index] = self.transfers.hosted(rank, action, least)
+        return self._loads[rank, index]
 
     def _note_start(self, number: int, now: float, cause: int) -> None:
         self.start[number] = now
@@ -239,7 +257,8 @@ class Player:
             if same[index] or later[index] or lane.position + 1 == len(lane.order):
                 break
             after = lane.order[lane.position + 1]
-            if self.waits[lane.first + after] or program[after].group:  # of exchanges, too
+            grouped = program[after].group  # of exchanges, too
+            if self.waits[lane.first + after] or grouped or self._hosted(lane.rank, after):
                 break
             self.end[number] = now
             self.log.append(End(number))
@@ -268,19 +287,12 @@ class Player:
         elif action.op is Op.BACKWARD_WEIGHT:
             work = costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE:
-            elements = self.schedule.homes[action.unit].stripe
-            work = costs.update_seconds(rank, elements, action.unit)
-            if self.schedule.step.homes_in_host:  # the optimizer works on one slice while others pass
-                work = max(work, costs.streamed_update_s(elements, action.unit))
+            work = costs.update_seconds(rank, self.schedule.homes[action.unit].stripe, action.unit)
         elif action.op is Op.ADD:
-            elements = self.transfers.elements(rank, action.writes[0])
-            work = costs.add_s * elements
-            if self.schedule.step.homes_in_host and any(buffer.is_home for buffer in (*action.reads, *action.writes)):
-                up, down = (any(buffer.is_home for buffer in side) for side in (action.reads, action.writes))
-                work = max(work, costs.fetched_s(elements, up=up, down=down))
+            work = costs.add_s * self.transfers.elements(rank, action.writes[0])
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
             work = costs.host_s(action.micro_batch)
-        elif action.op in (Op.ZERO, Op.PREPARE):
+        elif action.op in (Op.ZERO, Op.PREPARE, Op.RAISE):
             work = 0.0
         else:
             raise ScheduleError(f"nobody knows what this costs: rank {rank}: {action}")
@@ -326,6 +338,9 @@ class Player:
         self._at(ready, _ON_THE_WAY if load.ports else _ARRIVED, transit)
 
     def _arrived(self, transit: Transit, now: float) -> None:
+        if now < (least := transit.began + transit.load.least_s):
+            self._at(least, _ARRIVED, transit)
+            return
         for number in transit.members:
             self.open_parts[number] -= 1
             if self.open_parts[number] <= 0:

@@ -341,15 +341,17 @@ class CostModel:
         tokens = self._size(action.micro_batch).tokens
         return self.host.latency_s + self.host.busy_s(1, written * tokens, read * tokens)
 
-    def fetched_s(self, elements: int, *, up: float, down: float) -> float:
-        """Seconds in which elements at home in the host's memory pass, so many numbers of each up and down."""
-        moved = [elements * self.master_bytes * numbers for numbers in (down, up)]
-        return self.homes.latency_s + self.homes.busy_s(1, *moved) if elements else 0.0
+    def streamed_update_bytes(self, elements: int, unit: int, *, lands: bool, copies: bool) -> tuple[float, float]:
+        """Bytes that the update of elements in the host's memory brings to the device, and that it takes back.
 
-    def streamed_update_s(self, elements: int, unit: int) -> float:
-        """The same of an update, which brings weight, gradient and states, and takes back all but the gradient."""
+        Args:
+            lands: the gradient comes from home; otherwise it is on the device.
+            copies: what travels is in the host's memory, too.
+        """
         states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
-        return self.fetched_s(elements, up=2 + states, down=1 + states)
+        copy = self.weight_bytes if copies and self.weight_bytes != self.master_bytes else 0
+        kept = self.master_bytes * (1 + states)
+        return elements * (kept + self.master_bytes * lands), elements * (kept + copy)
 
     def update_seconds(self, rank: int, elements: int, unit: int) -> float:
         each = self.update_of[unit] if self.update_of else self.update_s

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tawpipe.schedule.actions import Action, Transfer
-from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.actions import Action, Op, Transfer
+from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.proof.verify import ScheduleError
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
@@ -19,7 +19,7 @@ from tawpipe.simulate.cost_model import CostModel, LinkModel
 from tawpipe.topology import SET, Topology
 
 Port = tuple[str, int, str]
-"""(``between`` or ``inside``, node or rank, direction): something that has a bandwidth."""
+"""(``between``, ``inside`` or ``host``, node or rank, direction): something that has a bandwidth."""
 
 PAIR = "pair"
 """Instead of a group: the two sides of an exchange."""
@@ -37,13 +37,15 @@ class Load:
         delay_s: latencies and additions, which occupy no port.
         sent, received: bytes that leave and enter nodes.
         inside: bytes that stay in a node, by node.
+        least_s: what it takes, however fast the ports are.
     """
 
     ports: tuple[tuple[Port, float], ...]
     delay_s: float
-    sent: tuple[tuple[int, float], ...]
-    received: tuple[tuple[int, float], ...]
-    inside: tuple[tuple[int, float], ...]
+    sent: tuple[tuple[int, float], ...] = ()
+    received: tuple[tuple[int, float], ...] = ()
+    inside: tuple[tuple[int, float], ...] = ()
+    least_s: float = 0.0
 
 
 def ring(members: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -98,7 +100,7 @@ class Transfers:
     """Makes the loads of one schedule's transfers on the nodes ``topology``; equal ones are made once."""
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, topology: Topology) -> None:
-        self.cost_model, self.topology = cost_model, topology
+        self.cost_model, self.topology, self.step = cost_model, topology, schedule.step
         self._played = set(schedule.played)
         self._nodes_played = {topology.node_of(rank) for rank in self._played}
         self._folded = len(self._played) < topology.world_size
@@ -169,11 +171,42 @@ class Transfers:
         """True if the port's owner is a node and not a rank."""
         return (self.cost_model.between if port[0] == "between" else self.cost_model.inside).shared
 
+    def hosted(self, rank: int, action: Action, least_s: float) -> Load | None:
+        """The load of an action that passes the link between a rank's device and its host, which lanes share where
+        homes are in the host's memory; None for others.
+
+        Args:
+            least_s: what its computing takes, while it passes.
+        """
+        costs, homes = self.cost_model, any(buffer.is_home for buffer in (*action.reads, *action.writes))
+        if not self.step.homes_in_host or action.group:
+            return None
+        if action.op in (Op.OFFLOAD, Op.RELOAD):
+            link, amount = costs.host, costs.boundary(action.micro_batch)
+            up, down = (amount, 0.0) if action.op is Op.RELOAD else (0.0, amount)
+        elif action.op is Op.UPDATE:
+            lands = not any(buffer.kind is Kind.LANDING for buffer in action.reads)
+            elements, copies = self.elements(rank, action.writes[0]), self.step.copies_in_host
+            up, down = costs.streamed_update_bytes(elements, action.unit, lands=lands, copies=copies)
+            link = costs.homes
+        elif homes and action.op in (Op.ADD, Op.RAISE):
+            link, width = costs.homes, costs.weight_bytes if action.op is Op.RAISE else costs.master_bytes
+            elements = self.elements(rank, action.writes[0])
+            up, down = (
+                elements * width * any(buffer.is_home for buffer in side) for side in (action.reads, action.writes)
+            )
+        else:
+            return None
+        host = ("host" if link == costs.homes else "rows", rank)
+        both = (((*host, "up"), up), ((*host, "down"), down)) if link.full_duplex else (((*host, "both"), up + down),)
+        limited = tuple((port, amount) for port, amount in both if amount and link.bytes_per_s < float("inf"))
+        return Load(limited, link.latency_s if up or down else 0.0, least_s=least_s)
+
     def norm(self, members: tuple[int, ...]) -> Load:
         """The load of COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
         key = ("NORM", members[0])
         if key not in self._collectives:
-            self._collectives[key] = Load((), self.latency("all_reduce", members, -1), (), (), ())
+            self._collectives[key] = Load((), self.latency("all_reduce", members, -1))
         return self._collectives[key]
 
     def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
@@ -199,6 +232,8 @@ class Transfers:
 
     def capacity(self, port: Port) -> float:
         kind, owner, _ = port
+        if kind in ("host", "rows"):
+            return (self.cost_model.homes if kind == "host" else self.cost_model.host).bytes_per_s
         if kind == "inside":
             return self.cost_model.inside.bytes_per_s
         node = owner if self.cost_model.between.shared else self.topology.node_of(owner)

@@ -11,7 +11,7 @@ import torch
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
-from tawpipe.plan.predict import Needs, memory_quickly, predict
+from tawpipe.plan.predict import Needs, memory_quickly, predict, state_bytes
 from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
@@ -36,6 +36,7 @@ def check_memory(
     others: Callable[[PlanRequest], WouldFit],
     goes_on_saving: bool = True,
     request: PlanRequest | None = None,
+    copies: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Needs | None, PlanRequest | None]:
     """What a process will hold, and a node's host, and the request that says so; None where that could not be found
@@ -46,6 +47,7 @@ def check_memory(
         others: finds what would fit in place of a request that does not.
         goes_on_saving: steps follow a save, and so run while it is being written.
         request: what was measured for a plan, if anything was.
+        copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
 
     Raises:
         UserError: it is more than there is; on all ranks. It says what would fit.
@@ -67,6 +69,8 @@ def check_memory(
         needs = memory_quickly(measured, measured.step(schedule))
     except UserError:  # it comes again, when the pipeline is made
         return None, measured
+    if copies:
+        machine = _beside(machine, measured, schedule, copies)
     if not measured.has_host:  # no two processes have loaded and read as much
         system = max(world.gather_numbers(float(measured.system_bytes)))
         measured = replace(measured, system_bytes=int(system))
@@ -89,7 +93,8 @@ def said_bytes(needs: Needs | None, device: torch.device) -> int:
     """
     if needs is None or "kept" in needs.parts:
         return 0
-    return needs.device - sum(needs.parts.get(name, 0) for name in ("system", "apart") if device.type == "cuda")
+    beside = ("system", "apart", "saving", "host") if device.type == "cuda" else ()
+    return needs.device - sum(needs.parts.get(name, 0) for name in beside)
 
 
 def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:
@@ -127,6 +132,16 @@ def room_to_keep(world: World, settings: ScheduleSettings, needs: Needs) -> int:
     limit = machine_unprobed(world).device.memory_bytes * MEMORY[world.device.type]
     left = min(world.gather_numbers(float(limit - needs.device)))
     return max(0, int(left / 2**20))
+
+
+def _beside(machine: Machine, request: PlanRequest, schedule: ScheduleSettings, copies: int) -> Machine:
+    """The machine without the memory that copies of the state take."""
+    each = copies * state_bytes(request, request.step(schedule))
+    if request.has_host:
+        left = machine.host_bytes - each * max(machine.nodes)
+        return replace(machine, host_bytes=max(1, left) if machine.host_bytes else 0)
+    left = machine.device.memory_bytes - each
+    return replace(machine, device=replace(machine.device, memory_bytes=max(1, left)))
 
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from tawpipe.checkpoint.resume import ResumePoint, RunState
+from tawpipe.checkpoint.store import memory_root
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
@@ -206,6 +208,7 @@ def prepare(
         others=lambda short: WouldFit(short, config, ask),
         goes_on_saving=_goes_on_saving(config, begins.state.step if begins.state is not None else 0),
         request=followed.request,
+        copies=_copies_in_memory(config, world),
         tell=console.notice,
     )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
@@ -273,6 +276,17 @@ def _goes_on_saving(config: TrainConfig, first: int) -> bool:
     settings = config.checkpoint
     often = [every for every in (settings.every, settings.memory_every) if every]
     return settings.best or any((first // every + 1) * every < config.steps for every in often)
+
+
+def _copies_in_memory(config: TrainConfig, world: World) -> int:
+    """Copies of a process's state that its node's memory comes to hold: its own and its neighbour's, and while a new
+    one is made the one before; what is there already is no longer free.
+    """
+    settings = config.checkpoint
+    if not settings.memory_every:
+        return 0
+    root = memory_root(Path(settings.memory_dir), config.output_path)
+    return (2 - any(root.glob("node-*/step-*"))) * (2 if world.machines.num_nodes > 1 else 1)
 
 
 def _settled(

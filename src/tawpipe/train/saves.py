@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.save import Saving
-from tawpipe.checkpoint.store import Disk, Memory
+from tawpipe.checkpoint.store import Disk, Memory, Store
 from tawpipe.console import Console
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.train.config import TrainConfig
@@ -63,7 +63,7 @@ class Saves:
         """Begin to save, when the save before has ended."""
         self._end(now=step)
         self.step = step
-        self._saving = self.pipeline.start_saving(self.disk, run=asdict(self._state(step)))
+        self._saving = self._begin(self.disk, step)
         if not self.config.checkpoint.background:
             self._end()
 
@@ -77,7 +77,11 @@ class Saves:
         """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
         if self._copying is not None and (problem := self._copying.wait(self.config.timeouts.save_s).problem):
             self.console.notice(f"no copy in memory before step {step}, training goes on without: {problem}")
-        self._copying = self.pipeline.start_saving(memory, run=asdict(self._state(step)))
+        self._copying = self._begin(memory, step)
+
+    def _begin(self, store: Store, step: int) -> Saving:
+        limit_s = self.config.timeouts.save_s
+        return self.pipeline.start_saving(store, run=asdict(self._state(step)), limit_s=limit_s)
 
     def _end(self, *, only_if_ended: bool = False, now: int = 0) -> None:
         """Look at what came of the save under way.

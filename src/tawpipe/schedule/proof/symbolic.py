@@ -218,7 +218,7 @@ class Contents:
         """NORM on one of the ranks."""
         for buffer in running.action.reads:
             if buffer.is_gradient:
-                self._expect_complete(running, buffer, kind="m" if self._early else "g")
+                self._expect_complete(running, buffer, buffer.at[0], kind="m" if self._early else "g")
         self._activations(running)
         self._normed[running.rank] = running.step
 
@@ -245,6 +245,8 @@ class Contents:
             if total.unit != action.unit:
                 raise ScheduleError(f"adds up unit {total.unit}: {running}")
             self._write(action.writes[0], total, running)
+        elif action.op is Op.RAISE:
+            self._write(action.writes[0], self._read(action.reads[0], running), running)
         else:
             self._update(running)
 
@@ -318,8 +320,8 @@ class Contents:
         elif (there := here.pop(next(one for one in action.reads if one.kind is Kind.OFFLOADED))) != action.micro_batch:
             raise ScheduleError(f"brings back micro-batch {there}: {running}")
 
-    def _expect_complete(self, running: Running, home: Buffer, kind: str = "g") -> None:
-        content, (unit,) = self._read(home, running), home.at
+    def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:
+        content = self._read(home, running)
         expected = Content(
             kind, unit, (self.schedule.homes[unit].index(running.rank) or 0,), running.step, self._everything[unit]
         )
@@ -334,11 +336,12 @@ class Contents:
         weights, gradient = home_weight(unit), home_gradient(unit)
         if (self._counted if self._early else self._normed)[rank] != running.step:
             raise ScheduleError(f"updates before the {'COUNT' if self._early else 'NORM'} of its step: {running}")
-        self._expect_complete(running, gradient)
+        source = next(buffer for buffer in running.action.reads if buffer.is_gradient)
+        self._expect_complete(running, source, unit)
         content = self._read(weights, running)
         self._write(weights, Content("w", unit, content.stripes, content.version + 1), running)
         if self._early:
-            self.held[rank][gradient] = replace(self.held[rank][gradient], kind="m")
+            self.held[rank][gradient] = replace(self.held[rank][source], kind="m")
         else:  # scaled by the clipping factor too: nothing that anybody could use
             del self.held[rank][gradient]
 

@@ -88,6 +88,7 @@ class _Checker:
         overlaps = any(action.lane is not Lane.COMPUTE for action in schedule.programs[rank])
         self.homes = Lane.HOME if overlaps else Lane.COMPUTE
         """The lane of homes in the host's memory; COMPUTE without overlap."""
+        self.raises = Lane.RAISE if overlaps else Lane.COMPUTE
         self.updated = [unit for unit in homes if schedule.training and self.model.units[unit].trainable]
 
     def faults(self, action: Action) -> Iterator[str]:
@@ -125,6 +126,7 @@ class _Checker:
             Op.COLLECTIVE: self._collective,
             Op.COUNT: self._count,
             Op.NORM: self._norm,
+            Op.RAISE: self._raise,
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
         }
@@ -377,6 +379,19 @@ class _Checker:
         if touches and self.step.homes_in_host and not at_home and action.op is not Op.NORM:
             yield "reads or writes a gradient in the host's memory"
 
+        if (action.lane is Lane.RAISE) > (action.op is Op.RAISE):
+            yield "brings no weights from homes"
+        reads = any(buffer.kind is Kind.HOME_WEIGHT for buffer in action.reads)
+        if reads and self.step.copies_in_host and action.op not in (Op.UPDATE, Op.RAISE):
+            yield "reads weights in the host's memory"
+
+    def _raise(self, action: Action) -> Iterator[str]:
+        if not self.step.copies_in_host or action.lane is not self.raises or not self._unit(action):
+            yield "is for weights of a unit in the host's memory, on a lane of its own"
+        places = [buffer for buffer in action.writes if buffer.kind is Kind.WEIGHT]
+        if action.reads != (home_weight(action.unit),) or len(action.writes) != 1 or not places or action.frees:
+            yield "must bring weights from home to a place on the device"
+
     def _count(self, action: Action) -> Iterator[str]:
         if (action.group, action.reads, action.writes, action.frees) != ("world", (), (COUNT,), ()):
             yield "must be over the world, read nothing and write count"
@@ -395,7 +410,10 @@ class _Checker:
         if action.unit not in self.updated or action.frees:
             yield "updates what is not at home here"
         after = COUNT if self.early else NORM
-        if set(action.reads) != home | {after} or set(action.writes) != home:
+        landed = {buffer for buffer in action.reads if buffer.kind is Kind.LANDING}
+        passes = home - {home_gradient(action.unit)} | landed
+        wanted = passes if landed and self.step.passes_gradients else home
+        if set(action.reads) != wanted | {after} or len(landed) > 1 or set(action.writes) != home:
             yield f"must read {after} and {_texts(home)} and write these two"
 
 
