@@ -39,7 +39,7 @@ class Parameters:
             raise UserError("parameter", name, "one of Pipeline.parameter_names")
         if gradient and not self._slots[name][0].trainable:
             raise UserError("gradient", name, "the name of a parameter that is trained; this one is frozen")
-        if gradient and self._world.size == 1 and self._slots[name][0].index not in self._storage.gradient:
+        if gradient and not self._storage.keeps_gradient(self._slots[name][0].index):
             expected = "homes on the device, or no early_updates: a gradient that is used where it is made is not kept"
             raise UserError("gradient", name, expected)
 

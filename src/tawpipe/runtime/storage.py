@@ -145,6 +145,7 @@ class Storage:
         host_homes: str = "none",
         keeps_gradients: bool = True,
     ) -> None:
+        self._keeps_gradients = keeps_gradients
         self.level, self.in_host, self.copies_in_host = host_homes, host_homes != "none", host_homes == "all"
         self.scales: dict[int, Tensor] = {}
         """Of gradients in the host's memory, what the last update multiplied them by; on the device."""
@@ -184,6 +185,10 @@ class Storage:
     def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for something at home in the host's memory."""
         return host_zeros(shape, dtype, self.device, self.level)
+
+    def keeps_gradient(self, unit: int) -> bool:
+        """False for a unit whose gradient has no place at home so far."""
+        return self._keeps_gradients or unit in self.gradient
 
     def open_gradient(self, unit: int) -> None:
         """Give a unit's gradient in the host's memory a place at home, if it has none."""
