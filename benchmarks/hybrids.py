@@ -5,10 +5,9 @@
 Steps of one process on some documents: dealt as ``--packing balanced`` deals them (one bin, in which mixers run on
 rectangles of documents of similar lengths), and as ``--packing none`` has them, a row for each: all of them in one
 micro-batch too, padded to the longest, and each a micro-batch of its own (``--micro-batch 1``). Lengths are drawn anew
-for every step, log-normal with a spread of 1, as conversations have it; four of them fill their padded rows so
-differently that a few steps say little. Seconds are those of the processor in one thread, which other processes disturb
-less; all ways run in turn, and of every step the median of some rounds after one that does not count is taken. Random
-weights, fp32. Writes ``hybrids.json`` and ``table.md``.
+for every step, log-normal with a spread of 1, as conversations have it. Seconds are those of the processor in one
+thread, which other processes disturb less; all ways run in turn, and of every step the median of some rounds after one
+that does not count is taken. Random weights, fp32. Writes ``hybrids.json`` and ``table.md``.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--layers", type=int, default=4, help="of which each fourth is attention")
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=16, help="with other lengths")
-    parser.add_argument("--rounds", type=int, default=1, help="readings of both ways, after one that does not count")
+    parser.add_argument("--steps", type=int, default=4, help="with other lengths")
+    parser.add_argument("--rounds", type=int, default=3, help="readings of both ways, after one that does not count")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
