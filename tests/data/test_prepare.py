@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from tawpipe.data.cache import MARKER, is_complete, make_folder
+from tawpipe.data.cache import MARKER, is_complete, leader_first, make_folder
 from tawpipe.data.corpus import split_documents
 from tawpipe.data.lengths import Dealing
 from tawpipe.data.prepare import prepare_data
@@ -172,6 +172,21 @@ def test_a_folder_that_fails_half_way_is_not_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
     assert make_folder(tmp_path / "made", lambda work: None)
     assert not make_folder(tmp_path / "made", fill)
+
+
+@pytest.mark.parametrize("parts", [("file", "made"), ("file", "folder", "made")])
+def test_a_cache_folder_that_has_no_place_is_an_error_that_names_the_setting(tmp_path, parts):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"made could not be written: .*; --cache-dir names another place"):
+        make_folder(tmp_path.joinpath(*parts), lambda work: None)
+
+
+def test_a_note_of_a_failure_that_cannot_be_removed_leaves_nobody_waiting(tmp_path):
+    waited = []
+    (tmp_path / "note").mkdir()
+    with pytest.raises(OSError):
+        leader_first(lambda: None, leader=True, barrier=lambda: waited.append(0), note=tmp_path / "note")
+    assert waited == [0]
 
 
 def _prepare_in_process(rank, settings, barrier, results):

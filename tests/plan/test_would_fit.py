@@ -83,6 +83,14 @@ def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
     assert "--sequence-length 512" in [words for words, _, _ in said], said
 
 
+def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(monkeypatch):
+    monkeypatch.setattr(would_fit, "MOST_NODES", 1)
+    monkeypatch.setattr(would_fit, "some_fit", lambda request: request.global_batch <= 2)
+    monkeypatch.setattr(WouldFit, "_planned", lambda self, request, words: words)
+    lines = list(WouldFit(replace(NOTHING, micro_batch=4), TrainConfig(), ask).lines())
+    assert "--micro-batch 2 --global-batch 2 of fewer rows" in lines
+
+
 WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
 
 

@@ -62,11 +62,11 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
     """
     if is_complete(folder):
         return False
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
     work = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    work.mkdir()
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        work.mkdir()
         fill(work)
         sizes = {path.name: path.stat().st_size for path in work.iterdir()}
         (work / MARKER).write_text(json.dumps(sizes))
@@ -101,8 +101,8 @@ def leader_first(work: Callable[[], T], *, leader: bool, barrier: Callable[[], N
     Every process calls this once, and it calls ``barrier`` once, which has to bear as long as the leader's work takes.
     """
     if leader:
-        note.unlink(missing_ok=True)
         try:
+            note.unlink(missing_ok=True)
             return work()
         except BaseException as error:
             said = [error.setting, error.value, error.expected] if isinstance(error, UserError) else repr(error)

@@ -110,7 +110,10 @@ class WouldFit:
                     return
                 other = changed(request, number)
                 if some_fit(other):
-                    if line := self._planned(other, " ".join([*words, f"{option_of(name)} {number}"])):
+                    # A batch of fewer rows than a micro-batch has makes that smaller, too.
+                    changes = [key for key in SMALLER if getattr(other, key) != getattr(request, key)]
+                    said = [f"{option_of(key)} {getattr(other, key)}" for key in changes]
+                    if line := self._planned(other, " ".join([*words, *said])):
                         yield line + more
                     break
 
