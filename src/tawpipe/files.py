@@ -37,19 +37,26 @@ def sync(path: Path) -> None:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Give a complete folder its name; what had that name goes, unless this fails."""
+    """Give a complete folder its name; what had that name goes, unless this fails. Of a link only the link goes."""
     replaced = folder.with_name(f"{folder.name}{REPLACED}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
+    _remove(replaced)
+    if os.path.lexists(folder):
         folder.rename(replaced)
     try:
         new.rename(folder)
     except OSError:
-        if replaced.exists():
+        if os.path.lexists(replaced):
             replaced.rename(folder)
         raise
     sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checksum(path: Path, *, uncached: bool = False) -> str:

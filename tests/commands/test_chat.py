@@ -82,6 +82,25 @@ def test_questions_come_from_a_pipe_and_a_text_goes_on_without_a_template(
     assert capsys.readouterr().out == f"{said}\n{said}\n"
 
 
+@pytest.mark.parametrize("refused", ["system", "user"])
+def test_what_the_template_refuses_is_said_in_its_words(folder, loaded, refused):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    condition = f"{{% if messages[0].role == '{refused}' %}}"
+    tokenizer.chat_template = condition + "{{ raise_exception('not this role') }}{% endif %}" + TEMPLATE
+    talk = Conversation(loaded[0], tokenizer, tokens=5, temperature=0)
+    talk.begin("be brief" if refused == "system" else "")
+    with pytest.raises(UserError, match="the model's chat template says: not this role") as error:
+        talk.say("you?")
+    assert error.value.setting == ("--system" if refused == "system" else "MODEL")
+
+
+def test_a_model_without_a_template_is_told_nothing_first(folder, loaded):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="--system: got 'be brief'; left out: without a chat template"):
+        Conversation(loaded[0], tokenizer, tokens=5).begin("be brief")
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(loaded, capsys, monkeypatch):
     model, tokenizer = loaded
     talk = Conversation(model, tokenizer, tokens=5, temperature=0)

@@ -148,6 +148,11 @@ def test_words_that_are_no_setting_are_refused(words: list[str], message: str) -
         ("eggs: 1\noven:\n  degree: 2\n", "--config {file}, line 3: got 'oven.degree'; no such key"),
         ("\noven: hot\n", "oven in {file}, line 2: got 'hot'; a mapping of settings"),
         ("- 1\n", "--config: got '{file}'; a mapping of settings to values, not list"),
+        (
+            "eggs: 1\noven:\n  degrees: 5\noven:\n  mode: top\n",
+            "--config: got '{file}'; plain YAML without tags: line 4: 'oven' stands in line 2 already",
+        ),
+        ("oven: {degrees: 5, degrees: 6}\n", "--config: got '{file}'; plain YAML without tags: line 1: "),
         ("a: !!python/object:os.system x\n", "--config: got '{file}'; plain YAML without tags"),
     ],
 )

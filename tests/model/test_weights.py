@@ -133,6 +133,17 @@ def test_an_unfinished_export_is_not_taken_for_one_and_the_next_replaces_it(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_export_without_a_place_fails_when_all_parameters_have_been_asked_for(tmp_path: Path):
+    chain = Chain(meta_model(family_config("llama")))
+    values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
+    asked: list[str] = []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"could not be exported to .*out: "):
+        get = lambda name: asked.append(name) or values[name]  # noqa: E731
+        export_hugging_face(chain, tmp_path / "file" / "out", get, dtype=torch.float32, is_writer=True)
+    assert set(asked) == set(values)
+
+
 @pytest.mark.parametrize("full_at", ["weights", "tokenizer"])
 def test_an_export_for_which_there_is_no_room_leaves_everything_as_it_was(tmp_path: Path, full_at: str):
     """All parameters have been asked for before it fails: other ranks take part in that."""

@@ -287,13 +287,16 @@ def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, caps
     assert not list((home / "roomless").glob("model*"))
 
 
-def test_a_page_that_cannot_be_written_costs_no_more_than_the_page(home, capsys, monkeypatch):
+def test_what_only_shows_the_run_costs_no_more_than_itself_if_it_cannot_be_written(home, capsys, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("tawpipe.train.page.write_page", full)
-    assert alone(home, "pageless", "--steps", "1", *QUIET, "--report", str(home / "page.html")) == 0
+    monkeypatch.setattr("tawpipe.runtime.recording.Recording.write", full)
+    words = ("--steps", "1", "--log.trace-step", "1", *QUIET, "--report", str(home / "page.html"))
+    assert alone(home, "pageless", *words) == 0
     said = capsys.readouterr()
+    assert "step 1 was not recorded by rank 0, training goes on: [Errno 28] No space left on device" in said.out
     assert "page.html could not be written: " in said.out + said.err and "peak memory per process" in said.out
 
 

@@ -115,12 +115,20 @@ class Conversation:
 
         Args:
             system: what the model is told first.
+
+        Raises:
+            UserError: there is no chat template that could say it.
         """
+        if system and not self.chats:
+            raise UserError("--system", system, "left out: without a chat template a model only continues texts")
         self._said = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> str:
         """Ask, or without a chat template give a beginning. The answer is printed as it comes, and returned; ctrl-C
         ends it, and question and answer are forgotten.
+
+        Raises:
+            UserError: the chat template refuses the conversation.
         """
         import torch
         from transformers import TextStreamer
@@ -130,8 +138,7 @@ class Conversation:
 
         said = [*self._said, {"role": "user", "content": text}]
         if self.chats:
-            words = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-            ids = self._tokenizer.encode(words, add_special_tokens=False)
+            ids = self._tokenizer.encode(self._rendered(said), add_special_tokens=False)
         else:
             ids = Encoder(self._tokenizer).beginning(text)
         room = min(self._tokens, longest_allowed(self._model.config) - len(ids))
@@ -157,6 +164,18 @@ class Conversation:
         answer = self._tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
         self._said = [*said, {"role": "assistant", "content": answer}]
         return answer
+
+    def _rendered(self, said: list[dict[str, str]]) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            refused = f"the model's chat template says: {error}"
+            if said[0]["role"] == "system":
+                raise UserError("--system", said[0]["content"], f"left out: {refused}") from error
+            expected = f"a model that can be asked: {refused}"
+            raise UserError(SETTING, self._tokenizer.name_or_path, expected) from error
 
 
 def _questions(given: Sequence[str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tawpipe.errors import RunError, UserError
+from tawpipe.errors import RunError
 from tawpipe.files import replace_folder
 from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
@@ -77,9 +77,6 @@ def export_hugging_face(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError("folder", str(folder), f"expected a writable place for the export ({error})") from error
-    try:
         stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
         writer = _ShardWriter(partial, stem, dtype, limit)
         for name, tensor in tensors:
@@ -93,7 +90,7 @@ def export_hugging_face(
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
         replace_folder(partial, folder)
-    except (OSError, SafetensorError) as error:  # a full disk above all
+    except (OSError, SafetensorError) as error:  # a full disk above all, or a place that is not ours
         _finish(tensors)
         raise RunError(f"the model could not be exported to {folder}: {error}") from error
     finally:

@@ -11,14 +11,30 @@ import yaml
 from tawpipe.errors import UserError
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """The safe loader, which by itself takes the last of equal keys without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                line, before = key.start_mark.line + 1, lines.get((key.tag, key.value))
+                if before is not None:
+                    words = f"{key.value!r} stands in line {before} already"
+                    raise yaml.MarkedYAMLError(problem=words, problem_mark=key.start_mark)
+                lines[key.tag, key.value] = line
+        return node
+
+
 def read_mapping(file: str) -> dict[Any, Any]:
     """The mapping at the top of a YAML file; an empty file is an empty one.
 
     Raises:
-        UserError: the file cannot be read, is no YAML, or holds something else than a mapping.
+        UserError: the file cannot be read, is no YAML, has a key twice, or holds something else than a mapping.
     """
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_EachKeyOnce)
     except (OSError, UnicodeDecodeError) as error:
         there = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
         raise UserError("--config", file, f"a YAML file that can be read: {there}") from error

@@ -12,7 +12,6 @@ from tawpipe.options.names import option_of
 
 OPTIONS = {
     "device": "--device",
-    "folder": "--output",
     "freeze": "--freeze",
     "injector": "--inject",
     "local_rank": "--nproc",

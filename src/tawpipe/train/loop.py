@@ -180,8 +180,7 @@ class Training:
         result = pipeline.step(given.batch, rate=rate, recording=timed)
         if recording is not None:
             pipeline.drain()
-            folder = config.output_path / TRACES / f"step-{step + 1:08}"
-            recording.write(folder, rank=self.world.rank, node=self.world.nodes.node_of(self.world.rank))
+            self._write_recording(recording)
         self._improving.after(step + 1)
         self.samples += given.samples
         self._pending.append(_Pending(step + 1, result, rate * config.learning_rate, given))
@@ -204,6 +203,19 @@ class Training:
                     self.console.line(f"step {step + 1}: {one}")
         best = config.checkpoint.best and self.evaluation.best.step == step + 1
         self._last += self.saves.after(step + 1, save=save or best)
+
+    def _write_recording(self, recording: Recording) -> None:
+        """The files of all ranks; on all ranks. Those that a disk does not take are missing."""
+        world, problem = self.world, ""
+        try:
+            folder = self.config.output_path / TRACES / f"step-{recording.step:08}"
+            recording.write(folder, rank=world.rank, node=world.nodes.node_of(world.rank))
+        except OSError as error:
+            problem = f": {error}"
+        failed = [rank for rank, number in enumerate(world.gather_numbers(bool(problem))) if number]
+        if failed:
+            ranks = ", ".join(map(str, failed))
+            self.console.notice(f"step {recording.step} was not recorded by rank {ranks}, training goes on{problem}")
 
     def _allow(self, least_s: float) -> None:
         """Give everything up to a step this time from now on, or more if steps are known to take longer."""
