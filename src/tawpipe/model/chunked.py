@@ -48,7 +48,7 @@ class KeyStore:
     """The keys and values of one layer for whole rows, and in the backward pass the sums of their gradients."""
 
     def __init__(self, rows: int, length: int) -> None:
-        self._shape = rows, length
+        self.length, self._shape = length, (rows, length)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.key_sums: Tensor | None = None
@@ -187,7 +187,7 @@ class ChunkAttention(torch.autograd.Function):
         ctx.seed = int(torch.randint(2**62, ())) if options.dropout > 0 else 0
         if chunk.kept is not None:
             output, sums = chunk.kept
-            ctx.save_for_backward(query, sinks, output, sums)
+            ctx.save_for_backward(query, sinks, output, sums, *_only_here(chunk))
             return output.clone()  # not what was saved, which would then be an output without a graph
         rows, heads, length, _ = query.shape
         output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as it is wanted in the end
@@ -209,14 +209,16 @@ class ChunkAttention(torch.autograd.Function):
                 output[queries] = explicit_scores(query[queries], *seen, sinks, **given)
         if chunk.keep is not None:
             chunk.keep(chunk.tokens, output, sums)
-        ctx.save_for_backward(query, sinks, output, sums)
+        ctx.save_for_backward(query, sinks, output, sums, *_only_here(chunk))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        query, sinks, output, sums = ctx.saved_tensors
+        query, sinks, output, sums, *row = ctx.saved_tensors
         chunk, options, (gradient,) = ctx.chunk, ctx.options, gradients
         store = chunk.store
+        if row:
+            store.keys, store.values = row
         store.make_sums()
         assert store.key_sums is not None and store.value_sums is not None
         query_gradient = torch.empty_like(query)
@@ -269,6 +271,15 @@ def attend(
         raise KeysReached
     output: Any = ChunkAttention.apply(query, key, value, sinks, chunk, documents, options)
     return output.transpose(1, 2).contiguous()
+
+
+def _only_here(chunk: Chunk) -> tuple[Tensor | None, ...]:
+    """Keys and values of a row that is one chunk, out of its store: autograd keeps them, or makes them again."""
+    store = chunk.store
+    if chunk.gathered or chunk.end - chunk.begin < store.length:
+        return ()
+    row, store.keys, store.values = (store.keys, store.values), None, None
+    return row
 
 
 def _parts(piece: ChunkQueries, window: int | None, past: int, whole: bool) -> list[Part]:
