@@ -47,7 +47,7 @@ class Documents:
     def _of(cls, rows: int, spans: Sequence[tuple[int, int, int]], device: torch.device | None) -> Documents:
         lengths, cumulative = [length for _, _, length in spans], None
         if device is not None:
-            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
             cumulative = starts.pin_memory().to(device, non_blocking=True)
         return cls(rows, tuple(spans), max(lengths), cumulative)
 

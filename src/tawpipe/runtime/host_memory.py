@@ -50,7 +50,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """Zeros in the host's memory, for a device that they will be copied to."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cuda" or not size:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     pages = _Pages(-1, size)
     flat = torch.frombuffer(pages, dtype=dtype)
     pages.register(flat.data_ptr())

@@ -84,7 +84,7 @@ def squares_of(slices: Sequence[Tensor]) -> Tensor:
     if slices[0].device.type == "cuda":  # the kernel converts as it reads
         norms = torch._foreach_norm(list(slices), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         return torch.stack(norms).square()
-    room = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64)
+    room = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64, device="cpu")
     return torch.stack([_sum_of_squares(part, room) for part in slices])
 
 
