@@ -183,6 +183,12 @@ def test_what_has_no_dropout_is_not_given_any(monkeypatch):
         monkeypatch.setattr(kernels, "flash_in_use", lambda flash=flash: flash)
         kernels.fused(query, query, query, None, 1.0, dropout)
     assert len(allowed) == 1 and library.SDPBackend.FLASH_ATTENTION not in allowed[0]
+    allowed.clear()
+    monkeypatch.setattr(kernels, "flash_in_use", lambda: "FA2")
+    query = torch.randn(1, 1, 4, 136)  # for which some devices take others where a gradient is wanted
+    for window in (None, 2):
+        kernels.fused(query, query, query, window, 1.0, 0.5)
+    assert allowed == [[library.SDPBackend.EFFICIENT_ATTENTION, library.SDPBackend.MATH]] * 2
 
 
 @pytest.mark.parametrize(
