@@ -83,7 +83,7 @@ def on(
     monkeypatch.setattr(library, "activate_flash_attention_impl", activate, raising=False)
     monkeypatch.setattr(library, "current_flash_attention_impl", current, raising=False)
     monkeypatch.setattr(library, "restore_flash_attention_impl", lambda: said.append("restored"), raising=False)
-    monkeypatch.setattr(attention_kernel, "try_varlen", lambda *given: said.append(f"tried {given[2:]}"))
+    monkeypatch.setattr(attention_kernel, "try_kernels", lambda *given: said.append(f"tried {given[2:]}"))
     return said
 
 
@@ -121,7 +121,7 @@ def test_a_package_without_the_models_heads_is_not_used(monkeypatch, caplog):
             raise RuntimeError("This flash attention build does not support local attention.\nTraceback ...")
 
     said = on(monkeypatch, (9, 0), lambda name: None)
-    monkeypatch.setattr(attention_kernel, "try_varlen", broken)
+    monkeypatch.setattr(attention_kernel, "try_kernels", broken)
     activate_flash(GPU, BF16, lambda: MistralConfig(sliding_window=4096))
     assert said == ["restored"]
     assert "flash attention 2 is used: the package of 3 fails on heads of size 128 and a window of 4096" in caplog.text
@@ -149,8 +149,16 @@ def test_a_kernel_is_tried_in_both_directions(monkeypatch, window):
 
     monkeypatch.setattr(kernels, "varlen", Varlen.apply)
     with pytest.raises(RuntimeError, match="no backward pass"), torch.no_grad():
-        attention_kernel.try_varlen(CPU, BF16, 96, window)
+        attention_kernel.try_kernels(CPU, BF16, 96, window)
     assert tried == [f"forward 96 2 {window and 64}", "backward"]
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_kernel_is_tried_on_the_end_of_a_row(monkeypatch, cuda_kernels, window):
+    """As chunks call it: fewer queries than keys, of which the heads of queries share some."""
+    monkeypatch.setattr(kernels, "varlen", lambda query, *given: query.clone())
+    attention_kernel.try_kernels(CPU, BF16, 96, window)
+    assert cuda_kernels.called == [(what, 100, 256, 2, 1) for what in ("forward", "backward")]
 
 
 @pytest.mark.parametrize(("tokens", "kernel"), [(2048, "whole_rows"), (2047, "varlen")])
@@ -183,6 +191,12 @@ def test_what_has_no_dropout_is_not_given_any(monkeypatch):
         monkeypatch.setattr(kernels, "flash_in_use", lambda flash=flash: flash)
         kernels.fused(query, query, query, None, 1.0, dropout)
     assert len(allowed) == 1 and library.SDPBackend.FLASH_ATTENTION not in allowed[0]
+    allowed.clear()
+    monkeypatch.setattr(kernels, "flash_in_use", lambda: "FA2")
+    query = torch.randn(1, 1, 4, 136)  # for which some devices take others where a gradient is wanted
+    for window in (None, 2):
+        kernels.fused(query, query, query, window, 1.0, 0.5)
+    assert allowed == [[library.SDPBackend.EFFICIENT_ATTENTION, library.SDPBackend.MATH]] * 2
 
 
 @pytest.mark.parametrize(

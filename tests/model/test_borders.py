@@ -518,8 +518,11 @@ def test_a_step_without_gradient_or_in_inference_mode_or_under_autocast():
 
 def test_tensors_of_another_default_device_are_no_harm():
     expected = piped_numbers(llama(), rows_of())
-    batch, pipeline = rows_of(), piped(llama())
+    batch, model = rows_of(), llama()()
     with torch.device("meta"):
+        pipeline = piped(model)
+        pipeline.evaluate(batch)
+        assert pipeline.gradient(pipeline.parameter_names[0]) is not None
         assert pipeline.step(batch).loss == expected.loss
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from borders import LENGTH, llama, packed, piped, right_or_refused, rows_of
 from model_families import family_config, keep_fp64, real_model
@@ -16,6 +18,7 @@ from tawpipe.model.attention import PackedMask, packed_attention
 from tawpipe.model.attention_kernel import Offer
 from tawpipe.model.chunked import AttentionOptions, Chunk, ChunkQueries, KeyStore, _parts, attend
 from tawpipe.model.kernels import Documents, SlicedScores
+from tawpipe.runtime.recompute import keep_attention
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
 FLASH = ["qwen3", "gemma3", "mistral", "gpt_oss", "deepseek_v3"]
@@ -94,6 +97,26 @@ def test_sinks_without_chunks(window, cuda_kernels, monkeypatch):
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected)
     assert len(cuda_kernels.called) == 6, "three documents, forward and backward"
+
+
+def test_autograd_keeps_the_keys_and_values_of_a_whole_row(cuda_kernels):
+    """What layers keep is counted by that; and where attention alone is kept, a layer's keys are made again."""
+    leaf = torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
+    documents, saved = Documents.of((4, 5), (1, 9), torch.device("cpu")), list[Tensor]()
+    stores: list[KeyStore] = []
+
+    def layer(query: Tensor) -> Tensor:
+        stores.append(KeyStore(1, 9))
+        options = AttentionOptions(None, 0.3, 0.0, None)
+        return attend(query, query.sin(), query.cos(), None, Chunk(stores[-1], 0, 9), documents, options)
+
+    with saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        output = layer(leaf)
+    assert all(any(one.equal(kept) for kept in saved) for one in (leaf.sin(), leaf.cos()))
+    (expected,) = torch.autograd.grad(output.square().sum(), leaf)
+    output = keep_attention(layer, leaf, again=nullcontext)
+    assert stores[-1].keys is stores[-1].values is None
+    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), leaf), (expected,))
 
 
 def test_pieces_of_rows_in_sets(pool):

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.attention as library
 
-from tawpipe.model import kernels
+from tawpipe.model import flash, kernels
+from tawpipe.model.flash import Part
 from tawpipe.model.kernels import Documents, flash_in_use
 from tawpipe.model.shapes import head_size, setting_of
 
@@ -85,7 +86,7 @@ def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callab
     head_dim, window = head_size(config), setting_of(config, "sliding_window")
     try:
         for one in {None, window or None}:
-            try_varlen(device, dtype, head_dim, one)
+            try_kernels(device, dtype, head_dim, one)
     except Exception as problem:  # whatever a package raises that was built without it
         library.restore_flash_attention_impl()
         words = f"heads of size {head_dim}" + (f" and a window of {window}" if window else "")
@@ -93,13 +94,21 @@ def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callab
         logger.warning("flash attention 2 is used: the package of 3 fails on %s in %s (%s)", words, dtype, first)
 
 
-def try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
-    """Run the kernel for packed documents forward and backward on two small ones. Raises what it raises."""
+def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    """Run the kernel for packed documents forward and backward on two small ones, and that for chunks on a row's last
+    tokens. Raises what they raise.
+    """
     query = torch.zeros(1, 2, 256, head_dim, dtype=dtype, device=device, requires_grad=True)
-    documents = Documents.of((100, 156), (1, 256), device)
+    documents, window = Documents.of((100, 156), (1, 256), device), window and min(window, 64)
     with torch.enable_grad():
-        output = kernels.varlen(query, query, query, documents, window and min(window, 64), 1.0)
+        output = kernels.varlen(query, query, query, documents, window, 1.0)
         torch.autograd.grad(output.sum(), query)
+    row = query.detach()
+    last, seen = row[:, :, 156:], (row[:, :1], row[:, :1])
+    part = Part(slice(0, 100), slice(0, 256), -1 if window is None else window - 1, 0)
+    output, sums = flash.attention(last, *seen, [part], 1.0)
+    targets = torch.zeros_like(seen[0], dtype=torch.float32), torch.zeros_like(seen[1], dtype=torch.float32)
+    flash.gradients(last, last, output, sums, seen, targets, [part], 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # or a fault of the device would be another kernel's
 

@@ -158,7 +158,7 @@ class MicroBatch:
         if own == length:
             return self
         assert rows == 1, "padding stands behind the documents of one row"
-        padding = torch.zeros(1, length - own, dtype=torch.int64)
+        padding = torch.zeros(1, length - own, dtype=torch.int64, device="cpu")
         behind = MicroBatch(padding, padding + IGNORE, padding, (length - own,), self.positions_given)
         return MicroBatch.cat([self, behind], dim=1)
 

@@ -56,7 +56,7 @@ def inner_model(given: nn.Module) -> Any:
 
 def _row_of(length: int, device: torch.device) -> MicroBatch:
     """A row of the first token."""
-    ids = torch.zeros(1, length, dtype=torch.long)
+    ids = torch.zeros(1, length, dtype=torch.long, device="cpu")
     return MicroBatch.from_rows(ids, ids).to(device)
 
 
@@ -417,7 +417,8 @@ class Chain(UnitBinding):
             UserError: the logits of one position change with the hidden states of another.
         """
         held = ValuesBefore(self.model)
-        hidden = torch.randn(3, 3, *like.shape[2:], generator=torch.Generator().manual_seed(0)).to(like)
+        drawn = torch.Generator().manual_seed(0)
+        hidden = torch.randn(3, 3, *like.shape[2:], generator=drawn, device="cpu").to(like)
         whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
         held.check(self.name)
         if not whole.isfinite().all() or not torch.equal(whole, self.logits(hidden.clone())):

@@ -47,7 +47,7 @@ class Documents:
     def _of(cls, rows: int, spans: Sequence[tuple[int, int, int]], device: torch.device | None) -> Documents:
         lengths, cumulative = [length for _, _, length in spans], None
         if device is not None:
-            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
             cumulative = starts.pin_memory().to(device, non_blocking=True)
         return cls(rows, tuple(spans), max(lengths), cumulative)
 
@@ -133,8 +133,12 @@ def flash_in_use() -> str:
     return (current and current()) or "FA2"
 
 
-def _kernels_with(dropout: float) -> AbstractContextManager[object]:
-    """A context without kernels that have no dropout: what stands in for flash attention 2 fails if it is given one."""
+def _kernels_with(dropout: float, head_dim: int) -> AbstractContextManager[object]:
+    """A context without kernels that have no dropout (what stands in for flash attention 2 fails if it is given one),
+    or that some devices take for such heads without gradients alone: a layer's recomputation would draw another mask.
+    """
+    if dropout > 0 and head_dim > 128:
+        return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     if dropout == 0 or flash_in_use() == "FA2":
         return nullcontext()
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -162,7 +166,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
     length = query.shape[2]
     if window is None or length <= window:
-        with _kernels_with(dropout):
+        with _kernels_with(dropout, query.shape[-1]):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
 
     size = min(max(window // 2, 64), 1024)
@@ -181,9 +185,10 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     ):
         skipped = window - 1 - (first - oldest)
         hidden = mask[: last - first, skipped : skipped + last - oldest]
-        slices.append(
-            F.scaled_dot_product_attention(own, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
-        )
+        with _kernels_with(dropout, query.shape[-1]):
+            slices.append(
+                F.scaled_dot_product_attention(own, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
+            )
     return torch.cat(slices, dim=2)
 
 

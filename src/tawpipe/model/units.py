@@ -145,9 +145,10 @@ class Packing:
         slot, place = next(pair for pair in zip(self.slots, self.places, strict=True) if pair[0].name == name)
         if not place.scales:
             return values
-        codes, scales = torch.empty(place.codes, dtype=torch.uint8), torch.empty(place.scales // 4)
+        codes = torch.empty(place.codes, dtype=torch.uint8, device="cpu")
+        scales = torch.empty(place.scales // 4, device="cpu")
         quantise(self.form, values.flatten(), codes, scales)
-        computes = torch.empty(slot.numel, dtype=self.compute_dtype)
+        computes = torch.empty(slot.numel, dtype=self.compute_dtype, device="cpu")
         dequantise(self.form, codes, scales, computes)
         return computes.view(slot.shape).to(values.dtype)
 

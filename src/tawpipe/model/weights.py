@@ -39,7 +39,7 @@ def flatten(unit: Unit, values: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
     Raises:
         UserError: a parameter holds NaN, with its name; no loss could be a number.
     """
-    flat = torch.empty(unit.numel, dtype=dtype)
+    flat = torch.empty(unit.numel, dtype=dtype, device="cpu")
     for slot, value in zip(unit.slots, values, strict=True):
         slot.view(flat).copy_(value)
         if bool(slot.part(flat).sum().isnan()) and bool(value.isnan().any()):  # infinities may add up to NaN, too

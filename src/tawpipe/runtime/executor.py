@@ -224,7 +224,7 @@ class Executor:
             if lane not in (Lane.HOME, Lane.RAISE) or self.streaming is not None
         }
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
-            del [torch.zeros(len(VALUES), dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
+            del [torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
         doing = lambda: {lane: one.doing() for lane, one in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
@@ -439,6 +439,8 @@ class Executor:
         assert self.optimizers is not None
         owned = [self.optimizers.pieces[unit] for unit in units if unit in self.optimizers.pieces]
         parts = [part.of(pieces[part.place].gradient) for pieces in owned for load in loads_of(pieces) for part in load]
+        if not parts:  # the stripes here are padding
+            return torch.zeros(1, dtype=torch.float64, device=self.device)
         return squares_of(parts)
 
     @torch.no_grad()

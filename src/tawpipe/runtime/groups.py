@@ -31,7 +31,7 @@ class PipelineOptimizer(Optimizer):
                 known = [len(groups)]
                 groups.append((said, {**said[1], "params": []}))
             self.group_of[name] = known[0]
-            groups[known[0]][1]["params"].append(PlaceOfPiece(name, (), 0).mark(torch.empty(0)))
+            groups[known[0]][1]["params"].append(PlaceOfPiece(name, (), 0).mark(torch.empty(0, device="cpu")))
         super().__init__([group for _, group in groups], {})
         self.defaults = dict(groups[0][0][1])  # by which schedulers see what it has
         self._begun = [dict(group) for group in self.param_groups]

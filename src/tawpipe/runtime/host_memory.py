@@ -57,9 +57,10 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     if not size:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     try:
-        return (_locked(size, dtype) if device.type == "cuda" else torch.zeros(shape, dtype=dtype)).view(shape)
+        flat = _locked(size, dtype) if device.type == "cuda" else torch.zeros(shape, dtype=dtype, device="cpu")
+        return flat.view(shape)
     except (OSError, RuntimeError) as error:  # RuntimeError is what torch says of memory that it does not get
         expected = f"none, or a host with {size / 2**30:.2f} GiB more for its homes ({error})"
         raise UserError("schedule.host_homes", level, expected) from error

@@ -148,8 +148,8 @@ def check_whole(factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROB
     for piece in pieces:
         shape = tuple(min(size, 4 + 2 * at) for at, size in enumerate(piece.shape))
         small = PlaceOfPiece(piece.name, shape, 0, piece.in_layer)
-        value = small.mark(torch.randn(math.prod(shape), generator=generator))
-        value.grad = torch.randn(value.shape, generator=generator)
+        value = small.mark(torch.randn(math.prod(shape), generator=generator, device="cpu"))
+        value.grad = torch.randn(value.shape, generator=generator, device="cpu")
         whole = HomePiece(piece.name, shape, 0, piece.in_layer, value=value)
         for matrix in whole.matrices():
             gradient, at = matrix.gradient, PlaceOfPiece(piece.name, piece.shape, matrix.start, piece.in_layer)
@@ -206,8 +206,8 @@ def check_elementwise(
     """
     generator = torch.Generator().manual_seed(0)
     small = [tuple(min(size, 5) for size in piece.shape) for piece in pieces]
-    starts = [torch.randn(shape, generator=generator) for shape in small]
-    gradients = [torch.randn(3, start.numel(), generator=generator) for start in starts]
+    starts = [torch.randn(shape, generator=generator, device="cpu") for shape in small]
+    gradients = [torch.randn(3, start.numel(), generator=generator, device="cpu") for start in starts]
     results, options, states, known = [], [], 0, {} if known is None else known
     for cut in (False, True):
         parts: list[tuple[nn.Parameter, Tensor]] = []

@@ -169,7 +169,7 @@ def kept_for_weights_per_token(chain: Chain) -> int:
 
 def _one_of_every_kind(chain: Chain) -> Iterator[tuple[int, Tensor, tuple[LayerCall, ...]]]:
     """The first layer, the last one and one of every kind: its block, an input that takes a gradient, and the calls."""
-    ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
+    ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device="cpu")
     batch = MicroBatch.from_rows(ids, ids).to(chain.device)
     with torch.no_grad(), _caller_undisturbed(chain.device):
         hidden, context = chain.embed(batch)

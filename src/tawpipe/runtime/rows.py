@@ -313,7 +313,7 @@ class InFile:
     def _room(self, span: slice) -> Tensor:
         """Memory for a chunk."""
         shape = (self.shape[0], _length(span), *self.shape[2:])
-        return torch.empty(shape, dtype=self.dtype, pin_memory=self._device.type == "cuda")
+        return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=self._device.type == "cuda")
 
     def _move(self, move: Any, span: slice, tokens: Tensor, copied: torch.Event | None) -> None:
         """``preadv`` or ``pwritev``, which may stop early, once the device is done with ``tokens``."""

@@ -79,12 +79,10 @@ def squares_of(slices: Sequence[Tensor]) -> Tensor:
 
     torch's own norm of an fp32 tensor adds in fp32 on a CPU: off by 1e-3 for 16 M elements, and otherwise for each cut.
     """
-    if not slices:  # of a rank whose stripes are padding
-        return torch.zeros(1, dtype=torch.float64)
     if slices[0].device.type == "cuda":  # the kernel converts as it reads
         norms = torch._foreach_norm(list(slices), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         return torch.stack(norms).square()
-    room = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64)
+    room = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64, device="cpu")
     return torch.stack([_sum_of_squares(part, room) for part in slices])
 
 

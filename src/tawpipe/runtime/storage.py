@@ -254,7 +254,7 @@ class Storage:
         """Agree on which frozen units the compute dtype would round, and keep the exact values of those and no others;
         call on all ranks, when values have been filled in.
         """
-        rounded = torch.zeros(len(self.units), dtype=torch.int32)
+        rounded = torch.zeros(len(self.units), dtype=torch.int32, device="cpu")
         for unit, master in self.master.items():
             if not self.units[unit].trainable and self.compute_copy[unit] is not master:
                 rounded[unit] = not torch.equal(master.to(self.compute_dtype).to(master.dtype), master)
@@ -327,7 +327,7 @@ class Storage:
                         assert work is not None
                         work.wait()
                 elif home.index(self.rank) is not None:
-                    stripe = torch.empty(home.stripe, dtype=self._dtype_of(unit))
+                    stripe = torch.empty(home.stripe, dtype=self._dtype_of(unit), device="cpu")
                     dist.recv(stripe, root, group=world)
                     self._put(unit.index, stripe)
         self.settle(world)
@@ -339,7 +339,7 @@ class Storage:
     @torch.no_grad()
     def _read(self, source: WeightSource, unit: Unit) -> Tensor:
         """A unit with its padding on the CPU."""
-        flat = torch.zeros(self.homes[unit.index].padded, dtype=self._dtype_of(unit))
+        flat = torch.zeros(self.homes[unit.index].padded, dtype=self._dtype_of(unit), device="cpu")
         values = source.unit(unit, dtype=self.master_dtype)
         if unit.packing is None:
             flat[: unit.numel] = values
@@ -375,7 +375,7 @@ class Storage:
             if mine is not None:
                 dist.send(mine, to, group=world)
             return None
-        flat = torch.empty(home.padded, dtype=dtype)
+        flat = torch.empty(home.padded, dtype=dtype, device="cpu")
         for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
             if rank == self.rank:
                 assert mine is not None
@@ -384,6 +384,6 @@ class Storage:
                 dist.recv(stripe, rank, group=world)
         if unit.packing is None:
             return flat[: unit.numel]
-        values = torch.empty(unit.numel, dtype=self.master_dtype)
+        values = torch.empty(unit.numel, dtype=self.master_dtype, device="cpu")
         unit.packing.unpack(flat, values)
         return values

@@ -91,7 +91,7 @@ class World:
         """One number of every rank, in their order, on all ranks."""
         if self.group is None:
             return [value] * self.size
-        mine = torch.tensor([value], dtype=torch.float64)
+        mine = torch.tensor([value], dtype=torch.float64, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [float(one) for one in everyone]
@@ -100,10 +100,10 @@ class World:
         """Rank 0's ``text`` on all ranks."""
         if self.group is None:
             return text
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = self.broadcast(torch.tensor([data.numel()]))
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        length = self.broadcast(torch.tensor([data.numel()], device="cpu"))
         if self.rank != 0:
-            data = torch.empty(int(length), dtype=torch.uint8)
+            data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         if int(length):
             self.broadcast(data)
         return bytes(data.tolist()).decode()
@@ -134,7 +134,7 @@ class World:
         longest = int(max(self.gather_numbers(float(len(data)))))
         if not longest:
             return [""] * self.size
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [one.numpy().tobytes().rstrip(b"\0").decode() for one in everyone]
@@ -197,7 +197,7 @@ class World:
     def wait_patiently(self) -> None:
         """A barrier without a time limit that anybody would meet."""
         if self.patient is not None:
-            dist.all_reduce(torch.zeros(1), group=self.patient)
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self.patient)
 
     def leave(self) -> None:
         """Say goodbye, after everything has ended well. On the error path nobody should: it waits."""
@@ -210,7 +210,7 @@ class World:
         """True if all ranks come within the time."""
         if self.group is not None:
             try:
-                work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
+                work = dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group, async_op=True)
                 assert work is not None
                 work.wait(limit)
             except RuntimeError:
@@ -220,7 +220,7 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks, on the CPU."""
         if self.group is not None:
-            dist.all_reduce(torch.zeros(1), group=self.group)
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group)
 
 
 def in_words(error: Exception) -> str:
@@ -300,7 +300,7 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     if not dist.is_initialized():
         _join(launch, picked, timeout)
         _joined.append(dist.group.WORLD)
-    mine = torch.tensor([launch.group_rank, launch.local_rank])
+    mine = torch.tensor([launch.group_rank, launch.local_rank], device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
     dist.all_gather(everyone, mine)
     machines = Topology.from_group_ranks([(int(a), int(b)) for a, b in everyone])
