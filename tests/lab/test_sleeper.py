@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tawpipe_lab import sleeper
 from tawpipe_lab.compare import disturbance
 from tawpipe_lab.sleeper import BusyTime, Pace, Sleeper, Slowdown
 from tawpipe_lab.suite import load_suite, read_suite
@@ -98,3 +99,19 @@ def test_mistakes_are_named(wrong, named):
     cell["workload"] = work | {"micro_batches": 1, "activation_bytes": 4}
     with pytest.raises(Exception, match=named):
         read_suite({"name": "x", "cells": [cell], "strategies": [{"strategy": "flat"}]})
+
+
+def test_lanes_share_a_link_to_the_host_each_way_slice_by_slice(monkeypatch):
+    """On a clock that stands still: when a way is free again is what has been asked of it."""
+    monkeypatch.setattr(sleeper.time, "perf_counter", lambda: 0.0)
+    waits: list[float] = []
+    monkeypatch.setattr(sleeper.time, "sleep", waits.append)
+    link = sleeper.HostLink(1e6)
+    link.carry(0.0, up=1e6, down=0.25e6)  # both ways together, at the pace of the fuller one
+    assert waits[-1] == pytest.approx(1.0) and len(waits) == round(1 / sleeper.SLICE_S)
+    link.carry(0.0, up=0.5e6, down=0.0)
+    assert waits[-1] == pytest.approx(1.5)  # behind what had the way before
+    link.carry(0.0, up=0.0, down=0.1e6)
+    assert waits[-1] < 1.2
+    link.carry(5.0, up=0.0, down=0.1e6)
+    assert waits[-1] == pytest.approx(5.1)  # a way that nobody uses is free at once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tawpipe.plan.doctor import probe_machine, software
 from tawpipe.plan.machine import Device, Machine, save_machine, uniform
 from tawpipe.plan.probe import Probe, Rates
 from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +79,15 @@ def test_the_interface_that_carried_the_traffic_is_named_beside_what_its_card_cl
     assert said(after, 1e8).startswith("no interface that the system counts")
     assert said(after | {"thunder0": -(10**8)}, 1e8) == "thunder0, whose card does not say what it carries"
     assert interfaces.used_between({}, {}, 1e8, tmp_path) == ""
+
+
+def test_every_machine_says_what_its_traffic_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "used_between", lambda before, after, reached: f"eth0 {reached:g}")
+    monkeypatch.setattr(doctor, "sent_bytes", lambda: {"eth0": 1})
+    several, single = (Topology.grid(*shape) for shape in ((2, 2), (1, 4)))
+    links = Probe(machine(2, 2), (), ())
+    world: Any = SimpleNamespace(machines=several, rank=0, gather_texts=lambda text: [text, "", "eth1", ""])
+    said = list(doctor._interfaces(world, {}, links))
+    assert said == [("machine 0 uses", "eth0 1.25e+09"), ("machine 1 uses", "eth1")]
+    world.machines = single
+    assert not list(doctor._interfaces(world, {}, links))
