@@ -51,7 +51,7 @@ PROBED_LENGTHS = 5, 7
 
 def inner_model(given: nn.Module) -> Any:
     """The transformers model in a ``peft`` model, or the model itself."""
-    return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
+    return given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
 
 
 def _row_of(length: int, device: torch.device) -> MicroBatch:

@@ -134,7 +134,7 @@ class World:
         longest = int(max(self.gather_numbers(float(len(data)))))
         if not longest:
             return [""] * self.size
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8, device="cpu")
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [one.numpy().tobytes().rstrip(b"\0").decode() for one in everyone]
