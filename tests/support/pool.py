@@ -61,6 +61,7 @@ class WorkerPool:
             self.close()
 
     def _start(self) -> None:
+        importlib.import_module("cases")  # see ``_work``
         # Forked from one process that has imported what takes seconds: pools are restarted now and then.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -87,6 +88,7 @@ def _work(connection: Connection) -> None:
     from tawpipe.topology import Topology
 
     torch.set_num_threads(1)
+    importlib.import_module("cases")  # which has norms compute in their own dtype: alike here, whatever ran before
     while True:
         try:
             function, rank, nodes, local, store, leave, arguments = connection.recv()
