@@ -102,12 +102,12 @@ class Steps:
         """
         if count in self._agreed:
             return
-        self._agreed.add(count)
         everyone = self._wiring.world.gather_numbers(float(count))
         if len({*everyone}) > 1:
             numbers = ", ".join(f"{each:.0f}" for each in everyone)
             given = f"global batches of different sizes on different ranks: {numbers} micro-batches"
             raise UserError("batch", given, "the same global batch on all ranks, each of which computes its own part")
+        self._agreed.add(count)
 
     def _set_training(self, mode: bool) -> None:
         # It walks over all modules; but the model may have been switched by the caller's model.eval().

@@ -81,9 +81,9 @@ KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
 STAYING = OUTSIDE | {Kind.RELOADED}
 """Activations whose places are there for the whole run, see blocks.py."""
 _POOLS = dict.fromkeys("WSB", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT) | {"L": Kind.LANDING}
-"""First letter of a pool's name -> kind: whole units ``W``, slices ``S``, what comes from homes in
-the host's memory ``B``; whole gradients ``G``, slices ``H``, sums in
-the node ``A``, what arrives on the way home ``R``, and what a backward pass fills instead of a home ``L``.
+"""First letter of a pool's name -> kind: whole units ``W``, slices ``S``, what comes from homes in the host's memory
+``B``; whole gradients ``G``, slices ``H``, sums in the node ``A``, what arrives on the way home ``R``, and what a
+backward pass fills instead of a home ``L``.
 """
 
 
