@@ -19,7 +19,9 @@ from tawpipe.simulate.cost_model import CostModel, LinkModel
 from tawpipe.topology import SET, Topology
 
 Port = tuple[str, int, str]
-"""(``between``, ``inside`` or ``host``, node or rank, direction): something that has a bandwidth."""
+"""(``between``, ``inside``, ``host`` or ``rows``, node or rank, direction): something that has a bandwidth; ``rows`` is
+the link to the host for offloaded rows, where it has another rate than for homes.
+"""
 
 PAIR = "pair"
 """Instead of a group: the two sides of an exchange."""
