@@ -12,7 +12,7 @@ COMPILED := .venv/.compiled
 IMPORTED := import tawpipe.train.run, tawpipe.plan.search, transformers.models.llama.modeling_llama
 # Many tests are several processes that wait for each other: three at a time keep two cores busy.
 TEST_PROCESSES ?= 3
-PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
 # A torch that is installed already, new enough and made for this GPU, is used as it is.

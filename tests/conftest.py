@@ -22,6 +22,31 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+LONGEST = (
+    "pipeline/test_exactness.py",
+    "test_pages_commands.py",
+    "prove/test_prove.py",
+    "train/test_train.py",
+    "schedule/test_proof.py",
+    "runtime/test_host_homes.py",
+    "launch/test_elastic.py",
+    "plan/test_longest.py",
+    "lab/test_compare.py",
+    "plan/test_host_homes_planned.py",
+    "plan/test_plan.py",
+    "plan/test_memory.py",
+    "test_examples.py",
+    "schedule/test_schedule.py",
+)
+"""Files that take longest, so that none of them begins when all others have ended."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    at = {str(Path(__file__).parent / name): number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: at.get(str(item.path), len(at)))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Worker processes for the whole session."""

@@ -54,6 +54,7 @@ def test_another_learning_rate_is_found(monkeypatch: pytest.MonkeyPatch):
     assert "WRONG" in {hunt.find(1, number, "training")[0] for number in numbers("training", 3)}
 
 
+@pytest.mark.slow
 def test_plans_that_name_nothing_or_say_what_no_user_knows_are_found(monkeypatch: pytest.MonkeyPatch, capsys):
     number = numbers("plans", 2)[1]  # the first does not fit
     monkeypatch.setattr(plans, "search", lambda request: [])

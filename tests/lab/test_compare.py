@@ -41,7 +41,7 @@ WORKLOAD = {
 }
 
 TIMED = TimedWorkload(**WORKLOAD)
-LARGE = ("paper-24", "lengths", "mixed-layers", "memory-limited")
+LARGE = ("paper-24", "lengths", "mixed-layers", "memory-limited", "base-6-48", "lora", "sequence", "link-bound")
 """Suites whose bounds take long to find."""
 REFUSED = ("layers", "layers of the model", "micro-batches", "room")
 """Of a cell, what some pipelines cannot use."""

@@ -228,6 +228,7 @@ def planned(capsys, tmp_path, *, nodes: str, gpu: str, memory: int, host_gib: in
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
     said = planned(
         capsys,
@@ -246,6 +247,7 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
     assert host and 58 < float(host[1]) < 66
 
 
+@pytest.mark.slow
 def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path) -> None:
     said = planned(
         capsys,
@@ -261,6 +263,7 @@ def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path) -> None:
     assert re.search(r"nothing fits: .* [\d.]+ GiB of 30.40 of every host's memory", said)
 
 
+@pytest.mark.slow
 def test_one_device_of_24_gb_trains_8_b_in_full_without_clipping(capsys, tmp_path) -> None:
     """With 128 GB of memory in its host, of which 125 GiB are there: 16 bytes a parameter are too many."""
     words = {"nodes": "[1]", "gpu": "NVIDIA GeForce RTX 4090", "memory": 24, "host_gib": 125, "model": "llama-8b"}

@@ -149,8 +149,17 @@ def test_a_gpu_is_warm_and_runs_for_long_before_a_time_counts(monkeypatch):
     assert counted <= len(runs) - before <= counted + 3, "it is warm by now"
 
 
-@pytest.mark.parametrize("documents", [[512], [128] * 4])
-@pytest.mark.parametrize("recompute", ["full", "selective", "none", "none:1,selective:1,full"])
+USUAL_STEPS = ("full", [512]), ("selective", [128] * 4), ("none", [512])
+
+
+@pytest.mark.parametrize(
+    ("recompute", "documents"),
+    [
+        pytest.param(recompute, documents, marks=[] if (recompute, documents) in USUAL_STEPS else pytest.mark.slow)
+        for recompute in ("full", "selective", "none", "none:1,selective:1,full")
+        for documents in ([512], [128] * 4)
+    ],
+)
 def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
     CONFIG.save_pretrained(tmp_path)
     settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1, loss_chunk_tokens=256)
@@ -416,6 +425,7 @@ def test_the_hosts_memory_is_in_the_machines_file():
 # fitting
 
 
+@pytest.mark.slow
 def test_layers_are_offloaded_only_where_the_host_holds_them():
     lean = {"look_ahead": 1, "gradient_buffers": 1, "step_cache": 0}
     free = plan_request(GPUS)
@@ -442,6 +452,7 @@ def test_ways_out_fit_and_say_what_they_cost():
     assert any(way.startswith("--schedule.recompute full: ") and way.endswith("s a step") for way in ways)
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
     monkeypatch.setattr(measure_module, "resident_memory", lambda: 0)  # it differs from one moment to the next
     monkeypatch.setattr(would_fit, "CHANGES", ())

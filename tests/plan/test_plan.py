@@ -300,6 +300,7 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     assert all(by_name["generated"].seconds <= by_name[fixed].seconds for fixed in ("1f1b", "interleaved-1f1b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1000, 100_001])
 def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
     """Neither where pipelines are long, nor where some devices have a row more than others."""
@@ -539,6 +540,7 @@ def test_what_fits_nowhere_ends_with_1(capsys, monkeypatch):
 # plans that are run
 
 
+@pytest.mark.slow
 def test_plans_agree_and_one_repeats_bit_by_bit(pool, found):
     """The same model and data by five plans: one result within rounding; and one plan twice: the same bits."""
     names = ("tawpipe-spread", "tawpipe-step", "tawpipe-whole", "flat", "hsdp")

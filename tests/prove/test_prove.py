@@ -37,6 +37,7 @@ def numbers(world: World, *, out: str, only: list[str]) -> dict[str, Any]:
     return vars(prove(world, Path(out), only=only))
 
 
+@pytest.mark.slow
 def test_numbers_of_several_processes_hold(pool, tmp_path):
     numbers = ["exact", "chunks", "order"]
     found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"), only=numbers)[0]
@@ -194,6 +195,7 @@ def test_one_process_drops_nothing_on_another_lane() -> None:
     assert freed._made and freed.faults == []
 
 
+@pytest.mark.slow
 def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monkeypatch):
     found = pool.run(f"{__name__}:numbers_with_an_early_free", 2, 1, out=str(tmp_path / "found.json"), only=["bits"])[0]
     row = found["checks"]["bits"]

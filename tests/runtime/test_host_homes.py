@@ -78,7 +78,7 @@ OTHERS = {
 }
 
 
-USUAL = "counts of its own", "adapters on 4 bits", "chunks"
+USUAL = "counts of its own", "adapters on 4 bits"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,8 @@ def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str)
             assert found and not any(found)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "level"), [("tawpipe-spread", "all"), pytest.param("1f1b", "state", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "level"), [("tawpipe-spread", "all"), ("1f1b", "state")])
 def test_twenty_random_delays_change_no_bit(pool, strategy: str, level: str) -> None:
     knobs = {"strategy": strategy, "host_homes": level, "rows": 5, "steps": 3}
     for found in pool.run("host_homes:delayed", 2, 1, seeds=10, **knobs):

@@ -41,9 +41,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("dry", [False, True])
-@pytest.mark.parametrize("plan", ["auto", "none"])
-@pytest.mark.parametrize("model", ["tiny", "model"])
+@pytest.mark.parametrize(
+    ("model", "plan", "dry"),
+    [("tiny", "auto", False), ("model", "none", False), ("model", "auto", True), ("tiny", "none", True)],
+)
 def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, monkeypatch) -> None:
     """By the plan, the memory check, the documents and the pipeline together."""
     calls: list[str] = []

@@ -259,6 +259,7 @@ def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, ca
     assert not (home / "cut" / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, capsys, streaming):
     """Of a model with a table of positions, whose padding and whose sample must not reach behind its end either."""
