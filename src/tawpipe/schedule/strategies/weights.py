@@ -107,7 +107,6 @@ class Whole(Striped):
     """TawPipe as in its paper (AAAI 2026): a unit on one device, sent to one device of each other node, broadcast."""
 
     name = "tawpipe-whole"
-    carrier_computes = True
     summary = "every unit on one process, which sends it to one process of every other node, as in the paper"
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
@@ -116,6 +115,9 @@ class Whole(Striped):
 
     def places(self, topology: Topology) -> int:
         return topology.world_size
+
+    def computes_in_place(self, topology: Topology) -> bool:
+        return True
 
     def route(self, rank: int, tour: Tour) -> Route:
         if tour.step.topology.world_size == 1:
