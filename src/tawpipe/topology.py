@@ -140,7 +140,11 @@ class Topology:
         >>> [Topology.grid(2, 4).strided_group(*each) for each in ((1, 4), (4, 8), (2, 4))]
         ['node', 'rail', '2:4']
         """
-        usual = {(1, self.local_size): "node", (self.local_size, self.world_size): "rail", (1, self.world_size): "world"}
+        usual = {
+            (1, self.local_size): "node",
+            (self.local_size, self.world_size): "rail",
+            (1, self.world_size): "world",
+        }
         return usual.get((stride, size), f"{stride}:{size}")
 
     def has_strided_group(self, name: str) -> bool:

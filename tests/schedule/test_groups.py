@@ -8,7 +8,7 @@ from schedules import group_sizes, llama, make, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.strategies.groups import Groups, Sizes
+from tawpipe.schedule.strategies.groups import Grouped, GroupSizes
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.topology import Topology
 
@@ -86,8 +86,8 @@ def test_others_have_no_groups():
 
 
 def test_a_plan_looks_at_groups_that_no_other_strategy_has():
-    ways = {way.groups for way in Groups().layouts(Topology.grid(4, 2)) if isinstance(way, Groups)}
+    ways = {way.groups for way in Grouped().layouts(Topology.grid(4, 2)) if isinstance(way, Grouped)}
     assert ways == {"1n/1n/2n", "1n/2n/2n", "2n/2n/2n"}
-    assert [*Groups().layouts(Topology.grid(3, 2))] == [Groups()]
-    assert len(Groups().layouts(Topology.grid(24, 8))) == 12
-    assert Sizes(2, 2, 4).cuts(Topology.grid(4, 2)) == (1, 2, 4, 8)
+    assert [*Grouped().layouts(Topology.grid(3, 2))] == [Grouped()]
+    assert len(Grouped().layouts(Topology.grid(24, 8))) == 12
+    assert GroupSizes(2, 2, 4).cuts(Topology.grid(4, 2)) == (1, 2, 4, 8)

@@ -83,7 +83,9 @@ def test_one_pipeline_takes_as_long_as_several(nodes, local, kind, axis, each, s
         assert axis == "locals" or (one.sent, one.received) == pytest.approx((real.sent, real.received))
 
 
-@pytest.mark.parametrize(("nodes", "local", "groups"), [(4, 2, "4/2/4"), (2, 4, "2/1/4"), (4, 1, "2/2/4"), (1, 4, "2/4/4")])
+@pytest.mark.parametrize(
+    ("nodes", "local", "groups"), [(4, 2, "4/2/4"), (2, 4, "2/1/4"), (4, 1, "2/2/4"), (1, 4, "2/4/4")]
+)
 @pytest.mark.parametrize("shared", [True, False])
 def test_one_rank_takes_as_long_as_all_its_groups(nodes, local, groups, shared):
     topology, prices = Topology.grid(nodes, local), costs(4, shared=shared)

@@ -6,11 +6,11 @@ Ranks are numbered node by node, and a group is an aligned block of them: part o
     gradients   every visit's are reduced over a group, and add up there for the step
     state       masters, moments and gradients at home are cut over a group; the world holds a copy for each group
 
-The sizes, the node and the world are *cuts*: each divides the next. Between two neighbouring cuts a < b there is one hop
-each way, between the ranks that have the same place in their blocks of a ranks and lie in one block of b. So weights
-come from b to a, and a hop whose cuts are not below the group of weights is made once a step; gradients go from a to b,
-and a hop whose cuts are not below the group of gradients is made once a step. Beyond the group of the state there are
-copies, between which gradients are summed.
+The sizes, the node and the world are *cuts*: each divides the next. Between two neighbouring cuts a < b there is one
+hop each way, between the ranks that have the same place in their blocks of a ranks and lie in one block of b. So
+weights come from b to a, and a hop whose cuts are not below the group of weights is made once a step; gradients go from
+a to b, and a hop whose cuts are not below the group of gradients is made once a step. Beyond the group of the state
+there are copies, between which gradients are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from math import prod
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
@@ -40,7 +39,7 @@ _ROUNDED = "numbers pass several hops, and would be rounded at each"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GroupSizes:
     """Ranks of the three groups, none larger than that of the state."""
 
     weights: int
@@ -68,7 +67,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Groups(WeightStrategy):
+class Grouped(WeightStrategy):
     """AsyncHZP: three groups.
 
     Args:
@@ -95,23 +94,23 @@ class Groups(WeightStrategy):
     def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
         return super().settle(replace(settings, groups=self.groups))
 
-    def sizes(self, topology: Topology) -> Sizes:
+    def sizes(self, topology: Topology) -> GroupSizes:
         """The three sizes on some nodes.
 
         Raises:
             UserError: not three numbers.
         """
         if not self.groups:
-            return Sizes(topology.local_size, topology.local_size, topology.world_size)
+            return GroupSizes(topology.local_size, topology.local_size, topology.world_size)
         words = [_SIZE.fullmatch(word) for word in self.groups.split("/")]
         numbers = [int(word[1]) * (topology.local_size if word[2] else 1) for word in words if word]
         if len(numbers) != 3 or len(words) != 3 or not all(numbers):
-            expected = "three numbers of processes, or of nodes: for weights, gradients and state, as in 4/8/16 or 1n/1n/2n"
+            expected = "the processes or nodes of three groups: weights, gradients, state, as in 4/8/16 or 1n/1n/2n"
             raise UserError("schedule.groups", self.groups, expected)
-        return Sizes(*numbers)
+        return GroupSizes(*numbers)
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
-        """Stripes in the order in which the hops there put them together: the place in the smallest block counts most."""
+        """Stripes in the order in which hops put them together: the place in the smallest block counts most."""
         sizes = self.sizes(topology)
         cuts = [cut for cut in sizes.cuts(topology) if cut <= sizes.state]
         digits = [range(0, b, a) for a, b in pairwise(cuts)]
@@ -129,7 +128,8 @@ class Groups(WeightStrategy):
         inner = [(a, b) for a, b in hops if b <= sizes.state]
         there = [self._hop(topology, a, b, "all_gather", back=False) for a, b in reversed(inner)]
         back = [
-            self._hop(topology, a, b, "reduce_scatter" if b <= sizes.state else "all_reduce", back=True) for a, b in hops
+            self._hop(topology, a, b, "reduce_scatter" if b <= sizes.state else "all_reduce", back=True)
+            for a, b in hops
         ]
         kept = sum(a >= self._held(topology) for a, _ in inner) - 1
         summed = sum(b <= sizes.gradients for _, b in hops)
@@ -165,7 +165,9 @@ class Groups(WeightStrategy):
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
         """Of a unit that takes every hop."""
-        weights, gradients = (sum(elements for _, elements in self._far(topology, home, back)) for back in (False, True))
+        weights, gradients = (
+            sum(elements for _, elements in self._far(topology, home, back)) for back in (False, True)
+        )
         return LinkTraffic(weights, weights, gradients, gradients)
 
     def _far(self, topology: Topology, home: Home, back: bool) -> Iterator[tuple[int, int]]:

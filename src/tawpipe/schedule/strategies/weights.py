@@ -66,7 +66,7 @@ class Spread(WeightStrategy):
 
 
 class Step(Spread):
-    """Hierarchical ZeRO (AsyncHZP): a node keeps what it has pulled, and sends gradients home once a step."""
+    """Hierarchical ZeRO: a node keeps what it has pulled, and sends gradients home once a step."""
 
     name = "tawpipe-step"
     summary = "as tawpipe-spread, with weights kept in the node and gradients added up there for the whole step"
