@@ -89,7 +89,16 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 STAGES = ("1f1b", "interleaved-1f1b", "zero-bubble", "generated", "solved")
 EXPERTS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-TRAVEL = ("tawpipe-spread", "tawpipe-step", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp", "weipipe")
+TRAVEL = (
+    "tawpipe-spread",
+    "tawpipe-step",
+    "tawpipe-striped",
+    "tawpipe-whole",
+    "flat",
+    "hsdp",
+    "tawpipe-groups",
+    "weipipe",
+)
 POOL = WorkerPool()
 
 
@@ -202,7 +211,12 @@ def _knobs(draw: random.Random, case: dict[str, Any], nodes: int, local: int, st
         }
         if strategy != "weipipe":
             open_to |= {"keep_mib": [0, 1], "offloaded_layers": [1, layers]}
-        if strategy.startswith("tawpipe"):
+        if strategy == "tawpipe-groups":
+            world, sizes = nodes * local, [1, local, nodes * local]
+            state = draw.choice(sizes)
+            smaller = [size for size in sizes if size <= state]
+            open_to["groups"] = [f"{draw.choice(smaller)}/{draw.choice(smaller)}/{state}", f"1n/{world}/{world}"]
+        elif strategy.startswith("tawpipe"):
             caches = [0, "all"] if strategy == "tawpipe-whole" else [0, 1, 2, "all"]
             open_to |= {"step_cache": caches, "gradients_scope": ["visit", "step"]}
         if strategy in ("tawpipe-striped", "tawpipe-whole") and not (case["tied"] or case["adapter"]):

@@ -107,11 +107,14 @@ class Topology:
         return tuple(node[local_rank] for node in self.nodes)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The members of the group ``node``, ``rail`` or ``world`` of ``rank``, in their group order; or of
-        its set (``set2``, ``set4``, ...), the aligned block of so many ranks of its node.
+        """The members of the group ``node``, ``rail`` or ``world`` of ``rank``, in their group order; of its set
+        (``set2``, ``set4``, ...), the aligned block of so many ranks of its node; or of every so manieth rank of an
+        aligned block of the world (``2:8``), see ``strided_group``.
 
         >>> Topology.grid(2, 4).group("set2", 6)
         (6, 7)
+        >>> Topology.grid(2, 4).group("2:8", 5)
+        (1, 3, 5, 7)
         """
         if name == "node":
             return self.nodes[self.node_of(rank)]
@@ -122,8 +125,38 @@ class Topology:
             return node[first : first + size]
         if name == "rail":
             return self.rail(self.local_of(rank))
+        world = tuple(rank for node in self.nodes for rank in node)
+        stride, colon, size = name.partition(":")
+        if colon:
+            place = world.index(rank)
+            first = place // int(size) * int(size)
+            return world[first + place % int(stride) : first + int(size) : int(stride)]
         assert name == "world", name
-        return tuple(rank for node in self.nodes for rank in node)
+        return world
+
+    def strided_group(self, stride: int, size: int) -> str:
+        """The name of the group of every ``stride``-th rank of an aligned block of ``size`` ranks.
+
+        >>> [Topology.grid(2, 4).strided_group(*each) for each in ((1, 4), (4, 8), (2, 4))]
+        ['node', 'rail', '2:4']
+        """
+        usual = {
+            (1, self.local_size): "node",
+            (self.local_size, self.world_size): "rail",
+            (1, self.world_size): "world",
+        }
+        return usual.get((stride, size), f"{stride}:{size}")
+
+    def has_strided_group(self, name: str) -> bool:
+        """True for the name of such a group.
+
+        >>> [Topology.grid(2, 4).has_strided_group(name) for name in ("2:8", "2:6", "8:8", "node")]
+        [True, False, False, False]
+        """
+        stride, _, size = name.partition(":")
+        if not (stride.isdecimal() and size.isdecimal()):
+            return False
+        return 0 < int(stride) < int(size) and int(size) % int(stride) == 0 == self.world_size % int(size)
 
     def __str__(self) -> str:
         processes = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")

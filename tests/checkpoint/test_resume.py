@@ -50,6 +50,13 @@ def test_resume_on_another_topology(pool, saved, nodes, local, strategy):
     assert again == pytest.approx(losses, rel=1e-10)
 
 
+def test_resume_with_copies_of_the_state_over_groups(pool, saved):
+    folder, losses = saved
+    knobs = {"strategy": "tawpipe-groups", "groups": "1n/1n/2n"}
+    again = pool.run("test_resume:go_on", 4, 1, folder=str(folder), total=TOTAL, **knobs)[0]
+    assert again == pytest.approx(losses, rel=1e-10)
+
+
 def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: Any) -> list[float]:
     """Train, save after ``steps``, train on; the losses after the save."""
     pipeline = resumable(world, **knobs)

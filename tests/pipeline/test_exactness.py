@@ -87,6 +87,22 @@ def test_rows_in_chunks_keep_the_numbers(pool):
     check(pool, 2, 2, settings)
 
 
+def test_groups_keep_the_numbers(pool):
+    """Weights kept, gradients summed and state cut over part of a node, a node, several nodes; copies of all sizes."""
+    on_nodes = {
+        (2, 2): ["1/1/1", "1/4/4", "2/1/2", "4/2/4"],
+        (4, 1): ["2/2/4", "1/2/2", "1/1/2", "2/4/4"],
+    }
+    for (nodes, local), every in on_nodes.items():
+        settings = [
+            setting(nodes, local, "tawpipe-groups", rounds, 1, rounds == 2, "float64") | {"groups": groups}
+            for rounds, groups in zip((1, 2, 3, 2), every, strict=True)
+        ]
+        settings[0] |= {"sequence_chunk": 7, "evaluate_first": True}
+        settings[1] |= {"gradients_scope": "visit", "recompute": "none"}
+        check(pool, nodes, local, settings)
+
+
 def test_homes_anywhere_keep_the_numbers(pool):
     """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
     settings = [
@@ -241,6 +257,7 @@ def test_evaluation_between_steps_changes_nothing(pool):
         ),
         {"strategy": "tawpipe-spread", "sequence_chunk": 6, "offloaded_layers": 5, "recompute": "selective"},
         {"strategy": "1f1b", "stages": "nodes"},
+        {"strategy": "tawpipe-groups", "groups": "1/2/2"},
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )

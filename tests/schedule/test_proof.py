@@ -59,7 +59,7 @@ def _field(dice: random.Random, schedule: Schedule, rank: int, action: Action) -
         "micro_batch": range(-1, len(schedule.micro_batches) + 1),
         "root": range(-1, schedule.topology.world_size + 1),
         "lane": list(Lane),
-        "group": ["", "node", "rail", "world", "set2"],
+        "group": ["", "node", "rail", "world", "set2", "1:2", "2:4"],
         "collective": ["", *COLLECTIVES],
         "op": list(Op),
     }
@@ -183,6 +183,8 @@ BASES = {
     },
     "flat": {"strategy": "flat", "nodes": 2, "local": 2},
     "hybrid": {"strategy": "hsdp", "nodes": 2, "local": 2, "gradients_scope": "step"},
+    "groups of two": {"strategy": "tawpipe-groups", "nodes": 4, "local": 1, "groups": "2/2/4"},
+    "groups within a node, and copies": {"strategy": "tawpipe-groups", "nodes": 2, "local": 2, "groups": "1/2/2"},
     "ring": {"strategy": "weipipe", "nodes": 3, "local": 1},
     "spread, homes in the host": {"strategy": "tawpipe-spread", "nodes": 2, "local": 2, "host_homes": "state"},
     "one device, homes in the host": {

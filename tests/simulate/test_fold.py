@@ -83,6 +83,20 @@ def test_one_pipeline_takes_as_long_as_several(nodes, local, kind, axis, each, s
         assert axis == "locals" or (one.sent, one.received) == pytest.approx((real.sent, real.received))
 
 
+@pytest.mark.parametrize(
+    ("nodes", "local", "groups"), [(4, 2, "4/2/4"), (2, 4, "2/1/4"), (4, 1, "2/2/4"), (1, 4, "2/4/4")]
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_rank_takes_as_long_as_all_its_groups(nodes, local, groups, shared):
+    topology, prices = Topology.grid(nodes, local), costs(4, shared=shared)
+    step = step_for(llama(4), topology, 2 * topology.world_size, strategy="tawpipe-groups", groups=groups)
+    assert foldable(step, prices)
+    whole, folded = play(build(step), prices), play(build(step, ranks=stand_ins(step)), prices)
+    assert folded.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
+    one, real = folded.node_bytes[2][0], whole.node_bytes[2][0]
+    assert (one.sent, one.received, one.inside) == pytest.approx((real.sent, real.received, real.inside))
+
+
 def test_what_cannot_be_folded():
     def step(strategy, count=8):
         return step_for(llama(4), Topology.grid(2, 2), count, strategy=strategy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -96,6 +96,27 @@ def scopes_and_caches(draw: st.DrawFn, name: str) -> dict[str, Any]:
     return settings
 
 
+def group_sizes(topology: Topology) -> list[str]:
+    """All that ``groups`` may say on some nodes."""
+    local, world = topology.local_size, topology.world_size
+    usable = [n for n in range(1, world + 1) if (local % n == 0 if n < local else n % local == 0 == world % n)]
+    return [
+        f"{weights}/{gradients}/{state}"
+        for state in usable
+        for weights in usable
+        for gradients in usable
+        if max(weights, gradients) <= state
+        and all(b % a == 0 for a, b in pairwise(sorted({weights, gradients, state, local, world})))
+    ]
+
+
+def grouped(name: str, topology: Topology) -> st.SearchStrategy[dict[str, str]]:
+    """The groups of a strategy that has some."""
+    if "groups" not in find(name).uses:
+        return st.just({})
+    return st.fixed_dictionaries({"groups": st.sampled_from(group_sizes(topology))})
+
+
 MOST_LAYERS = 12
 """Of a shape: those of a ring over the largest cluster."""
 
@@ -117,6 +138,7 @@ def shapes(draw: st.DrawFn) -> StepSpec:
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
         **draw(scopes_and_caches(name)),
+        **draw(grouped(name, topology)),
     )
 
 
@@ -157,6 +179,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         host_homes=draw(st.sampled_from(("none", "none", "state", "all"))),
         **draw(compressions(name, topology.local_size)),
         **draw(scopes_and_caches(name)),
+        **draw(grouped(name, topology)),
     )
     return build(step, training=draw(st.booleans()) if training is None else training)
 

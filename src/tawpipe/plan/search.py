@@ -74,6 +74,8 @@ HOPELESS = 1.35
 gain there is, makes a step a quarter shorter.
 """
 TOO_LONG = "not looked at: planning has taken as long as it may"
+WORTH = 0.02
+"""The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
 NEAR = 1.05
 """The same beyond which what is long to make is not made anew: another search gains a few per cent."""
 
@@ -316,7 +318,8 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
     refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
     ways: list[Candidate] = []
-    for way in sorted(pipelines.laid_out(request, strategy, axis), key=lambda one: _least(request, one, axis)):
+    every = pipelines.laid_out(request, strategy, axis)
+    for way in sorted(every, key=lambda way: _least(request, way, axis)):
         other = way.axis and axis not in ("", way.axis) and pipelines.long(request, way)
         if other and any(one.fits for one in ways):
             continue
@@ -324,6 +327,8 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
         most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
         try:
             why = _too_large(request, way.divided_over(request.topology))
+            if len(every) > 1 and not way.axis and not why:
+                why = _behind(request, way, outlook)
             if way.made and not why:
                 why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
             if not why:
@@ -334,6 +339,17 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     if not ways:
         return refused
     return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
+
+
+def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
+    """Why one of several ways to lay out weights that travel cannot be the best of all, or nothing."""
+    if outlook.ahead == math.inf:
+        return "not looked at: it needs more memory than tawpipe-spread"
+    fewest = replace(request.settings, strategy=way.name, micro_batches_per_visit=_per_visit(request)[-1])
+    bound = bound_of(request, request.step(fewest, way))
+    if bound > outlook.ahead * (1 - WORTH):
+        return f"not looked at: computing and links alone take {span(bound)} a step"
+    return ""
 
 
 def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:

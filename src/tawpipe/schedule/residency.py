@@ -103,18 +103,18 @@ class Residency:
 
 
 def plan_residency(
-    step: StepSpec, visits: Sequence[Visit], *, slices_busy: int | None, in_place: bool = False
+    step: StepSpec, visits: Sequence[Visit], *, cached: int, slices_busy: int | None, in_place: bool = False
 ) -> Residency:
     """Stays for all sizes of units.
 
     Args:
+        cached: units whose copies are kept beyond what look-ahead needs.
         slices_busy: for how many visits a device's slice of a unit may still be in use after the one that it came for;
             None where units do not come into a node as slices.
         in_place: a device computes from its slice, which is the whole unit: it is needed as often as the unit is.
     """
     uses = [step.model.blocks[visit.block].units for visit in visits if visit.weight_index is not None]
     ahead, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None
-    cached = step.step_cache if step.topology.num_nodes > 1 else 0
     full: list[dict[int, Stay]] = [{} for _ in uses]
     slices: list[dict[int, Stay]] = [{} for _ in uses]
     for size in {home.padded for home in step.homes}:

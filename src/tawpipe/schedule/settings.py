@@ -29,6 +29,10 @@ class ScheduleSettings:
     homes: str = ""
     """Under tawpipe-striped and tawpipe-whole, of every unit (embedding, layers, head) the node or the process that
     keeps it, as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
+    groups: str = ""
+    """Under tawpipe-groups, the processes of its three groups, as in 4/8/16, or their nodes, as in 1n/1n/2n: weights
+    are kept over the first for the step, gradients reduced over the second, and the optimizer's state cut over the
+    third. A node, a node and all if empty."""
     stages: str = ""
     """Under 1f1b, interleaved-1f1b, zero-bubble, generated and solved, what the positions of a pipeline are: world (all
     processes; so if empty), nodes (every node is one, and as many pipelines run side by side as a node has processes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
@@ -30,9 +29,6 @@ from tawpipe.topology import Topology
 class WeightStrategy(Strategy):
     """A strategy that moves weights to where activations are."""
 
-    carrier_computes: ClassVar[bool] = False
-    """True if a device to which a whole unit is sent computes from where it arrives."""
-
     @abstractmethod
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         """The home of a unit.
@@ -52,6 +48,14 @@ class WeightStrategy(Strategy):
         """What one node's link carries when a unit's weights come to every node once and its gradient goes home once,
         on several nodes.
         """
+
+    def computes_in_place(self, topology: Topology) -> bool:
+        """True if a device to which a whole unit is sent computes from where it arrives."""
+        return False
+
+    def cached(self, step: StepSpec) -> int:
+        """Units whose copies are kept for the step beyond what look-ahead needs."""
+        return step.step_cache if step.topology.num_nodes > 1 else 0
 
     def slices_busy(self, step: StepSpec) -> int | None:
         """For how many visits a device's slice of a unit may still be in use after the one that it came for; None
@@ -81,7 +85,13 @@ class WeightStrategy(Strategy):
         return Tour(
             step,
             visits,
-            plan_residency(step, visits, slices_busy=self.slices_busy(step), in_place=self.carrier_computes),
+            plan_residency(
+                step,
+                visits,
+                cached=self.cached(step),
+                slices_busy=self.slices_busy(step),
+                in_place=self.computes_in_place(step.topology),
+            ),
         )
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:

@@ -16,7 +16,7 @@ from tawpipe.schedule.proof.verify import ScheduleError
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.cost_model import CostModel, LinkModel
-from tawpipe.topology import SET, Topology
+from tawpipe.topology import Topology
 
 Port = tuple[str, int, str]
 """(``between``, ``inside``, ``host`` or ``rows``, node or rank, direction): something that has a bandwidth; ``rows`` is
@@ -152,12 +152,13 @@ class Transfers:
         return self._collectives[key]
 
     def _seen(self, load: Load, group: str) -> Load:
-        """The part of a load that the played nodes see; of rails, sets and messages between two ranks they see all that
-        pass their links at one time.
+        """The part of a load that the played nodes see; of groups with few ranks of a node, and of messages between two
+        ranks, they see all that pass their links at one time.
         """
-        times = self._alike if group in ("rail", PAIR) else 1
-        if group.startswith(SET):
-            times = self.topology.local_size // self.cost_model.ranks
+        times = self._alike
+        if group not in ("rail", PAIR):
+            node = set(self.topology.group("node", 0))
+            times = self.topology.local_size // len(node.intersection(self.topology.group(group, 0)))
         ports = tuple(
             (port, amount * times if self._by_node(port) else amount)
             for port, amount in load.ports

@@ -323,7 +323,8 @@ class _Checker:
         if any(map(_is_activation, (*action.reads, *action.writes))):
             yield from self._keys_together(action)
             return
-        if action.collective not in COLLECTIVES or action.group not in GROUPS or not self._unit(action) or action.frees:
+        known = action.group in GROUPS or self.topology.has_strided_group(action.group)
+        if action.collective not in COLLECTIVES or not known or not self._unit(action) or action.frees:
             yield "there is no such collective, group or unit"
             return
         rooted = action.collective in ("broadcast", "reduce")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, home_weight
+from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.visits import Visit
 
@@ -29,11 +30,29 @@ class Hop:
 
 
 class CollectiveRoute(Route):
-    """Hops of all-gathers there; reduce-scatters, or an all-reduce between the copies of a home, back."""
+    """Hops of all-gathers there; reduce-scatters, or all-reduces between the copies of a home, back.
 
-    def __init__(self, rank: int, tour: Tour, *, there: Sequence[Hop], back: Sequence[Hop]) -> None:
+    Args:
+        kept: of the hops there, the one whose result may stay, see ``Residency.slices``; the last but one by default.
+        summed: of the hops back, the first that gradients which add up for a step take once; the first far one by
+            default.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        tour: Tour,
+        *,
+        there: Sequence[Hop],
+        back: Sequence[Hop],
+        kept: int | None = None,
+        summed: int | None = None,
+    ) -> None:
         super().__init__(rank, tour)
         self.there, self.back = list(there), list(back)
+        self.kept = len(self.there) - 2 if kept is None else kept
+        far = (place for place, hop in enumerate(self.back) if hop.far)
+        self.summed = next(far, len(self.back)) if summed is None else summed
 
     def _size(self, hop: Hop) -> int:
         return len(self.topology.group(hop.group, self.rank))
@@ -48,16 +67,17 @@ class CollectiveRoute(Route):
         source, elements = home_weight(unit), self.homes[unit].stripe
         if held := self.holds(index, unit):
             source = self.resident[unit]
-        for hop in () if held else self.there:
+        stays = not held and self.residency.holds_slice(index, unit)
+        for place, hop in enumerate(() if held else self.there):
             elements *= self._size(hop)
-            if hop == self.there[-1]:
-                target = self._full_buffer(index, unit)
-            else:
+            if place == self.kept:
                 target = self._slice_buffer(index, unit, elements)
-                if self.residency.holds_slice(index, unit):
-                    source = target
-                    continue
-            yield self._collective(hop, unit, source, target)
+            elif place == len(self.there) - 1:
+                target = self._full_buffer(index, unit)
+            else:  # on the way, STREAMING of them at one time
+                target = self.pools.take(f"S{place}x", unit, elements=elements, limit=STREAMING)
+            if not (stays and place <= self.kept):
+                yield self._collective(hop, unit, source, target)
             source = target
         self.full[index, unit] = self.resident[unit] = source
 
@@ -69,16 +89,17 @@ class CollectiveRoute(Route):
     def take_home(self, index: int, unit: int) -> Iterator[Action]:
         """``push`` of one unit, of the ``index``-th visit with gradients."""
         source, elements = self.gradient[index, unit], self.homes[unit].padded
-        for hop in self.back:
-            if hop.far and self.sums_up(unit):
-                yield self._sum_up(unit, source, elements)
+        for place, hop in enumerate(self.back):
+            if place == self.summed and self.sums_up(unit):
+                yield self._sum_up(unit, source, elements, self.back[place - 1].lane if place else Lane.REDUCE)
                 if index != self.pushes[unit][-1]:
                     break
                 source = self.sums[unit]
             target = source
             if hop.collective == "reduce_scatter":
                 elements //= self._size(hop)
-                target = self._gradient_buffer("R" if hop == self.back[-1] else "H", unit, elements)
+                last = place == len(self.back) - 1
+                target = self._gradient_buffer("R" if last else f"H{place}x" if place else "H", unit, elements)
             yield self._collective(hop, unit, source, target)
             source = target
         else:

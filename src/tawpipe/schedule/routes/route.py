@@ -159,17 +159,16 @@ class Route(ABC):
     # sums over a step
 
     def sums_up(self, unit: int) -> bool:
-        """True if a unit's gradients add up in the node until its last visit of the step."""
-        step = self.settings.gradients_scope == "step"
-        return step and self.topology.num_nodes > 1 and len(self.pushes[unit]) > 1
+        """True if a unit's gradients add up on their way home until its last visit of the step."""
+        return self.settings.gradients_scope == "step" and len(self.pushes[unit]) > 1
 
-    def _sum_up(self, unit: int, source: Buffer, elements: int) -> Action:
-        """ADD to the node's sum of a unit, which has a buffer of its own. In the lane that made ``source``: a push
-        under way must not hold it up.
+    def _sum_up(self, unit: int, source: Buffer, elements: int, lane: Lane = Lane.REDUCE) -> Action:
+        """ADD to the sum of a unit, which has a buffer of its own. In the lane that made ``source``: a push under way
+        must not hold it up.
         """
         if unit not in self.sums:
             self.sums[unit] = self.pools.take("A", unit, elements=elements, limit=len(self.homes))
-        return self._add(unit, source, self.sums[unit], Lane.REDUCE)
+        return self._add(unit, source, self.sums[unit], lane)
 
     # buffers
 

@@ -189,6 +189,9 @@ class ExchangeRoute(Route):
             if index == self.pushes[unit][-1]:
                 self._leaving[index, unit] = self.sums[unit]
 
+    def sums_up(self, unit: int) -> bool:
+        return self.topology.num_nodes > 1 and super().sums_up(unit)
+
     def _pushes(self, visits: list[Visit], number: int) -> Iterator[tuple[int, int, int, int]]:
         """(visit with gradients, unit, source rank, home rank) of everything that goes home in one exchange."""
         for node, index in visits_of_exchange(number, self.topology.num_nodes, len(visits)):

@@ -58,7 +58,7 @@ def step_of(
     strategy.check(step)
     for name in SPECIAL:
         if (value := getattr(settings, name)) and name not in strategy.uses:
-            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has no stages")
+            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has none")
     if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)

@@ -20,6 +20,7 @@ from tawpipe.schedule.pipelines.made import Generated, SolvedPipeline, ZeroBubbl
 from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
+from tawpipe.schedule.strategies.groups import Grouped
 from tawpipe.schedule.strategies.weights import Flat, Hybrid, Spread, Step, Striped, WeiPipe, Whole
 
 STRATEGIES: dict[str, Strategy] = {}
@@ -32,7 +33,7 @@ def register(strategy: Strategy) -> Strategy:
     return strategy
 
 
-for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
+for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), Grouped(), WeiPipe()):
     register(_strategy)
 for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), SolvedPipeline()):
     register(_strategy)

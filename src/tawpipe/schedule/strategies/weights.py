@@ -66,7 +66,7 @@ class Spread(WeightStrategy):
 
 
 class Step(Spread):
-    """Hierarchical ZeRO (AsyncHZP): a node keeps what it has pulled, and sends gradients home once a step."""
+    """Hierarchical ZeRO: a node keeps what it has pulled, and sends gradients home once a step."""
 
     name = "tawpipe-step"
     summary = "as tawpipe-spread, with weights kept in the node and gradients added up there for the whole step"
@@ -107,7 +107,6 @@ class Whole(Striped):
     """TawPipe as in its paper (AAAI 2026): a unit on one device, sent to one device of each other node, broadcast."""
 
     name = "tawpipe-whole"
-    carrier_computes = True
     summary = "every unit on one process, which sends it to one process of every other node, as in the paper"
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
@@ -116,6 +115,9 @@ class Whole(Striped):
 
     def places(self, topology: Topology) -> int:
         return topology.world_size
+
+    def computes_in_place(self, topology: Topology) -> bool:
+        return True
 
     def route(self, rank: int, tour: Tour) -> Route:
         if tour.step.topology.world_size == 1:

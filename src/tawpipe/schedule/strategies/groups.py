@@ -1,0 +1,214 @@
+"""Weights, gradients and the optimizer's state over groups of three sizes of their own (AsyncHZP, arXiv 2510.20111).
+
+Ranks are numbered node by node, and a group is an aligned block of them: part of a node, a node, several nodes, all.
+
+    weights     every rank of a group keeps, for the step, its slice of what the group gathers for a visit
+    gradients   every visit's are reduced over a group, and add up there for the step
+    state       masters, moments and gradients at home are cut over a group; the world holds a copy for each group
+
+The sizes, the node and the world are *cuts*: each divides the next. Between two neighbouring cuts a < b there is one
+hop each way, between the ranks that have the same place in their blocks of a ranks and lie in one block of b. So
+weights come from b to a, and a hop whose cuts are not below the group of weights is made once a step; gradients go from
+a to b, and a hop whose cuts are not below the group of gradients is made once a step. Beyond the group of the state
+there are copies, between which gradients are summed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.link_traffic import LinkTraffic
+from tawpipe.schedule.placement import Home
+from tawpipe.schedule.residency import STREAMING
+from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
+from tawpipe.schedule.routes.route import Route, Tour
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.schedule.weight_strategy import WeightStrategy
+from tawpipe.topology import Topology
+
+MOST_TRIED = 4
+"""Sizes of the group of the state of which a plan looks at several ways."""
+_SIZE = re.compile(r"([0-9]{1,6})(n?)")
+_ROUNDED = "numbers pass several hops, and would be rounded at each"
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """Ranks of the three groups, none larger than that of the state."""
+
+    weights: int
+    gradients: int
+    state: int
+
+    def __str__(self) -> str:
+        return f"{self.weights}/{self.gradients}/{self.state}"
+
+    def cuts(self, topology: Topology) -> tuple[int, ...]:
+        """1, the sizes, the node and the world, ascending.
+
+        Raises:
+            UserError: one does not divide the next.
+        """
+        cuts = sorted({1, self.weights, self.gradients, self.state, topology.local_size, topology.world_size})
+        if max(self.weights, self.gradients) > self.state or any(b % a for a, b in pairwise(cuts)):
+            local, nodes = topology.local_size, topology.num_nodes
+            usable = [n for n in range(1, local) if local % n == 0]
+            usable += [local * n for n in range(1, nodes + 1) if nodes % n == 0]
+            numbers = ", ".join(map(str, usable))
+            expected = f"numbers of {numbers}, of which the smaller divide the larger and the last is the largest"
+            raise UserError("schedule.groups", str(self), expected)
+        return tuple(cuts)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Grouped(WeightStrategy):
+    """AsyncHZP: three groups.
+
+    Args:
+        groups: ``ScheduleSettings.groups``; empty for a node, a node and the world, which is ``tawpipe-step``.
+    """
+
+    groups: str = ""
+
+    name = "tawpipe-groups"
+    summary = "weights kept, gradients summed and the optimizer's state cut over groups of three sizes (AsyncHZP)"
+    one_order = True
+    usual = False
+    uses = ("groups",)
+    defaults = {"gradients_scope": "step"}
+    refusals = {
+        "step_cache": "schedule.groups says what is kept",
+        "weights_compression": _ROUNDED,
+        "gradients_compression": _ROUNDED,
+    }
+
+    def configured(self, settings: ScheduleSettings) -> Strategy:
+        return replace(self, groups=settings.groups) if settings.groups else self
+
+    def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
+        return super().settle(replace(settings, groups=self.groups))
+
+    def sizes(self, topology: Topology) -> GroupSizes:
+        """The three sizes on some nodes.
+
+        Raises:
+            UserError: not three numbers.
+        """
+        if not self.groups:
+            return GroupSizes(topology.local_size, topology.local_size, topology.world_size)
+        words = [_SIZE.fullmatch(word) for word in self.groups.split("/")]
+        numbers = [int(word[1]) * (topology.local_size if word[2] else 1) for word in words if word]
+        if len(numbers) != 3 or len(words) != 3 or not all(numbers):
+            expected = "the processes or nodes of three groups: weights, gradients, state, as in 4/8/16 or 1n/1n/2n"
+            raise UserError("schedule.groups", self.groups, expected)
+        return GroupSizes(*numbers)
+
+    def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
+        """Stripes in the order in which hops put them together: the place in the smallest block counts most."""
+        sizes = self.sizes(topology)
+        cuts = [cut for cut in sizes.cuts(topology) if cut <= sizes.state]
+        digits = [range(0, b, a) for a, b in pairwise(cuts)]
+        world = topology.group("world", 0)
+        ranks, *others = (
+            tuple(world[first + sum(places)] for places in product(*digits))
+            for first in range(0, topology.world_size, sizes.state)
+        )
+        return Home.over(ranks, numel, multiple=topology.world_size // sizes.state, replicas=tuple(others))
+
+    def route(self, rank: int, tour: Tour) -> Route:
+        topology = tour.step.topology
+        sizes = self.sizes(topology)
+        hops = list(pairwise(sizes.cuts(topology)))
+        inner = [(a, b) for a, b in hops if b <= sizes.state]
+        there = [self._hop(topology, a, b, "all_gather", back=False) for a, b in reversed(inner)]
+        back = [
+            self._hop(topology, a, b, "reduce_scatter" if b <= sizes.state else "all_reduce", back=True)
+            for a, b in hops
+        ]
+        kept = sum(a >= self._held(topology) for a, _ in inner) - 1
+        summed = sum(b <= sizes.gradients for _, b in hops)
+        return CollectiveRoute(rank, tour, there=there, back=back, kept=kept, summed=summed)
+
+    @staticmethod
+    def _hop(topology: Topology, a: int, b: int, collective: str, *, back: bool) -> Hop:
+        far = b > topology.local_size
+        near, away = (Lane.REDUCE, Lane.INTER_G) if back else (Lane.GATHER, Lane.INTER_W)
+        return Hop(away if far else near, topology.strided_group(a, b), collective, far)
+
+    def _held(self, topology: Topology) -> int:
+        """The cut whose slices of weights stay: of the group of weights; where that is the group of the state, from
+        which they come for every visit, the least there is, as under ``tawpipe-spread``; that of the state for none.
+        """
+        sizes = self.sizes(topology)
+        if sizes.weights < sizes.state:
+            return sizes.weights
+        return next((cut for cut in sizes.cuts(topology) if cut > 1), 1)
+
+    def slices_busy(self, step: StepSpec) -> int | None:
+        held, ahead = self._held(step.topology), step.settings.look_ahead
+        if held == self.sizes(step.topology).state:
+            return None
+        return ahead if held == 1 else min(ahead, STREAMING - 1)
+
+    def cached(self, step: StepSpec) -> int:
+        sizes = self.sizes(step.topology)
+        return len(step.model.units) if sizes.weights < sizes.state else 0
+
+    def computes_in_place(self, topology: Topology) -> bool:
+        return self._held(topology) == 1 < self.sizes(topology).state
+
+    def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
+        """Of a unit that takes every hop."""
+        weights, gradients = (
+            sum(elements for _, elements in self._far(topology, home, back)) for back in (False, True)
+        )
+        return LinkTraffic(weights, weights, gradients, gradients)
+
+    def _far(self, topology: Topology, home: Home, back: bool) -> Iterator[tuple[int, int]]:
+        """Of every hop between nodes its larger cut, and the elements that leave a node."""
+        sizes = self.sizes(topology)
+        for a, b in pairwise(sizes.cuts(topology)):
+            if b > topology.local_size and (back or b <= sizes.state):
+                copies = b > sizes.state
+                # Of a ring of b / a nodes: a rank sends all pieces but its own, twice in an all-reduce.
+                each = 2 * home.stripe * a // b if copies else home.padded // b
+                yield b, topology.local_size * (b // a - 1) * each
+
+    def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
+        """Hops that are made once a step, and those of every visit for which they are made."""
+        topology, sizes, held = step.topology, self.sizes(step.topology), self._held(step.topology)
+        if topology.num_nodes == 1:
+            return (LinkTraffic(),)
+        tour = self.tour(step, training=training)
+        stays = tour.residency
+        first, every = list(stays.arrivals()), [u for v in stays.full for u, stay in v.items() if not stay.held]
+        pushed = [u for v in tour.visits if v.gradient_index is not None for u in step.model.trainable_units(v.block)]
+        last = sorted(set(pushed)) if step.settings.gradients_scope == "step" else pushed
+        weights = gradients = 0
+        for unit, home in enumerate(step.homes):
+            for b, elements in self._far(topology, home, False):
+                weights += elements * (first if b > held else every).count(unit)
+            for b, elements in self._far(topology, home, True):
+                gradients += elements * (last if b > sizes.gradients else pushed).count(unit)
+        return (LinkTraffic(weights, weights, gradients, gradients),) * topology.num_nodes
+
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return (0,)
+
+    def layouts(self, topology: Topology) -> Sequence[Strategy]:
+        """Groups of whole nodes between one and all, which no other strategy has: with the fewest transfers, with the
+        least memory, and between.
+        """
+        if self.groups or topology.num_nodes == 1:
+            return (self,)
+        nodes = topology.num_nodes
+        several = [n for n in range(2, nodes) if nodes % n == 0]
+        chosen = dict.fromkeys(several[i * len(several) // MOST_TRIED] for i in range(MOST_TRIED) if several)
+        sizes = [(w, g, n) for n in chosen for w, g in ((1, 1), (1, n), (n, n))]
+        return [replace(self, groups=f"{w}n/{g}n/{n}n") for w, g, n in sizes] or (self,)
