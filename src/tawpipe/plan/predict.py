@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
+from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import far_widths, held, held_apart
 from tawpipe.schedule.step import Schedule, StepSpec
@@ -92,14 +93,26 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     """Bytes that a device and its host hold. ``system`` is what the driver, libraries and communicators take."""
     request = request.of(schedule.step)
     tokens, memory = round(request.size.tokens), request.profile.memory
+    known: dict[tuple[object, ...], int] = {}
+    step = schedule.step
+    several = step.strategy.orders_host or bool(step.settings.keep_mib) or step.sequence_ranks > 1
+    """Micro-batches are not alike in what is kept of them."""
+
+    def working(action: Action) -> int:
+        of = action.micro_batch if several else action.micro_batch < 0
+        alike = (action.op, action.block, of, len(action.reads), len(action.writes))
+        if alike not in known:
+            known[alike] = memory.working_of(schedule, action, tokens)
+        return known[alike]
+
     said = held(
         schedule,
         request.widths,
-        activation_bytes=request.activations_of(schedule.step.sequence_ranks),
-        working=lambda action: memory.working_of(schedule, action, tokens),
+        activation_bytes=request.activations_of(step.sequence_ranks),
+        working=working,
     )
-    settings = schedule.step.settings
-    chunk = min((settings.sequence_chunk or 0) * request.micro_batch, -(-tokens // schedule.step.sequence_ranks))
+    settings = step.settings
+    chunk = min((settings.sequence_chunk or 0) * request.micro_batch, -(-tokens // step.sequence_ranks))
     passes = request.has_host and not settings.offload_dir
     parts = {
         "homes": said.home_bytes,
