@@ -70,11 +70,11 @@ def state_pieces(
             continue
         for piece in pieces:
             yield StatePiece(f"model.{piece.name}", piece.numel, piece.start, piece.value.detach())
-        own = optimizers.pieces.get(unit, ())
-        for piece, state in zip(own, states.get(unit) or [{}] * len(own), strict=True):
+        of_unit = optimizers.pieces.get(unit, ())
+        for piece, state in zip(of_unit, states.get(unit) or [{}] * len(of_unit), strict=True):
             for key, value in state.items():
-                if (found := _state_piece(piece, key, value)).numel > 1 or not saving or piece.start == 0:
-                    yield found
+                if (state_piece := _state_piece(piece, key, value)).numel > 1 or not saving or piece.start == 0:
+                    yield state_piece
 
 
 def _state_piece(piece: HomePiece, key: str, value: Any) -> StatePiece:
@@ -100,7 +100,7 @@ def _state_piece(piece: HomePiece, key: str, value: Any) -> StatePiece:
 
 def note_of(path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
     """Entry for the manifest of the file that a rank has written: size, checksum, chunks."""
-    chunks = [[one.name, one.numel, str(one.value.dtype), one.start, one.value.numel()] for one in pieces]
+    chunks = [[piece.name, piece.numel, str(piece.value.dtype), piece.start, piece.value.numel()] for piece in pieces]
     return {"bytes": path.stat().st_size, "sha256": checksum(path), "chunks": chunks}
 
 

@@ -79,8 +79,8 @@ class Incoming:
     def of(cls, source: Source, storage: Storage, optimizers: UnitOptimizers) -> Incoming:
         """Raises UserError or RunError naming what in a state is not as it is here."""
         manifest = source.manifest
-        own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-        check_same_model(str(source.where), manifest["parameters"], own)
+        shapes = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
+        check_same_model(str(source.where), manifest["parameters"], shapes)
         if (form := manifest.get("quantize", NONE)) != storage.form:
             expected = f"a state with quantize={storage.form}; what is frozen is kept as quantize={form} in it"
             raise UserError("where", str(source.where), expected)
@@ -93,7 +93,7 @@ class Incoming:
         pieces = tuple(state_pieces(storage, optimizers, saving=False, states=states))
         names = {piece.name: piece for piece in pieces}
         trained = {piece.name for own_pieces in optimizers.pieces.values() for piece in own_pieces}
-        surplus = [one for one in tensors if one.startswith(STATE) and one.split(".", 2)[-1] in trained]
+        surplus = [name for name in tensors if name.startswith(STATE) and name.split(".", 2)[-1] in trained]
         for name in [*names, *surplus]:
             if name not in tensors or name not in names:
                 raise RunError(f"{name} is not in it" if name in names else f"it has {name}, which is not here")
@@ -229,14 +229,14 @@ class _Load:
         Args:
             others: what every rank may have to be sent.
         """
-        own = self.world.rank
+        here = self.world.rank
         for rank, wanted in enumerate(others):
-            parts = parts_of(self.source, rank, self._wanted if rank == own else wanted)
-            self._parts += [part for part in parts if own in (part.reader, part.rank)]
+            parts = parts_of(self.source, rank, self._wanted if rank == here else wanted)
+            self._parts += [part for part in parts if here in (part.reader, part.rank)]
         for part in self._parts:
-            if part.reader == own:
+            if part.reader == here:
                 if part.number not in self._files:
-                    folder = Path(self.source.folders[part.number][own])
+                    folder = Path(self.source.folders[part.number][here])
                     opened = open_file(folder, self.source.manifest, part.number)
                     self._files[part.number] = self._stack.enter_context(opened)
                 shape = self._files[part.number].get_slice(part.key).get_shape()
@@ -247,20 +247,20 @@ class _Load:
         """Read, send and receive, in an order that all ranks agree on. One that cannot read goes on to send, because
         others wait for it, and raises in the end.
         """
-        own, group, pieces = self.world.rank, self.world.group, self.incoming.begin()
+        here, group, pieces = self.world.rank, self.world.group, self.incoming.begin()
         problem: Exception | None = None
         for part in self._parts:
-            piece, count = pieces[part.index] if part.rank == own else None, part.end - part.begin
+            piece, count = pieces[part.index] if part.rank == here else None, part.end - part.begin
             values = torch.empty(0)
-            if part.reader == own and problem is None:
+            if part.reader == here and problem is None:
                 try:
                     cut = slice(part.begin - part.start, part.end - part.start)
                     values = self._files[part.number].get_slice(part.key)[cut]
                 except Exception as error:
                     problem = error
-            if part.reader != own or problem is not None:
+            if part.reader != here or problem is not None:
                 values = torch.empty(count, dtype=saved_dtype(self.source.manifest, part.name, torch.float32))
-            if part.reader != own:
+            if part.reader != here:
                 dist.recv(values, part.reader, group=group)
             if piece is None:
                 dist.send(values.contiguous(), part.rank, group=group)

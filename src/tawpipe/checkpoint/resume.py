@@ -142,13 +142,13 @@ class Choice:
 
 def newest(store: Store) -> Choice:
     """The newest state in a store that is sound; call on all ranks."""
-    own: dict[int, list[Path]] = {}
-    steps = {step for seen in store.world.together(lambda: own.update(store.states()) or list(own)) for step in seen}
+    here: dict[int, list[Path]] = {}
+    steps = {step for seen in store.world.together(lambda: here.update(store.states()) or list(here)) for step in seen}
     passed_over: list[str] = []
     for step in sorted(steps, reverse=True):
         name = step_name(step)
         try:
-            return Choice(examine(store, own.get(step, [store.folder / name])), tuple(passed_over))
+            return Choice(examine(store, here.get(step, [store.folder / name])), tuple(passed_over))
         except RunError as problem:
             passed_over.append(f"{name}: {problem}")
     return Choice(None, tuple(passed_over))
@@ -221,8 +221,8 @@ def _if_sound(
         return sound
 
     folders: list[dict[int, str]] = [{} for _ in known["files"]]
-    for own in world.together(check):
-        for number, index in own:
+    for sound in world.together(check):
+        for number, index in sound:
             folder, ranks = seers[index]
             for rank in ranks:
                 folders[number].setdefault(rank, folder)
@@ -285,7 +285,7 @@ class Mark:
         """The mark in a file's text; of one that is damaged nothing is known."""
         try:
             values = json.loads(text)
-            return cls(*(str(values[one.name]) for one in fields(cls)))
+            return cls(*(str(values[member.name]) for member in fields(cls)))
         except (ValueError, KeyError, TypeError):
             return cls()
 

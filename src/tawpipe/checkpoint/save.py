@@ -81,7 +81,7 @@ def stage(pieces: Sequence[StatePiece], *, live: bool = False) -> list[StatePiec
     else:
         for piece, copy in zip(pieces, copies, strict=True):
             copy.copy_(piece.value)
-    return [StatePiece(one.name, one.numel, one.start, copy) for one, copy in zip(pieces, copies, strict=True)]
+    return [StatePiece(piece.name, piece.numel, piece.start, copy) for piece, copy in zip(pieces, copies, strict=True)]
 
 
 def _through_pinned(values: Sequence[Tensor], copies: Sequence[Tensor]) -> None:

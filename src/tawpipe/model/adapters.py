@@ -68,13 +68,13 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of base models that are renamed, and of tied ones: exports look at these
         try:
-            made: Any = get_peft_model(model, config)
+            adapted: Any = get_peft_model(model, config)
         except ValueError as error:
             raise UserError(*setting, f"modules of {spec} that peft can adapt ({error})") from error
     config.base_model_name_or_path = base
     if config.target_parameters:
         raise UserError(*setting, f"other modules: peft takes these for experts, which are one tensor each in {spec}")
-    return made
+    return adapted
 
 
 def _config_of(lora: LoraSettings) -> Any:
@@ -137,8 +137,8 @@ def _check_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> None:
     known = {name: isinstance(module, kinds) for name, module in model.named_modules() if name}
     ends = sorted({name.rpartition(".")[2] for name, fits in known.items() if fits} - {""})
     for target in targets:
-        found = [fits for name, fits in known.items() if name == target or name.endswith(f".{target}")]
-        if found and all(found):
+        each_fits = [fits for name, fits in known.items() if name == target or name.endswith(f".{target}")]
+        if each_fits and all(each_fits):
             continue
         near = difflib.get_close_matches(target, ends, n=1)
         words = f"the end of a linear layer's name in {spec}: {', '.join(ends)}; or {ALL_LINEAR}"
@@ -153,16 +153,16 @@ def _linear_layers(model: Any) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    names = [name for name, one in model.named_modules()]
+    names = [name for name, _ in model.named_modules()]
     head = model.get_output_embeddings()
-    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     others = set(names) - set(linear)
 
     def shortest(name: str) -> str:
         ends = [name]
         while "." in ends[-1]:
             ends.append(ends[-1].partition(".")[2])
-        clear = (end for end in reversed(ends) if not any(one == end or one.endswith(f".{end}") for one in others))
+        clear = (end for end in reversed(ends) if not any(path == end or path.endswith(f".{end}") for path in others))
         return next(clear, name)
 
     return sorted(end for end in {shortest(name) for name in linear} if not _means_experts(model, end))
@@ -186,7 +186,7 @@ def _means_experts(model: nn.Module, name: str) -> bool:
 
 def _experts(model: nn.Module, between: str) -> str:
     """Names of matrices of experts that are stored as one tensor, the ends of them."""
-    names = {name for name, one in model.named_parameters() if one.ndim > 2 and "experts" in name}
+    names = {name for name, parameter in model.named_parameters() if parameter.ndim > 2 and "experts" in name}
     return between.join(sorted({name.rpartition(".")[2] for name in names}))
 
 
@@ -195,10 +195,10 @@ def adapter_words(given: Any) -> str:
     if not (facts := adapter_facts(given)):
         return ""
     model = given.get_base_model()
-    layers = [(name, one) for name, one in model.named_modules() if hasattr(one, "reset_lora_parameters")]
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
     ends = sorted({name.rpartition(".")[2] for name, _ in layers})
     kinds = [word for word, used in (("DoRA", facts["dora"]), ("rsLoRA", facts["rslora"])) if used]
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     words = (
         f"{' and '.join(kinds) or 'LoRA'} of rank {facts['rank']}, alpha {facts['alpha']}, on {len(layers)} modules "
         f"({', '.join(ends)}): {trained:,} parameters"
@@ -238,21 +238,21 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     canonical = canonical_names(model)
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        found = {canonical[name] for name in canonical if _named(base_name(name), pattern)}
-        if not found:
+        named = {canonical[name] for name in canonical if _named(base_name(name), pattern)}
+        if not named:
             names = sorted({base_name(name) for name in canonical})
             near = _near(pattern, names)
             raise UserError(
                 "freeze", pattern, f"a pattern of names of parameters, or of modules, for example {', '.join(near)}"
             )
-        for name in found:
+        for name in named:
             parameters[name].requires_grad_(False)
-    if patterns and not any(one.requires_grad for one in parameters.values()):
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError("freeze", " ".join(patterns), "patterns that leave a parameter to train")
 
 
 def _named(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(one, pattern) for one in _with_holders(name))
+    return any(fnmatchcase(holder, pattern) for holder in _with_holders(name))
 
 
 def _with_holders(name: str) -> Iterator[str]:
@@ -268,10 +268,10 @@ def _with_holders(name: str) -> Iterator[str]:
 
 def _near(pattern: str, names: Sequence[str]) -> list[str]:
     """Names that were probably meant, those of modules among them: the likest by their whole or by their last part."""
-    holders = list(dict.fromkeys(one for name in names for one in _with_holders(name)))
+    holders = list(dict.fromkeys(holder for name in names for holder in _with_holders(name)))
     word = re.sub(r"[*?\[\]]", "", pattern).strip(".")
-    by_end = {one: difflib.SequenceMatcher(None, word, one[-max(len(word), 1) :]).ratio() for one in holders}
-    return sorted(holders, key=lambda one: (-by_end[one], len(one)))[:3]
+    by_end = {holder: difflib.SequenceMatcher(None, word, holder[-max(len(word), 1) :]).ratio() for holder in holders}
+    return sorted(holders, key=lambda holder: (-by_end[holder], len(holder)))[:3]
 
 
 class AdapterValues:

@@ -207,7 +207,7 @@ def packed_attention(
             "interface made",
         )
 
-    if unknown := sorted(name for name, one in kwargs.items() if isinstance(one, Tensor) and name not in UNUSED):
+    if unknown := sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in UNUSED):
         raise ApartError(type(module).__name__, f"its attention is given {', '.join(unknown)}, which is not known here")
     if key.shape[2] != query.shape[2]:
         raise ApartError(type(module).__name__, "its attention has keys that are not those of the row's tokens")
@@ -250,8 +250,8 @@ def packed_attention(
         return kernels.fused(query, key, value, window, scale, dropout).transpose(1, 2).contiguous(), None
     queries, keys, values = (kernels.parts(tensor, regions) for tensor in (query, key, value))
     outputs = [
-        kernels.fused(*own, window=window, scale=scale, dropout=dropout).transpose(1, 2)
-        for own in zip(queries, keys, values, strict=True)
+        kernels.fused(*of_region, window=window, scale=scale, dropout=dropout).transpose(1, 2)
+        for of_region in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 

@@ -85,8 +85,8 @@ def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callab
     config = text_config()
     head_dim, window = head_size(config), setting_of(config, "sliding_window")
     try:
-        for one in {None, window or None}:
-            try_kernels(device, dtype, head_dim, one)
+        for tried_window in {None, window or None}:
+            try_kernels(device, dtype, head_dim, tried_window)
     except Exception as problem:  # whatever a package raises that was built without it
         library.restore_flash_attention_impl()
         words = f"heads of size {head_dim}" + (f" and a window of {window}" if window else "")
@@ -180,7 +180,7 @@ def kernel_of_model(config: Any, names: Sequence[str], device: torch.device, dty
         Offer.of(device),
         dtype,
         head_dim,
-        dropout=max((one for one in dropouts if isinstance(one, float)), default=0.0),
+        dropout=max((dropout for dropout in dropouts if isinstance(dropout, float)), default=0.0),
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=any(name.endswith("sinks") for name in names),
     )

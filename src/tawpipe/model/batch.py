@@ -154,12 +154,12 @@ class MicroBatch:
         return cls.cat([part._longer(longest) for part in parts])
 
     def _longer(self, length: int) -> MicroBatch:
-        rows, own = self.input_ids.shape
-        if own == length:
+        rows, tokens = self.input_ids.shape
+        if tokens == length:
             return self
         assert rows == 1, "padding stands behind the documents of one row"
-        padding = torch.zeros(1, length - own, dtype=torch.int64, device="cpu")
-        behind = MicroBatch(padding, padding + IGNORE, padding, (length - own,), self.positions_given)
+        padding = torch.zeros(1, length - tokens, dtype=torch.int64, device="cpu")
+        behind = MicroBatch(padding, padding + IGNORE, padding, (length - tokens,), self.positions_given)
         return MicroBatch.cat([self, behind], dim=1)
 
     @classmethod

@@ -61,7 +61,7 @@ def refuse_emptied(model: nn.Module) -> None:
 
 def refuse_use(*models: nn.Module) -> None:
     """Replace the methods of emptied models that would work without weights by ones that refuse."""
-    for model in {id(one): one for one in models}.values():
+    for model in {id(emptied): emptied for emptied in models}.values():
         for method in NEED_WEIGHTS:
             if hasattr(model, method):
                 model.__dict__[method] = _Gone(type(model).__name__, method)
@@ -118,7 +118,9 @@ class UnitBinding:
         by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._parameters = tuple(tuple(by_name[slot.name] for slot in unit.slots) for unit in self.units)
         self._placeholders = tuple(tuple(p.data for p in parameters) for parameters in self._parameters)
-        self._place_of = {p: (unit, slot) for unit, own in enumerate(self._parameters) for slot, p in enumerate(own)}
+        self._place_of = {
+            p: (unit, slot) for unit, parameters in enumerate(self._parameters) for slot, p in enumerate(parameters)
+        }
         self._collections, self._unpacked = {}, {}
         self._room = torch.empty(self.unpacked_elements, dtype=dtype, device=device)
         self._span_of = self._spans()

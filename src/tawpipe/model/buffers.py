@@ -54,22 +54,22 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
     """
     in_charge = owners(model)
     for path, module in model.named_modules():
-        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        if any(buffer.is_meta for buffer in own.values()):
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if any(buffer.is_meta for buffer in buffers.values()):
             stand_in = copy.copy(module)
             stand_in.__dict__["_buffers"] = {
-                name: poison(torch.empty_like(buffer, device="cpu")) for name, buffer in own.items()
+                name: poison(torch.empty_like(buffer, device="cpu")) for name, buffer in buffers.items()
             }
             # Only buffers are wanted, and the parameters of a module on meta have nothing to initialise.
             in_charge[path]._init_weights(stand_in)
-            own = {name: buffer for name, buffer in stand_in._buffers.items() if buffer is not None}
-            if wrong := [name for name, buffer in own.items() if poisoned(buffer)]:
+            buffers = {name: buffer for name, buffer in stand_in._buffers.items() if buffer is not None}
+            if wrong := [name for name, buffer in buffers.items() if poisoned(buffer)]:
                 raise unsupported(
                     type(model).__name__,
                     f"buffer {path}.{wrong[0]} has no value on the meta device and the model's _init_weights sets none;"
                     " give a model that is not on meta",
                 )
-        for name, buffer in own.items():
+        for name, buffer in buffers.items():
             module._buffers[name] = buffer.to(device)
         for name, value in list(vars(module).items()):
             if name.endswith("long_inv_freq") and value.is_meta:  # a forward pass on meta has computed it: once more

@@ -223,8 +223,8 @@ def resolve_model(spec: str) -> Path | None:
     except Exception as error:  # its errors have no common base: network, names, access
         raise unsupported(spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
     if not has_weights(Path(downloaded)):
-        own = spec.rpartition("/")[2]
-        way = f"if it has them in another form, {conversion(spec, own)} writes them to {own}"
+        folder = spec.rpartition("/")[2]
+        way = f"if it has them in another form, {conversion(spec, folder)} writes them to {folder}"
         raise unsupported(spec, f"a model on the Hub with safetensors, which this has not; {way}")
     return Path(downloaded)
 

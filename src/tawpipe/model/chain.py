@@ -140,10 +140,10 @@ class Chain(UnitBinding):
         self._tape, self._feed = Tape(discovery.returns), Feed(discovery.returns)
         recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(self.layers)]
         feeders = [Feeder(layer, self._feed) for layer in self.layers]
-        self._embedding_side, own = view_with_layers(self.model, self.path, recorders)
-        self._head_side, own_too = view_with_layers(self.model, self.path, feeders)
-        remember_angles(own_too)
-        self._views = [*own, *own_too]
+        self._embedding_side, embedding_views = view_with_layers(self.model, self.path, recorders)
+        self._head_side, head_views = view_with_layers(self.model, self.path, feeders)
+        remember_angles(head_views)
+        self._views = [*embedding_views, *head_views]
 
     def _discover(self) -> Discovery:
         """Follow the model with documents that share a row; if it mixes them, with documents alone in theirs, by our
@@ -154,8 +154,8 @@ class Chain(UnitBinding):
             ways = ways[2:]
         states = bool(self.in_turn)
         for alone, implementation in ways:
-            own = self.own_attention if self.own_attention in ("sdpa", "eager") else "eager"
-            self._set_attention(own if implementation == "own" else implementation)
+            of_model = self.own_attention if self.own_attention in ("sdpa", "eager") else "eager"
+            self._set_attention(of_model if implementation == "own" else implementation)
             try:
                 discovery = discover(self.model, alone=alone, states=states)
             except ApartError as error:
@@ -189,8 +189,8 @@ class Chain(UnitBinding):
         matrices, layers = matrices_of(self.model), range(1, len(self.blocks) - 1)
 
         def has_some(unit: Unit) -> bool:
-            own = not unit.trainable and all(block in layers for block in unit.blocks)
-            return own and any(slot.name in matrices for slot in unit.slots)
+            of_frozen_layers = not unit.trainable and all(block in layers for block in unit.blocks)
+            return of_frozen_layers and any(slot.name in matrices for slot in unit.slots)
 
         if not any(map(has_some, self.units)):
             expected = "none, where no matrix of a layer is frozen: train an adapter (LoRA), or freeze layers"
@@ -221,7 +221,7 @@ class Chain(UnitBinding):
         sides = self.model, self._embedding_side, self._head_side
         modules = {id(module): module for side in sides for module in side.modules()}
         attributes = [vars(owner) for owner in (self, *modules.values())]
-        inside = [value for one in attributes for value in one.values() if isinstance(value, dict)]
+        inside = [value for mapping in attributes for value in mapping.values() if isinstance(value, dict)]
         before = [(mapping, dict(mapping)) for mapping in (*attributes, *inside)]
         try:
             yield
@@ -346,14 +346,14 @@ class Chain(UnitBinding):
         """
         if self.why_not_chunks:
             raise unsupported(self.name, f"rows cannot be cut, because {self.why_not_chunks}")
-        found = []
+        along_tokens = []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             short, long = (self.embed(_row_of(length, self.device))[1] for length in PROBED_LENGTHS)
         for index, calls in enumerate(zip(short, long, strict=True)):
             leaves = [tree_leaves((call.args, call.kwargs)) for call in calls]
-            found.append(tuple(self._tokens_of(index, *pair) for pair in zip(*leaves, strict=True)))
-        self.along_tokens = tuple(found)
+            along_tokens.append(tuple(self._tokens_of(index, *pair) for pair in zip(*leaves, strict=True)))
+        self.along_tokens = tuple(along_tokens)
 
     def _tokens_of(self, index: int, short: Any, long: Any) -> int | None:
         """The dimension of the tokens of an argument of a layer, which was recorded for two lengths."""
@@ -447,8 +447,8 @@ class Chain(UnitBinding):
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set persistent buffers, by name, to values that came with the weights. After ``prepare``."""
-        own = dict(self.model.named_buffers())
+        buffers = dict(self.model.named_buffers())
         for name, value in values.items():
-            if name not in own or own[name].shape != value.shape:
+            if name not in buffers or buffers[name].shape != value.shape:
                 raise unsupported(name, f"{self.name} has no such buffer of shape {tuple(value.shape)}")
-            own[name].copy_(value)
+            buffers[name].copy_(value)

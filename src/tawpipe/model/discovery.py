@@ -153,13 +153,13 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
     _try_layers(model, layers, tape.calls, tape.hidden)
     uses = _uses(model, layers, watch)
     width = tape.hidden.shape[2:].numel()
-    made = [
+    why = [
         f"layer {index} is given a tensor besides the hidden states that is computed from weights of the embedding side"
         for index, call in enumerate(tape.calls)
         if any(isinstance(leaf, Tensor) and followed.made(leaf) for leaf in tree_leaves((call.args, call.kwargs)))
     ]
     positions = _positions(model, watch)
-    return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(made[:1]), positions, mixing)
+    return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(why[:1]), positions, mixing)
 
 
 def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Documents]:
@@ -212,8 +212,8 @@ def _follow_head(
 
 def embedding_width(model: Any) -> int:
     """Elements of a token's embedding."""
-    own = getattr(model.get_input_embeddings(), "embedding_dim", None)
-    return own or model.config.get_text_config().hidden_size
+    width = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    return width or model.config.get_text_config().hidden_size
 
 
 def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor) -> None:

@@ -92,23 +92,23 @@ def attention(
         sinks: [heads] logits of one more key of each head, whose value is 0. The log-sum-exp has them in it.
     """
     rows, heads, length, _ = query.shape
-    own, keys, values = _folded(query, keys), keys.flatten(0, 1), values.flatten(0, 1)
+    queries, keys, values = _folded(query, keys), keys.flatten(0, 1), values.flatten(0, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    if len(parts) == 1 and values.shape[-1] == own.shape[-1]:
-        output, sums = _kernel(own, *_part_of(keys, values, slice(None), parts[0].keys, own), parts[0], scale)
+    if len(parts) == 1 and values.shape[-1] == queries.shape[-1]:
+        output, sums = _kernel(queries, *_part_of(keys, values, slice(None), parts[0].keys, queries), parts[0], scale)
     else:
-        output = own.new_empty(*own.shape[:3], values.shape[-1], dtype=wide)
-        sums = own.new_empty(own.shape[:3], dtype=wide)
-        for some in _at_one_time(own, values, parts):
+        output = queries.new_empty(*queries.shape[:3], values.shape[-1], dtype=wide)
+        sums = queries.new_empty(queries.shape[:3], dtype=wide)
+        for some in _at_one_time(queries, values, parts):
             for part in parts:
-                seen = _part_of(keys, values, some, part.keys, own)
+                seen = _part_of(keys, values, some, part.keys, queries)
                 place = some, slice(None), part.queries
-                one, lse = _kernel(_for(part, own[place]), *seen, part, scale)
-                one, lse = one[..., : values.shape[-1]], lse.to(wide)
+                of_part, lse = _kernel(_for(part, queries[place]), *seen, part, scale)
+                of_part, lse = of_part[..., : values.shape[-1]], lse.to(wide)
                 if part.right == 0:
-                    output[place], sums[place] = one, lse
+                    output[place], sums[place] = of_part, lse
                 else:
-                    _merge(output[place], sums[place], one, lse)
+                    _merge(output[place], sums[place], of_part, lse)
     output, sums = output.reshape(rows, heads, length, -1), sums.reshape(rows, heads, length).to(wide)
     if sinks is not None:
         alone, sums = sums, torch.logaddexp(sums, sinks.to(wide)[:, None])
@@ -142,26 +142,26 @@ def gradients(
     """The gradient of queries; those of the keys and values, of which ``seen`` has the rows', are added to ``targets``,
     which may be of a wider type.
     """
-    own = [_folded(tensor, seen[0]) for tensor in (query, gradient, output)]
-    total = torch.empty_like(own[0], dtype=targets[0].dtype)
+    folded = [_folded(tensor, seen[0]) for tensor in (query, gradient, output)]
+    total = torch.empty_like(folded[0], dtype=targets[0].dtype)
     log_sums = sums.reshape(total.shape[:3])
-    keys, values = (one.flatten(0, 1) for one in seen)
-    totals = [one.view(keys.shape[0], *one.shape[2:]) for one in targets]  # of the same memory
-    for some in _at_one_time(own[0], values, parts):
+    keys, values = (tensor.flatten(0, 1) for tensor in seen)
+    totals = [tensor.view(keys.shape[0], *tensor.shape[2:]) for tensor in targets]  # of the same memory
+    for some in _at_one_time(folded[0], values, parts):
         for part in parts:
-            key, value = _part_of(keys, values, some, part.keys, own[0])
+            key, value = _part_of(keys, values, some, part.keys, folded[0])
             place = some, slice(None), part.queries
-            queries, arriving, given, logs = (_for(part, one[place]) for one in (*own, log_sums))
+            queries, arriving, given, logs = (_for(part, tensor[place]) for tensor in (*folded, log_sums))
             arriving, given = _padded(arriving, queries), _padded(given, queries)
             of_query, *of_seen = _kernel_gradients(arriving, queries, key, value, given, logs, part, scale)
             if part.right == 0:
                 total[place] = of_query
             else:
                 total[place] += of_query.reshape(total[place].shape)
-            for target, one in zip(totals, of_seen, strict=True):
-                one = one[..., : target.shape[-1]]
-                target[some, part.keys] += one[:, 0] if one.shape[1] == 1 else one.sum(1, dtype=target.dtype)
-            del of_query, of_seen, one  # or they would be there beside those of the next part
+            for target, addend in zip(totals, of_seen, strict=True):
+                addend = addend[..., : target.shape[-1]]
+                target[some, part.keys] += addend[:, 0] if addend.shape[1] == 1 else addend.sum(1, dtype=target.dtype)
+            del of_query, of_seen, addend  # or they would be there beside those of the next part
     return total.view(query.shape).to(query.dtype)
 
 
@@ -208,12 +208,12 @@ def _padded(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     if on_cuda(query):  # it takes fewer heads of keys
-        given = [one.transpose(1, 2) for one in (query, key, value)]
+        given = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         output, sums, *_ = ops._flash_attention_forward(
             *given, *_of_cuda(part, query, key), False, **_seen(part, scale)
         )
         return output.transpose(1, 2), sums
-    key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+    key, value = (tensor.expand(-1, query.shape[1], -1, -1) for tensor in (key, value))
     function: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu
     return function(query, key, value, 0.0, part.is_square, attn_mask=part.hidden(query), scale=scale)
 
@@ -230,12 +230,12 @@ def _kernel_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = sums.contiguous()  # CUDA's kernel asks for no strides: it reads on from the first element
     if not on_cuda(query):
-        key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+        key, value = (tensor.expand(-1, query.shape[1], -1, -1) for tensor in (key, value))
         backward: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu_backward
         # The kernel keeps sums of half precision in fp32, and of fp64 in fp64.
         options = {"attn_mask": part.hidden(query), "scale": scale}
         return backward(gradient, query, key, value, output, sums, 0.0, part.is_square, **options)
-    given = [one.transpose(1, 2) for one in (gradient, query, key, value, output)]
+    given = [tensor.transpose(1, 2) for tensor in (gradient, query, key, value, output)]
     state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
     more = *_of_cuda(part, query, key), state, torch.empty_like(state)
     of_query, of_key, of_value = ops._flash_attention_backward(*given, sums, *more, **_seen(part, scale))

@@ -126,11 +126,11 @@ def key_width(config: Any) -> int:
 
 def windows(config: Any) -> list[int | None]:
     """Tokens that a token sees at most, of every layer of a model's text config; None for all before it."""
-    own, types = setting_of(config, "sliding_window"), getattr(config, "layer_types", None)
+    window, types = setting_of(config, "sliding_window"), getattr(config, "layer_types", None)
     if types:
         chunk = getattr(config, "attention_chunk_size", None)
-        return [own if "sliding" in kind else chunk if "chunked" in kind else None for kind in types]
-    return [own if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
+        return [window if "sliding" in kind else chunk if "chunked" in kind else None for kind in types]
+    return [window if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
 
 
 def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained: bool = False) -> float:
@@ -160,7 +160,7 @@ def work_of(chain: Chain) -> LayerTime:
         if block.kind == "embedding":
             continue
         passes = IN_HEAD if block.kind == "head" else PER_WEIGHT if block.needs_backward else 1.0
-        matrices, trained = (met_elements(chain, number, least_dimensions=2, trained=one) for one in (False, True))
+        matrices, trained = (met_elements(chain, number, least_dimensions=2, trained=only) for only in (False, True))
         # Frozen weights have no gradients.
         flops = 2 * (matrices * passes - (matrices - trained) * (passes > 1))
         if block.kind == "head":
@@ -183,7 +183,7 @@ def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) 
         return None
     # A weight takes part in three products, a frozen one in two: no gradient of its own is computed.
     back = [block.needs_backward for block in chain.blocks]
-    shares = [1.0 if one.trainable else (1 + any(back[block] for block in one.blocks)) / 3 for one in chain.units]
+    shares = [1.0 if unit.trainable else (1 + any(back[block] for block in unit.blocks)) / 3 for unit in chain.units]
     return training_flops(
         matmul_parameters=sum(
             unit.numel * share for unit, share in zip(chain.units, shares, strict=True) if unit.blocks != (0,)

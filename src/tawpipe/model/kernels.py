@@ -121,10 +121,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, wind
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
     """[b, key-value heads, L, d] -> [b, heads, L, d]."""
-    rows, own, length, dim = tensor.shape
-    if own == heads:
+    rows, kv_heads, length, dim = tensor.shape
+    if kv_heads == heads:
         return tensor
-    return tensor[:, :, None].expand(rows, own, heads // own, length, dim).reshape(rows, heads, length, dim)
+    return tensor[:, :, None].expand(rows, kv_heads, heads // kv_heads, length, dim).reshape(rows, heads, length, dim)
 
 
 def flash_in_use() -> str:
@@ -180,14 +180,14 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     queries = parts(query, [(every, every, slice(first, last)) for _, first, last in tokens])
     seen = [(every, every, slice(oldest, last)) for oldest, _, last in tokens]
     slices = []
-    for (oldest, first, last), own, keys, values in zip(
+    for (oldest, first, last), sliced, keys, values in zip(
         tokens, queries, parts(key, seen), parts(value, seen), strict=True
     ):
         skipped = window - 1 - (first - oldest)
         hidden = mask[: last - first, skipped : skipped + last - oldest]
         with _kernels_with(dropout, query.shape[-1]):
             slices.append(
-                F.scaled_dot_product_attention(own, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
+                F.scaled_dot_product_attention(sliced, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
             )
     return torch.cat(slices, dim=2)
 
@@ -269,12 +269,12 @@ class SlicedScores(torch.autograd.Function):
         generator = generator_for(query, ctx.seed, ctx.options["dropout"])
         for queries, keys, offset in _slices(query, ctx.documents, ctx.window):
             given = {"offset": offset, "window": ctx.window, "generator": generator, **ctx.options}
-            own = explicit_gradients(query[queries], key[keys], value[keys], sinks, gradients[0][queries], **given)
-            query_gradient[queries] = own[0]
-            for total, part in zip(sums, own[1:3], strict=True):
+            of_slice = explicit_gradients(query[queries], key[keys], value[keys], sinks, gradients[0][queries], **given)
+            query_gradient[queries] = of_slice[0]
+            for total, part in zip(sums, of_slice[1:3], strict=True):
                 total[keys] += part
-            if sink_sum is not None and own[3] is not None:
-                sink_sum += own[3]
+            if sink_sum is not None and of_slice[3] is not None:
+                sink_sum += of_slice[3]
         key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
         sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None, None, None
@@ -324,8 +324,8 @@ def explicit_gradients(
         sink = None if sinks is None else sinks.detach().requires_grad_()
         output = explicit_scores(given[0], given[1], given[2], sink, **options)
     wanted = given if sink is None else [*given, sink]
-    own = torch.autograd.grad(output, wanted, gradient)
-    return own[0], own[1], own[2], None if sink is None else own[3]
+    gradients = torch.autograd.grad(output, wanted, gradient)
+    return gradients[0], gradients[1], gradients[2], None if sink is None else gradients[3]
 
 
 def explicit_scores(

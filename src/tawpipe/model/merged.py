@@ -19,7 +19,7 @@ def refuse_unmergeable(given: nn.Module) -> None:
     """Raise UserError for a model that has no LoRA adapter, or one that does not go into the weights."""
     model = inner_model(given)
     setting = "merge"
-    layers = {name: one for name, one in model.named_modules() if hasattr(one, "reset_lora_parameters")}
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")}
     if not layers:
         raise UserError(setting, True, "false: the model has no LoRA adapter")
     for name, module in model.named_modules():
@@ -30,7 +30,7 @@ def refuse_unmergeable(given: nn.Module) -> None:
     names = canonical_names(model)
     for name, layer in layers.items():
         base = names[f"{name}.base_layer.weight"]
-        if tied := [base_name(other) for other, one in names.items() if one == base and other != base]:
+        if tied := [base_name(other) for other, canonical in names.items() if canonical == base and other != base]:
             words = f"false: {base_name(base)} has an adapter and is tied to {tied[0]}, which has none"
             raise UserError(setting, True, words)
         if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
@@ -56,19 +56,19 @@ class Merged:
 
     def parameter(self, name: str) -> Tensor | None:
         """One parameter in the dtype of the masters on the rank that writes, None elsewhere."""
-        own = self._names[name]
-        path, base, leaf = own.rpartition(".base_layer.")
+        peft_name = self._names[name]
+        path, base, leaf = peft_name.rpartition(".base_layer.")
         if not base:
-            return self._get(own)
+            return self._get(peft_name)
         layer: Any = self._model.get_submodule(path)
         parts = {part: f"{path}.{part}" for part, _ in layer.named_parameters() if not part.startswith("base_layer.")}
-        units = {self._units[one].index: self._units[one] for one in parts.values()}
+        units = {self._units[full].index: self._units[full] for full in parts.values()}
         self._adapters = {index: self._adapters.get(index) or self._collect(unit) for index, unit in units.items()}
-        value = self._get(own)
+        value = self._get(peft_name)
         if value is None:
             return None
         return _merge(
-            layer, leaf, value, {part: self._adapters[self._units[one].index][one] for part, one in parts.items()}
+            layer, leaf, value, {part: self._adapters[self._units[full].index][full] for part, full in parts.items()}
         )
 
     def _collect(self, unit: Unit) -> dict[str, Tensor | None]:
@@ -82,10 +82,10 @@ def _merge(layer: Any, leaf: str, value: Tensor, adapters: dict[str, Tensor | No
     memo: dict[int, Any] = {}
     for name, parameter in layer.named_parameters():
         if name == f"base_layer.{leaf}":
-            own = value
-        elif (own := adapters.get(name)) is None:  # of the base layer, which is not asked for
-            own = torch.zeros(parameter.shape, dtype=value.dtype)
-        memo[id(parameter)] = nn.Parameter(own.clone(), requires_grad=False)
+            content = value
+        elif (content := adapters.get(name)) is None:  # of the base layer, which is not asked for
+            content = torch.zeros(parameter.shape, dtype=value.dtype)
+        memo[id(parameter)] = nn.Parameter(content.clone(), requires_grad=False)
     copy = deepcopy(layer, memo)
     copy.merge(safe_merge=False)
     return getattr(copy.get_base_layer(), leaf).data

@@ -45,14 +45,14 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    found = set()
+    names = set()
     for path, module in model.named_modules():
         last = path.removesuffix(".base_layer").rpartition(".")[2]
         linear = isinstance(module, nn.Linear | Conv1D) and ".lora_" not in path and last not in ROUTERS
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             if (linear and parameter.ndim == 2) or (parameter.ndim == 3 and "experts" in path.split(".")):
-                found.add(name)
-    return frozenset(found)
+                names.add(name)
+    return frozenset(names)
 
 
 def quantise(form: str, values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -86,8 +86,8 @@ def dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     for begin in range(0, out.numel(), step):
         end = min(begin + step, out.numel())
         last = -(-end // BLOCK)
-        own = codes[begin : last * BLOCK] if form == "int8" else codes[begin // 2 : last * BLOCK // 2]
-        _dequantise(form, own, scales[begin // BLOCK : last, None], out[begin:end])
+        part = codes[begin : last * BLOCK] if form == "int8" else codes[begin // 2 : last * BLOCK // 2]
+        _dequantise(form, part, scales[begin // BLOCK : last, None], out[begin:end])
 
 
 def _dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -48,14 +48,14 @@ def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest:
     before = _own(spec, text, rope)
     positions = getattr(text, "max_position_embeddings", None) or 0
     if rope.scaling == "none":
-        made: dict[str, Any] = {**before, "rope_theta": rope.theta}
-        if made["rope_type"] == "longrope" and made.get("factor") is None:  # or it would grow with the positions
-            made["factor"] = positions / made["original_max_position_embeddings"]
+        after: dict[str, Any] = {**before, "rope_theta": rope.theta}
+        if after["rope_type"] == "longrope" and after.get("factor") is None:  # or it would grow with the positions
+            after["factor"] = positions / after["original_max_position_embeddings"]
         positions = max(positions, row)
     else:
-        made, positions = _scaled(spec, text, before, rope, positions, row, longest)
+        after, positions = _scaled(spec, text, before, rope, positions, row, longest)
     nested = FULL in text.rope_parameters
-    text.rope_parameters = {**text.rope_parameters, FULL: made} if nested else made
+    text.rope_parameters = {**text.rope_parameters, FULL: after} if nested else after
     text.max_position_embeddings = positions
     try:
         text.validate_rope()
@@ -99,8 +99,8 @@ def rope_words(config: Any) -> str:
     """The rotary positions in a model's config, for the console."""
     text = config.get_text_config()
     said = [
-        ", ".join(f"{key} {value}" for key, value in one.items() if not isinstance(value, list | dict | None))
-        for one in rope_settings(text.rope_parameters)
+        ", ".join(f"{key} {value}" for key, value in settings.items() if not isinstance(value, list | dict | None))
+        for settings in rope_settings(text.rope_parameters)
     ]
     return f"{'; '.join(said)}; up to {text.max_position_embeddings} tokens"
 
@@ -112,12 +112,12 @@ def _without(spec: str, rope: RopeSettings) -> UserError:
 
 def _own(spec: str, text: Any, rope: RopeSettings) -> dict[str, Any]:
     """The rotary positions that a config has, of layers with full attention where kinds of layers have their own."""
-    own = getattr(text, "rope_parameters", None)
-    if isinstance(own, dict) and FULL in own:
-        own = own[FULL]
-    if not isinstance(own, dict) or not isinstance(own.get("rope_type"), str):
+    parameters = getattr(text, "rope_parameters", None)
+    if isinstance(parameters, dict) and FULL in parameters:
+        parameters = parameters[FULL]
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("rope_type"), str):
         raise _without(spec, rope)
-    return deepcopy(own)
+    return deepcopy(parameters)
 
 
 def _scaled(
@@ -128,11 +128,11 @@ def _scaled(
     if kind not in _REPLACED:
         raise UserError("rope.scaling", rope.scaling, f"none: the frequencies of {spec} are of its own kind, {kind}")
     same = kind == rope.scaling
-    made = {key: value for key, value in before.items() if same or key not in _OF_A_KIND}
-    made |= {"rope_type": rope.scaling} | {_KEYS.get(name, name): value for name, value in rope.given.items()}
-    made.pop("type", None)
+    after = {key: value for key, value in before.items() if same or key not in _OF_A_KIND}
+    after |= {"rope_type": rope.scaling} | {_KEYS.get(name, name): value for name, value in rope.given.items()}
+    after.pop("type", None)
     original = _original_length(spec, text, before, rope, positions)
-    factor = made.get("factor")
+    factor = after.get("factor")
     if factor is None:
         wanted = f"at least {max(row / original, 1):g} for rows of {row} tokens, {original} before"
         raise UserError("rope.factor", "nothing", f"a number, which {rope.scaling} needs: {wanted}")
@@ -143,11 +143,11 @@ def _scaled(
     if covered < longest:
         expected = f"at least {longest / original:g}, as the longest document in a row has {longest} tokens"
         raise UserError("rope.factor", factor, f"{expected}, and the model had {original} positions before")
-    made.pop("original_max_position_embeddings", None)
+    after.pop("original_max_position_embeddings", None)
     if rope.scaling != "linear":
-        made["original_max_position_embeddings"] = original
-    _check_values(spec, text, rope.scaling, made)
-    return made, covered
+        after["original_max_position_embeddings"] = original
+    _check_values(spec, text, rope.scaling, after)
+    return after, covered
 
 
 def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> None:

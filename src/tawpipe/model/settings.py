@@ -52,7 +52,7 @@ class RopeSettings:
     @property
     def given(self) -> dict[str, Any]:
         """The settings that say something, besides ``scaling``."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scaling"}
+        values = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name != "scaling"}
         return {name: value for name, value in values.items() if value not in (None, [])}
 
     @property
@@ -66,7 +66,7 @@ class RopeSettings:
             if name not in TAKES[self.scaling]:
                 kinds = " or ".join(kind for kind, names in TAKES.items() if name in names)
                 raise UserError(key_of(name), value, f"unset under --rope.scaling {self.scaling}; it is for {kinds}")
-            if isinstance(value, list) and not all(math.isfinite(one) and one > 0 for one in value):
+            if isinstance(value, list) and not all(math.isfinite(number) and number > 0 for number in value):
                 raise UserError(key_of(name), value, "numbers above 0")
 
 
@@ -109,6 +109,6 @@ class LoraSettings:
             raise UserError("lora.targets", self.targets, f"names of modules, or {ALL_LINEAR} alone")
         if self.active:
             return
-        for one in fields(self):
-            if (value := getattr(self, one.name)) != getattr(LoraSettings(), one.name):
-                raise UserError(f"lora.{one.name}", value, "unset without --lora.rank or --lora.adapter")
+        for setting in fields(self):
+            if (value := getattr(self, setting.name)) != getattr(LoraSettings(), setting.name):
+                raise UserError(f"lora.{setting.name}", value, "unset without --lora.rank or --lora.adapter")

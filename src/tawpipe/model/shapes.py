@@ -20,4 +20,4 @@ def setting_of(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers' answer where layers differ
-        return max(getattr(one, name, None) or 0 for one in config.per_layer_config)
+        return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)

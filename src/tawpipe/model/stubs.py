@@ -72,7 +72,7 @@ def taken_by(model: nn.Module, arguments: dict[str, Any], *, alone: bool) -> dic
     positions by itself then, or needs no mask.
     """
     known = signature(model.forward).parameters
-    if not alone or any(one.kind is one.VAR_KEYWORD for one in known.values()):
+    if not alone or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return arguments
     needed = "input_ids", "inputs_embeds"
     return {name: value for name, value in arguments.items() if name in known or name in needed}
@@ -203,15 +203,15 @@ def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -
         The view of the model, and all modules that are not shared with it (their ``training`` flags are their own).
     """
     root = _shallow(model)
-    own, at = [root], root
+    unshared, at = [root], root
     *above, name = path.split(".")
     for part in above:
         at._modules[part] = at = _shallow(getattr(at, part))
-        own.append(at)
+        unshared.append(at)
     stubs = nn.ModuleList(layers)
     stubs.train(model.training)
     at._modules[name] = stubs
-    return root, [*own, stubs, *layers]
+    return root, [*unshared, stubs, *layers]
 
 
 def _shallow(module: nn.Module) -> Any:

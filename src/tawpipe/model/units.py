@@ -99,17 +99,17 @@ class Packing:
     def passing_bytes(self) -> int:
         """Bytes that ``unpack`` takes on CUDA for a while."""
         of_matrices = zip(self.slots, self.places, strict=True)
-        return max((passing_bytes(self.form, slot.numel) for slot, one in of_matrices if one.scales), default=0)
+        return max((passing_bytes(self.form, slot.numel) for slot, place in of_matrices if place.scales), default=0)
 
     def _parts(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, Tensor, Tensor | None]]:
         """Every slot with its codes and its scales, or with its numbers and None, as views."""
         raw = packed.view(torch.uint8)
         for slot, place in zip(self.slots, self.places, strict=True):
-            own = raw[place.begin : place.begin + place.codes]
+            stored = raw[place.begin : place.begin + place.codes]
             if place.scales:
-                yield slot, own, raw[place.begin + place.codes : place.end].view(torch.float32)
+                yield slot, stored, raw[place.begin + place.codes : place.end].view(torch.float32)
             else:
-                yield slot, own.view(self.exact_dtype), None
+                yield slot, stored.view(self.exact_dtype), None
 
     def pack(self, values: Tensor, out: Tensor) -> None:
         """Write the flat layout of a unit [numel] as bytes.
@@ -117,28 +117,28 @@ class Packing:
         Args:
             out: [elements] or longer, of the compute dtype.
         """
-        for slot, own, scales in self._parts(out):
+        for slot, stored, scales in self._parts(out):
             given = slot.part(values)
             if scales is None:
-                own.copy_(given)
+                stored.copy_(given)
             else:
-                quantise(self.form, given, own, scales)
+                quantise(self.form, given, stored, scales)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """The opposite of ``pack``; where ``out`` has another dtype than blocks compute in, matrices are rounded to
         that first: they are what computes.
         """
         rounds = torch.promote_types(out.dtype, self.compute_dtype) != self.compute_dtype
-        for slot, own, scales in self._parts(packed):
+        for slot, stored, scales in self._parts(packed):
             target = slot.part(out)
             if scales is None:
-                target.copy_(own)
+                target.copy_(stored)
             elif rounds:
                 computes = torch.empty(slot.numel, dtype=self.compute_dtype, device=out.device)
-                dequantise(self.form, own, scales, computes)
+                dequantise(self.form, stored, scales, computes)
                 target.copy_(computes)
             else:
-                dequantise(self.form, own, scales, target)
+                dequantise(self.form, stored, scales, target)
 
     def as_computed(self, name: str, values: Tensor) -> Tensor:
         """A parameter of the unit as blocks compute with it, in the dtype of ``values``."""
@@ -214,13 +214,13 @@ def build_blocks(
     """The ``count`` blocks of the chain in order, each with the units that it needs."""
     blocks: list[BlockSpec] = []
     for index in range(count):
-        own = tuple(unit for unit in units if index in unit.blocks)
+        needed = tuple(unit for unit in units if index in unit.blocks)
         blocks.append(
             BlockSpec(
-                units=tuple(unit.index for unit in own),
+                units=tuple(unit.index for unit in needed),
                 kind="embedding" if index == 0 else "head" if index == count - 1 else "layer",
                 backward_reads_weights=embedding_backward_reads_weights if index == 0 else True,
-                needs_backward=any(unit.trainable for unit in own) or any(block.needs_backward for block in blocks),
+                needs_backward=any(unit.trainable for unit in needed) or any(block.needs_backward for block in blocks),
             )
         )
     return tuple(blocks)

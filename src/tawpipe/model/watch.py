@@ -63,9 +63,9 @@ class Watch(WithoutValues):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         # Reading `weight.dtype` is no use of the weight; an operation that gives a tensor is.
-        if self.phase is not None and made:
+        if self.phase is not None and results:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             for leaf in read:
                 if id(leaf) in self.names:
@@ -73,10 +73,10 @@ class Watch(WithoutValues):
             if self.phase == "head":
                 self.read_by_head.update(self._before_head[id(t)][1] for t in read if id(t) in self._before_head)
             else:
-                for tensor in made:
+                for tensor in results:
                     self.note(tensor, f"a result of {getattr(func, '__name__', 'an operation')}")
             if self.phase == "embedding":
-                self._follow_positions(func, args, kwargs or {}, read, made)
+                self._follow_positions(func, args, kwargs or {}, read, results)
         return output
 
     def _follow_positions(
@@ -145,13 +145,13 @@ class FollowedWeights(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if read and all(_storage(tensor) in self._weights for tensor in read):
-            self._weights.update(map(_storage, made))
+            self._weights.update(map(_storage, results))
         name = func._schema.name
         if any(map(self.made, read)) and not (name.endswith("_like") or name.startswith("aten::new_")):  # shapes alone
-            self._made.update(map(_storage, made))
-        self._alive += made
+            self._made.update(map(_storage, results))
+        self._alive += results
         return output
 
     def made(self, tensor: Tensor) -> bool:

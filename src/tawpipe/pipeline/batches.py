@@ -104,7 +104,7 @@ class Deal:
                 out of the model's vocabulary or table of positions.
         """
         if isinstance(batch, LocalBatch):
-            parts = [self._scaled_alike(self._checked(one.copy(pinned=self.pinned))) for one in batch.micro_batches]
+            parts = [self._scaled_alike(self._checked(part.copy(pinned=self.pinned))) for part in batch.micro_batches]
             return replace(batch, micro_batches=parts)
         for name in REQUIRED:
             if name not in batch:
@@ -165,8 +165,8 @@ class Deal:
         longest = int(batch.position_ids.max()) + 1
         positions = batch.position_ids.flatten().split(batch.lengths)
         labels = batch.labels.flatten().split(batch.lengths)
-        for own, learned in zip(positions, labels, strict=True):
-            length = int(own.max()) + 1
+        for of_document, learned in zip(positions, labels, strict=True):
+            length = int(of_document.max()) + 1
             if bool((learned != IGNORE).any()) and (length > edge) != (longest > edge):
                 raise UserError(
                     "batch",

@@ -24,12 +24,12 @@ def rows_of(bins: Bins, rank: int, document: Callable[[int], MicroBatch]) -> lis
         UserError: a document has another length than that by which it was dealt.
     """
 
-    def row(one: Bin) -> MicroBatch:
-        made = MicroBatch.in_a_row([document(number) for number in one.documents] or [NOTHING])
-        said = bins.tokens(one) or 1
-        if (tokens := made.input_ids.numel()) != said:
-            given = f"{tokens} tokens in documents {', '.join(map(str, one.documents[:5]))}"
+    def row(dealt: Bin) -> MicroBatch:
+        joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
+        said = bins.tokens(dealt) or 1
+        if (tokens := joined.input_ids.numel()) != said:
+            given = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
             raise UserError("documents", given, f"{said}, as their lengths say")
-        return made
+        return joined
 
-    return [row(one) for one in bins.of(rank)]
+    return [row(dealt) for dealt in bins.of(rank)]

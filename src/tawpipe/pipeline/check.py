@@ -100,7 +100,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         return f"{name} was not checked: it draws random numbers that no setting of it switches off"
     with _quiet():
         loss_value, gradients, hidden = run(copy, batch, dtype)
-        ours = loss_value, gradients, [torch.cat(_documents(one, batch))[None] for one in hidden]
+        ours = loss_value, gradients, [torch.cat(_documents(states, batch))[None] for states in hidden]
     largest = _compare(name, plain, ours, limit)
     return (
         f"{name}: {cut.layers} of {len(chain.layers)} layers checked against the model's own forward pass, largest "
@@ -124,7 +124,7 @@ def _trained_tokens(model: nn.Module) -> list[int]:
     """The tokens whose embeddings ``peft`` trains by themselves: they have a gradient where they occur, and no other
     has.
     """
-    layers: list[Any] = [one for one in model.modules() if hasattr(one, "trainable_tokens_delta")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "trainable_tokens_delta")]
     return sorted({int(token) for layer in layers for tokens in layer.token_indices.values() for token in tokens})
 
 
@@ -178,8 +178,8 @@ def _by_itself(
     model = inner_model(given)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no fp64
-    own = chain.own_attention
-    model.set_attn_implementation(own if own in ("sdpa", "eager") else "eager")
+    attention = chain.own_attention
+    model.set_attn_implementation(attention if attention in ("sdpa", "eager") else "eager")
     layers: list[nn.Module] = list(model.get_submodule(chain.path))
     before: list[Tensor] = []
     after: list[Tensor] = []
@@ -271,7 +271,7 @@ def check_on_rank_0(
     def run(copy: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor], list[Tensor]]:
         alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
         still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
-        one = pipeline(
+        pipe = pipeline(
             copy,
             loss=loss,
             optimizer=still,
@@ -286,13 +286,13 @@ def check_on_rank_0(
 
         def step() -> None:
             rows, length = batch.input_ids.shape
-            steps.append(one.step(LocalBatch(rows, length, [batch])))
-            one.drain()
+            steps.append(pipe.step(LocalBatch(rows, length, [batch])))
+            pipe.drain()
 
-        hidden = run_watched(one.chain, batch.input_ids.shape[1], step)
-        trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
-        gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
-        one.close()
+        hidden = run_watched(pipe.chain, batch.input_ids.shape[1], step)
+        trainable = [slot.name for unit in pipe.chain.units if unit.trainable for slot in unit.slots]
+        gradients = {name: value for name in trainable if (value := pipe.gradient(name)) is not None}
+        pipe.close()
         return steps[0].loss, gradients, hidden
 
     def check() -> str:

@@ -60,14 +60,14 @@ class KeptAttention:
 
     def put(self, span: slice, output: Tensor, sums: Tensor | None) -> None:
         """Keep those of a chunk, [b, heads, tokens, d] and [b, heads, tokens]."""
-        found = [None if one is None else one.transpose(1, 2) for one in (output, sums)]
+        by_token = [None if tensor is None else tensor.transpose(1, 2) for tensor in (output, sums)]
         if not self._parts:
-            for name, one in zip(("output", "sums"), found, strict=True):
-                shape = None if one is None else (one.shape[0], self._length, *one.shape[2:])
-                self._parts.append(self._make(name, shape, one.dtype) if one is not None and shape else None)
-        for rows, one in zip(self._parts, found, strict=True):
-            if rows is not None and one is not None:
-                rows.write(span, one)
+            for name, values in zip(("output", "sums"), by_token, strict=True):
+                shape = None if values is None else (values.shape[0], self._length, *values.shape[2:])
+                self._parts.append(self._make(name, shape, values.dtype) if values is not None and shape else None)
+        for rows, values in zip(self._parts, by_token, strict=True):
+            if rows is not None and values is not None:
+                rows.write(span, values)
 
     def put_states(self, states: States, borders: int) -> None:
         """Keep those behind the next chunk, of so many."""
@@ -101,8 +101,8 @@ class KeptAttention:
             return
         output, sums = self._parts
         assert output is not None
-        for one, two in zip(output.read(spans), repeat(None) if sums is None else sums.read(spans), strict=False):
-            yield one.transpose(1, 2), None if two is None else two.transpose(1, 2)
+        for out, lse in zip(output.read(spans), repeat(None) if sums is None else sums.read(spans), strict=False):
+            yield out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class LayerInChunks:
 
     def forward(self, hidden: Rows, output: Rows, kept: KeptAttention | None = None) -> None:
         """Write the output."""
-        for tokens, one in self.outputs(hidden, kept):
-            output.write(tokens, one)
+        for tokens, values in self.outputs(hidden, kept):
+            output.write(tokens, values)
         output.settle()
 
     def backward(self, hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None = None) -> None:

@@ -226,7 +226,7 @@ class Executor:
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
-        doing = lambda: {lane: one.doing() for lane, one in self._lanes.items()}  # noqa: E731
+        doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
         self._finite = torch.ones((), dtype=torch.float64, device=self.device)

@@ -130,7 +130,7 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], rank: int, *, restart: int | None = None) -> None:
         restart = restart_count() if restart is None else restart
-        self._waiting = [one for one in faults if one.rank == rank and one.restart == restart]
+        self._waiting = [fault for fault in faults if fault.rank == rank and fault.restart == restart]
 
     def check(self, schedule: Schedule, rank: int) -> None:
         """Refuse faults that cannot happen.
@@ -155,13 +155,13 @@ class Injector:
             step: from 1.
             buffers: what an action writes, looked at after it has run.
         """
-        fault = next((one for one in self._waiting if one.step == step and _matches(one, action)), None)
+        fault = next((waiting for waiting in self._waiting if waiting.step == step and _matches(waiting, action)), None)
         if fault is None:
             return run
         self._waiting.remove(fault)
 
         spoils = fault.kind in ("nan", "bitflip")
-        only_sends = bool(action.transfers) and all(one.send for one in action.transfers)
+        only_sends = bool(action.transfers) and all(transfer.send for transfer in action.transfers)
 
         def faulty() -> None:
             strike(fault)
@@ -200,7 +200,7 @@ def _matches(fault: Fault, action: Action) -> bool:
         return False
     if fault.number is None:
         return True
-    units = {action.unit, *(one.unit for one in action.transfers)}
+    units = {action.unit, *(transfer.unit for transfer in action.transfers)}
     return fault.number in (units if action.block < 0 else {action.block})
 
 
@@ -225,9 +225,9 @@ def spoil(kind: str, action: Action, buffers: Mapping[Buffer, Any]) -> None:
     """Change what an action writes: all to numbers that are none, or one of the highest bits of the first."""
     import torch
 
-    moved = sorted(action.transfers, key=lambda one: one.send)  # what is received first
-    used = (*action.writes, *(one.buffer for one in moved), *action.reads, home_weight(action.unit))
-    tensors = [buffers[one] for one in used if isinstance(buffers.get(one), torch.Tensor)]
+    moved = sorted(action.transfers, key=lambda transfer: transfer.send)  # what is received first
+    used = (*action.writes, *(transfer.buffer for transfer in moved), *action.reads, home_weight(action.unit))
+    tensors = [buffers[buffer] for buffer in used if isinstance(buffers.get(buffer), torch.Tensor)]
     if not tensors:
         raise UserError(SETTING, f"{kind} at {place_of(action)}", "a place whose action writes a buffer")
     with torch.no_grad():

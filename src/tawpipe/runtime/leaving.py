@@ -111,13 +111,13 @@ def _forget_later(number: int) -> None:
 
 def _forgotten(number: int) -> bool:
     """Let a pipeline go that has nothing under way; True if it is no longer remembered."""
-    one = _running.get(number)
-    if one is None:
+    pipeline = _running.get(number)
+    if pipeline is None:
         return True
-    if not one.executor.idle or not all(saving.done for saving in one.savings):
+    if not pipeline.executor.idle or not all(saving.done for saving in pipeline.savings):
         return False
-    one.executor.end_lanes(0.0)
-    one.executor.watchdog.close()
+    pipeline.executor.end_lanes(0.0)
+    pipeline.executor.watchdog.close()
     _running.pop(number, None)
     return True
 
@@ -127,10 +127,10 @@ def _at_exit() -> None:
     failing = getattr(sys, "last_type", None) is not None  # an exception that nobody has caught
     running, groups = list(_running.values()), False
     _running.clear()
-    good = [one.end(failing=failing) for one in running]
+    good = [pipeline.end(failing=failing) for pipeline in running]
     if running and joined_by_us():
-        together = all(good) and not failing and all(one.executor.failure is None for one in running)
-        on_gpu = any(one.world.device.type == "cuda" for one in running)
+        together = all(good) and not failing and all(pipeline.executor.failure is None for pipeline in running)
+        on_gpu = any(pipeline.world.device.type == "cuda" for pipeline in running)
         groups = not _in_time(lambda: _leave(running[0].world, together=together, on_gpu=on_gpu))
     if groups or not all(good):
         sys.stdout.flush()

@@ -64,8 +64,8 @@ class LossByPosition:
         def head(hidden: Tensor, labels: Tensor, cut: slice) -> Tensor:
             mine = buckets[:, cut]
             here = [bucket for bucket in mine.unique().tolist() if bucket >= 0]
-            own = [labels.masked_fill((mine != bucket).to(labels.device), IGNORE) for bucket in here]
-            total, *parts = chain.heads(hidden, [labels, *(own if len(here) > 1 else [])])
+            bucket_labels = [labels.masked_fill((mine != bucket).to(labels.device), IGNORE) for bucket in here]
+            total, *parts = chain.heads(hidden, [labels, *(bucket_labels if len(here) > 1 else [])])
             for bucket, part in zip(here, parts or [total], strict=False):
                 self._sums[bucket] += part
             return total
@@ -143,4 +143,4 @@ class AnswersByRow:
 def over_ranks(world: World, *numbers: Tensor) -> list[list[float]]:
     """The sums of vectors over all ranks, element by element, in the order of the ranks."""
     everyone = world.together(lambda: [each.tolist() for each in numbers])
-    return [[sum(own) for own in zip(*each, strict=True)] for each in zip(*everyone, strict=True)]
+    return [[sum(elements) for elements in zip(*each, strict=True)] for each in zip(*everyone, strict=True)]

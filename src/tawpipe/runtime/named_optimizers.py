@@ -37,9 +37,9 @@ def muon(
     def make(parameters: list[nn.Parameter]) -> list[Optimizer]:
         hidden = [p for p in parameters if p.ndim == 2 and piece_of(p).in_layer]
         left = [p for p in parameters if not (p.ndim == 2 and piece_of(p).in_layer)]
-        made: list[Optimizer] = []
+        optimizers: list[Optimizer] = []
         if hidden:
-            made.append(
+            optimizers.append(
                 torch.optim.Muon(
                     hidden,
                     lr=learning_rate if muon_learning_rate is None else muon_learning_rate,
@@ -49,10 +49,10 @@ def muon(
                 )
             )
         if left:
-            one = others(left)
-            assert isinstance(one, Optimizer)
-            made.append(one)
-        return made
+            other = others(left)
+            assert isinstance(other, Optimizer)
+            optimizers.append(other)
+        return optimizers
 
     make.__name__ = "Muon"
     return whole_matrices(make)

@@ -98,16 +98,16 @@ def make_optimizers(factory: OptimizerFactory, parameters: Sequence[Any]) -> tup
     name = name_of(factory)
     whole = isinstance(factory, WholeMatrices)
     try:
-        made = factory(list(parameters))
+        got = factory(list(parameters))
     except Exception as error:  # a factory may raise anything
         contract = f"a factory: it is given a list of whole nn.Parameter ({OF_A_UNIT})" if whole else CONTRACT
         raise UserError("optimizer", name, f"{contract}; {BY_SHAPE} ({type(error).__name__}: {error})") from error
-    found = list(made) if isinstance(made, list | tuple) else [made]
-    several = tuple(one for one in found if isinstance(one, Optimizer))
-    if not several or len(several) < len(found):
-        raise UserError("optimizer", name, f"a factory that returns a torch.optim.Optimizer, or several, not {made!r}")
-    name = "+".join(type(one).__name__ for one in several)
-    taken = [id(parameter) for one in several for group in one.param_groups for parameter in group["params"]]
+    listed = list(got) if isinstance(got, list | tuple) else [got]
+    several = tuple(optimizer for optimizer in listed if isinstance(optimizer, Optimizer))
+    if not several or len(several) < len(listed):
+        raise UserError("optimizer", name, f"a factory that returns a torch.optim.Optimizer, or several, not {got!r}")
+    name = "+".join(type(optimizer).__name__ for optimizer in several)
+    taken = [id(p) for optimizer in several for group in optimizer.param_groups for p in group["params"]]
     if left := [piece_of(parameter).name for parameter in parameters if id(parameter) not in taken]:
         expected = f"an optimizer for all parameters that it is given: it leaves out {left[0]}"
         hint = "requires_grad_(False) before Pipeline is made freezes a parameter"
@@ -156,28 +156,28 @@ def check_whole(factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROB
             value = at.mark(matrix.value.detach())
             value.grad = gradient
             matrices.append(HomePiece(piece.name, piece.shape, matrix.start, piece.in_layer, value=value))
-    made = make_optimizers(factory, [matrix.value for matrix in matrices])
-    name = _names(made)
+    optimizers = make_optimizers(factory, [matrix.value for matrix in matrices])
+    name = _names(optimizers)
     try:
-        for one in made:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
     except Exception as error:  # an optimizer may raise anything
         raise UserError("optimizer", name, f"it must work on whole parameters ({error})") from error
     first = {matrix.name: matrix for matrix in reversed(matrices)}
-    states = sum(_elements_kept(made, matrix) for matrix in first.values())
-    return Tried(name, states / max(1, sum(piece.numel for piece in pieces)), _options(made))
+    states = sum(_elements_kept(optimizers, matrix) for matrix in first.values())
+    return Tried(name, states / max(1, sum(piece.numel for piece in pieces)), _options(optimizers))
 
 
-def _elements_kept(made: Sequence[Optimizer], small: HomePiece) -> int:
+def _elements_kept(optimizers: Sequence[Optimizer], small: HomePiece) -> int:
     """Elements of the states of a real parameter, by those of a small matrix that stands for it."""
     value = small.value
     shape = small.shape[-value.ndim :] if value.ndim else ()
     number, kept = small.numel // max(1, math.prod(shape)), 0
-    for state in state_of(made, value).values():
+    for state in state_of(optimizers, value).values():
         if isinstance(state, Tensor) and state.ndim:
             sizes = [
-                size if state.ndim == value.ndim and own == tried else own
-                for own, tried, size in zip(state.shape, value.shape, shape, strict=False)
+                size if state.ndim == value.ndim and of_state == tried else of_state
+                for of_state, tried, size in zip(state.shape, value.shape, shape, strict=False)
             ]
             kept += math.prod(sizes)
     return kept * number
@@ -185,7 +185,7 @@ def _elements_kept(made: Sequence[Optimizer], small: HomePiece) -> int:
 
 def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
     """What optimizers keep for a parameter; empty where nothing is."""
-    return next((one.state[value] for one in made if value in one.state), {})
+    return next((optimizer.state[value] for optimizer in made if value in optimizer.state), {})
 
 
 def check_elementwise(
@@ -216,12 +216,12 @@ def check_elementwise(
             for a, b in pairwise([0, *middle, start.numel()]):
                 part = piece if not a else PlaceOfPiece(piece.name, piece.shape, a, piece.in_layer)
                 parts.append((part.mark(start.flatten()[a:b].clone()), gradient[:, a:b]))
-        made = make_optimizers(factory, [value for value, _ in parts])
-        name = _names(made)
-        options.append(_options(made))
+        optimizers = make_optimizers(factory, [value for value, _ in parts])
+        name = _names(optimizers)
+        options.append(_options(optimizers))
         trial = str((cut, small, [options[-1].get(piece.name) for piece in pieces]))
         if trial not in known:
-            known[trial] = _after_three_steps(made, parts)
+            known[trial] = _after_three_steps(optimizers, parts)
         results.append(known[trial][0])
         states = max(states, known[trial][1])
     shaped = [piece.mark(start.clone()) for piece, start in zip(pieces, starts, strict=True)]
@@ -242,7 +242,9 @@ def check_elementwise(
     return Tried(name, states, options[0])
 
 
-def _after_three_steps(made: Sequence[Optimizer], parts: Sequence[tuple[nn.Parameter, Tensor]]) -> tuple[Tensor, int]:
+def _after_three_steps(
+    optimizers: Sequence[Optimizer], parts: Sequence[tuple[nn.Parameter, Tensor]]
+) -> tuple[Tensor, int]:
     """The values after three steps, and how many tensors of a parameter's size the optimizers keep for one.
 
     Args:
@@ -252,32 +254,32 @@ def _after_three_steps(made: Sequence[Optimizer], parts: Sequence[tuple[nn.Param
         for step in range(3):
             for value, gradient in parts:
                 value.grad = gradient[step].clone()
-            for optimizer in made:
+            for optimizer in optimizers:
                 optimizer.step()
     except Exception as error:  # an optimizer may raise anything
         expected = f"it must work on one-dimensional pieces of parameters ({error}); {WHOLE_ADVICE}"
-        raise UserError("optimizer", _names(made), expected) from error
+        raise UserError("optimizer", _names(optimizers), expected) from error
     states = 0
     for value, _ in parts:
-        kept = [one for one in state_of(made, value).values() if isinstance(one, Tensor) and one.ndim == 1]
-        states = max(states, sum(one.numel() == value.numel() for one in kept))
+        kept = [s for s in state_of(optimizers, value).values() if isinstance(s, Tensor) and s.ndim == 1]
+        states = max(states, sum(s.numel() == value.numel() for s in kept))
     return torch.cat([value.detach() for value, _ in parts]), states
 
 
-def _names(made: Sequence[Optimizer]) -> str:
-    return "+".join(sorted({type(one).__name__ for one in made}))
+def _names(optimizers: Sequence[Optimizer]) -> str:
+    return "+".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
 
 
-def _options(made: Sequence[Optimizer]) -> dict[str, list[Any]]:
+def _options(optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
     """The options of every parameter's group, by the parameter's name, after its class; alike ones once."""
     options: dict[str, list[Any]] = {}
-    for optimizer in made:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             said: Any = {key: _plain(value) for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
-                own = options.setdefault(piece_of(parameter).name, [type(optimizer)])
-                if said not in own:
-                    own.append(said)
+                of_parameter = options.setdefault(piece_of(parameter).name, [type(optimizer)])
+                if said not in of_parameter:
+                    of_parameter.append(said)
     return options
 
 

@@ -88,7 +88,7 @@ class Allocations:
     @property
     def _changes(self) -> list[tuple[int, int]]:
         """Times, and the bytes that were given or taken back."""
-        return sorted((one.start_ns(), one.nbytes()) for one in self._events if one.name() == "[memory]")
+        return sorted((event.start_ns(), event.nbytes()) for event in self._events if event.name() == "[memory]")
 
     @property
     def most(self) -> int:
@@ -97,26 +97,26 @@ class Allocations:
 
     def peaks(self, names: Sequence[str]) -> list[Peak]:
         """What was taken until the end of each ``record_function`` of these names, from the end of the one before."""
-        ends = {one.name(): one.start_ns() + one.duration_ns() for one in self._events if one.name() in names}
-        changes, found, held, at = self._changes, list[Peak](), 0, 0
+        ends = {event.name(): event.start_ns() + event.duration_ns() for event in self._events if event.name() in names}
+        changes, peaks, held, at = self._changes, list[Peak](), 0, 0
         for name in names:
             before = most = held
             while at < len(changes) and changes[at][0] <= ends[name]:
                 held += changes[at][1]
                 most = max(most, held)
                 at += 1
-            found.append(Peak(before, most, held))
-        return found
+            peaks.append(Peak(before, most, held))
+        return peaks
 
 
 def _on_cpu(parts: Sequence[Callable[[], object]]) -> list[Peak]:
     names = [f"tawpipe.peak.{number}" for number in range(len(parts))]
-    made = Allocations()
-    made.start()
+    allocations = Allocations()
+    allocations.start()
     try:
         for name, part in zip(names, parts, strict=True):
             with record_function(name):
                 part()
     finally:
-        made.stop()
-    return made.peaks(names)
+        allocations.stop()
+    return allocations.peaks(names)

@@ -52,11 +52,11 @@ def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mappin
         bound: unit -> the flat buffer that its parameters are views of. It is read again in the backward pass, when
             the same units must be bound, wherever they are then.
     """
-    own = [(unit, bound[unit], bound[unit].untyped_storage().data_ptr()) for unit in units]
+    weights = [(unit, bound[unit], bound[unit].untyped_storage().data_ptr()) for unit in units]
 
     def pack(saved: Tensor) -> Any:
         storage = saved.untyped_storage().data_ptr()
-        for unit, flat, place in own:
+        for unit, flat, place in weights:
             offset = int(saved.storage_offset() - flat.storage_offset())
             if storage == place and 0 <= offset < flat.numel():
                 return _Weight(unit, offset, tuple(saved.shape), saved.stride())
@@ -133,9 +133,9 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
             with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
                 output = chain.layer(block, leaf, context)
             stored[_place(leaf)] = leaf
-            shared = [one for one in tree_leaves([vars(call) for call in context]) if isinstance(one, Tensor)]
+            shared = [tensor for tensor in tree_leaves([vars(call) for call in context]) if isinstance(tensor, Tensor)]
             others = set(map(_place, [output, *shared, *chain.parameters_of(units)]))
-            total = sum(one.untyped_storage().nbytes() for place, one in stored.items() if place not in others)
+            total = sum(tensor.untyped_storage().nbytes() for place, tensor in stored.items() if place not in others)
             return total, attention.bytes
 
         total, attention = _tried(chain, block, kept, "schedule.recompute", "selective or none", "full")

@@ -371,8 +371,8 @@ class Places:
     def _place(self, buffer: Buffer, part: str, dtype: torch.dtype) -> InHost | InFile:
         key = buffer, part, dtype
         if key not in self._there:
-            own = self._folder
-            self._there[key] = InFile(own, dtype, self._device) if own else InHost(dtype, self._staging)
+            folder = self._folder
+            self._there[key] = InFile(folder, dtype, self._device) if folder else InHost(dtype, self._staging)
         return self._there[key]
 
     @property

@@ -49,7 +49,7 @@ class SetTokens:
     @cached_property
     def most(self) -> int:
         """The most tokens that a rank has: what is gathered is of one size for all."""
-        return max(sum(end - begin for begin, end in own) for own in self.ranges)
+        return max(sum(end - begin for begin, end in ranges) for ranges in self.ranges)
 
     def part(self, begin: int, end: int) -> Ranges:
         """Where some of this rank's tokens are in the row."""
@@ -59,9 +59,9 @@ class SetTokens:
 
     def _places(self) -> Iterator[tuple[int, slice, slice]]:
         """Every range: whose it is, where it is among the rank's tokens, and where in the row."""
-        for rank, own in enumerate(self.ranges):
+        for rank, ranges in enumerate(self.ranges):
             at = 0
-            for begin, end in own:
+            for begin, end in ranges:
                 yield rank, slice(at, at + end - begin), slice(begin, end)
                 at += end - begin
 
@@ -69,17 +69,17 @@ class SetTokens:
         """[ranks, heads, most, d], rank by rank, in the order of the row: [1, heads, S, d]."""
         _, heads, _, dim = gathered.shape
         row = gathered.new_empty(1, heads, sum(self.lengths), dim)
-        for rank, own, tokens in self._places():
-            row[0, :, tokens] = gathered[rank, :, own]
+        for rank, place, tokens in self._places():
+            row[0, :, tokens] = gathered[rank, :, place]
         return row
 
     def by_rank(self, row: Tensor) -> Tensor:
         """The inverse of ``in_order``; what is no rank's token is zero."""
         _, heads, _, dim = row.shape
-        found = row.new_zeros(self.ranks, heads, self.most, dim)
-        for rank, own, tokens in self._places():
-            found[rank, :, own] = row[0, :, tokens]
-        return found
+        gathered = row.new_zeros(self.ranks, heads, self.most, dim)
+        for rank, place, tokens in self._places():
+            gathered[rank, :, place] = row[0, :, tokens]
+        return gathered
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class LayerInSet(LayerInChunks):
 
     def keys(self, hidden: Rows) -> list[Tensor]:
         """Keys and values, [ranks, heads, most, d] each, with this rank's own at its place and room for the others'."""
-        found: list[Tensor] = []
+        keys: list[Tensor] = []
 
-        def take(begin: int, *own: Tensor) -> None:
-            for place, one in enumerate(own):
-                _, heads, tokens, dim = one.shape
-                if place == len(found):
-                    found.append(one.new_empty(self.dealt.ranks, heads, self.dealt.most, dim))
-                found[place][self.dealt.place, :, begin : begin + tokens] = one[0]
+        def take(begin: int, *of_chunk: Tensor) -> None:
+            for place, tensor in enumerate(of_chunk):
+                _, heads, tokens, dim = tensor.shape
+                if place == len(keys):
+                    keys.append(tensor.new_empty(self.dealt.ranks, heads, self.dealt.most, dim))
+                keys[place][self.dealt.place, :, begin : begin + tokens] = tensor[0]
 
         chunks = self._chunks(hidden)
         read = hidden.read([chunk.tokens for chunk in chunks])
@@ -114,7 +114,7 @@ class LayerInSet(LayerInChunks):
             for chunk, tokens in zip(chunks, read, strict=True):
                 chunk.take = partial(take, chunk.begin)
                 self._leave(chunk, tokens)
-        return found
+        return keys
 
     def gather(self, gathered: list[Tensor]) -> None:
         """Put keys and values, rank by rank, into the store; ``gathered`` is empty afterwards."""
@@ -143,11 +143,11 @@ class LayerInSet(LayerInChunks):
         chunks = self._chunks(hidden)
         for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
             leaf = tokens.contiguous().detach().requires_grad_(gradient is not None)
-            own: list[Tensor] = []
-            chunk.take = lambda *found, own=own: own.extend(found)
+            taken: list[Tensor] = []
+            chunk.take = lambda *tensors, taken=taken: taken.extend(tensors)
             with torch.enable_grad():
                 self._leave(chunk, leaf)
-            pairs = [(one, of[None, :, chunk.tokens].to(one.dtype)) for one, of in zip(own, sums, strict=True)]
+            pairs = [(key, of[None, :, chunk.tokens].to(key.dtype)) for key, of in zip(taken, sums, strict=True)]
             if pairs := [pair for pair in pairs if pair[0].requires_grad]:
                 torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             if gradient is not None and leaf.grad is not None:
@@ -156,7 +156,7 @@ class LayerInSet(LayerInChunks):
     def _chunks(self, hidden: Rows) -> list[Chunk]:
         spans = spans_of(hidden.shape[1], self.size)
         ranges = [self.dealt.part(span.start, span.stop) for span in spans]
-        return [Chunk(self.store, s.start, s.stop, own, gathered=True) for s, own in zip(spans, ranges, strict=True)]
+        return [Chunk(self.store, s.start, s.stop, r, gathered=True) for s, r in zip(spans, ranges, strict=True)]
 
     def _leave(self, chunk: Chunk, hidden: Tensor) -> None:
         """Run as far as keys and values."""

@@ -79,8 +79,8 @@ class DeferredProducts(TorchFunctionMode):
         self._noted: list[tuple[_Product, Tensor, Tensor]] = []
 
     def __enter__(self) -> DeferredProducts:
-        self._storages = {one.untyped_storage()._cdata for one in self._parameters}
-        self._weights = {id(one): (one, one, ()) for one in self._parameters if one.requires_grad}
+        self._storages = {p.untyped_storage()._cdata for p in self._parameters}
+        self._weights = {id(p): (p, p, ()) for p in self._parameters if p.requires_grad}
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -99,7 +99,7 @@ class DeferredProducts(TorchFunctionMode):
     @property
     def bytes(self) -> int:
         """Memory of what is kept. An input of several products is kept once."""
-        kept = [one.untyped_storage() for _, *both in self._noted for one in both]
+        kept = [tensor.untyped_storage() for _, *both in self._noted for tensor in both]
         return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
     def run(self, target: Callable[[nn.Parameter], Tensor]) -> None:
@@ -136,8 +136,8 @@ class DeferredProducts(TorchFunctionMode):
             fits = (given.ndim, weight.ndim) == (2, 3)
         else:
             fits = given.ndim == weight.ndim == 3 and given.shape[0] == weight.shape[0]
-        own = given.untyped_storage()._cdata not in self._storages  # a weight would have gone by then
-        return fits and own and not torch.is_autocast_enabled(weight.device.type)
+        no_weight = given.untyped_storage()._cdata not in self._storages  # a weight would have gone by then
+        return fits and no_weight and not torch.is_autocast_enabled(weight.device.type)
 
 
 class _Apart(torch.autograd.Function):
@@ -186,7 +186,7 @@ def _matmul(input: Tensor, other: Tensor | None = None, **others: Any) -> Any:
 
 
 def _grouped(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **others: Any) -> Any:
-    plain = offs is not None and all(one is None for one in others.values())
+    plain = offs is not None and all(other is None for other in others.values())
     return (input, mat2, None, False, offs) if plain else None
 
 
@@ -202,5 +202,5 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch._grouped_mm: _grouped,  # type: ignore[attr-defined]  # what F.grouped_mm calls
 }
 _TURNED: list[Any] = [Tensor.T, Tensor.mT]
-_VIEWS = {Tensor.__getitem__, Tensor.transpose, torch.transpose, Tensor.t, torch.t, *(one.__get__ for one in _TURNED)}
+_VIEWS = {Tensor.__getitem__, Tensor.transpose, torch.transpose, Tensor.t, torch.t, *(t.__get__ for t in _TURNED)}
 """Those after which every element of a parameter is in the view once, or not at all."""

@@ -117,7 +117,7 @@ def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 
 def is_of_layer(unit: Unit, units: Sequence[Unit]) -> bool:
     """True if only layers use a unit: neither the first block, the embedding side, nor the last, the head."""
-    return not {0, max(block for one in units for block in one.blocks)} & set(unit.blocks)
+    return not {0, max(block for each in units for block in each.blocks)} & set(unit.blocks)
 
 
 class Storage:
@@ -307,9 +307,9 @@ class Storage:
         Args:
             world: a group of all ranks that moves CPU tensors, None in a single process.
         """
-        own = iter([unit for unit in self.units if unit.blocks[0] % world_size == self.rank])
+        to_read = iter([unit for unit in self.units if unit.blocks[0] % world_size == self.rank])
         with ThreadPoolExecutor(1, "reading weights") as reader:
-            read_next = lambda: [reader.submit(self._read, source, unit) for unit in islice(own, 1)]  # noqa: E731
+            read_next = lambda: [reader.submit(self._read, source, unit) for unit in islice(to_read, 1)]  # noqa: E731
             ahead = read_next()
             for unit, home in zip(self.units, self.homes, strict=True):
                 root = unit.blocks[0] % world_size

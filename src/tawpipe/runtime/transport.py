@@ -118,11 +118,11 @@ def make_group(
         every: the members of each; every rank is in one.
         blocks: of NCCL's kernels, at most.
     """
-    made, nccl = None, uses_nccl(device)
+    joined, nccl = None, uses_nccl(device)
     if nccl and splits(device):
         split = [list(members) for members in every]
         options = nccl_options(timeout, blocks)
-        made = dist.split_group(
+        joined = dist.split_group(
             split_ranks=split, timeout=timeout, pg_options=options, group_desc=name, backend="cuda:nccl"
         )
     else:
@@ -136,10 +136,10 @@ def make_group(
                 device_id=device if nccl else None,
             )
             if rank in members:
-                made = group
-    assert isinstance(made, dist.ProcessGroup)
-    dist.all_reduce(torch.zeros(1, device=device), group=made)
-    return made
+                joined = group
+    assert isinstance(joined, dist.ProcessGroup)
+    dist.all_reduce(torch.zeros(1, device=device), group=joined)
+    return joined
 
 
 class Transport:
@@ -283,7 +283,7 @@ class Transport:
         if action.compression:
             plain, messages = (
                 messages,
-                self._scratch[action.lane].take([one.numel() for one in messages], action.compression),
+                self._scratch[action.lane].take([message.numel() for message in messages], action.compression),
             )
             for t, values, message in zip(action.transfers, plain, messages, strict=True):
                 if t.send:

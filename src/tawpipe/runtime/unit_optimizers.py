@@ -56,7 +56,7 @@ def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes:
         return
     for unit, home in zip(units, homes, strict=True):
         if unit.trainable and len(home.ranks) > 1:
-            tried = "+".join(sorted({one.name for one in try_factory(factory, units).values()})) or name_of(factory)
+            tried = "+".join(sorted({trial.name for trial in try_factory(factory, units).values()})) or name_of(factory)
             expected = (
                 f"tawpipe-whole (--schedule.strategy tawpipe-whole) with {tried}, which looks at whole matrices: here "
                 f"{unit.name} is in pieces on {len(home.ranks)} devices"
@@ -67,7 +67,7 @@ def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes:
 def _begins_unset(optimizer: Optimizer) -> bool:
     """torch's fused SGD makes its momentum in the first step with one, and leaves it unset if that one is left out."""
     first = ((group["momentum"], group["params"][0]) for group in optimizer.param_groups if group["params"])
-    return isinstance(optimizer, torch.optim.SGD) and any(own and not optimizer.state.get(p) for own, p in first)
+    return isinstance(optimizer, torch.optim.SGD) and any(m and not optimizer.state.get(p) for m, p in first)
 
 
 def is_elementwise(state: Any, value: Tensor) -> bool:
@@ -111,7 +111,7 @@ class SlicedStep:
     def rewind(self, optimizer: Any) -> None:
         """Before a slice, make of an optimizer's own numbers what they were before the step: some count in them."""
         values = vars(optimizer)
-        kept = self._numbers.setdefault(id(optimizer), {key: _copy(one) for key, one in values.items() if _counts(one)})
+        kept = self._numbers.setdefault(id(optimizer), {k: _copy(v) for k, v in values.items() if _counts(v)})
         values.update({key: _copy(value) for key, value in kept.items()})
 
     def end(self) -> None:
@@ -134,9 +134,9 @@ class UnitOptimizers:
 
     def __init__(self, storage: Storage, factory: OptimizerFactory) -> None:
         tried = try_factory(factory, storage.units)
-        self.name = "+".join(sorted({part for one in tried.values() for part in one.name.split("+")}))
+        self.name = "+".join(sorted({part for trial in tried.values() for part in trial.name.split("+")}))
         self.states_per_element = tuple(tried[u.index].states if u.trainable else 0 for u in storage.units)
-        options = {name: said for one in tried.values() for name, said in one.options.items()}
+        options = {name: said for trial in tried.values() for name, said in trial.options.items()}
         self.groups = PipelineOptimizer(options)
         self.whole = isinstance(factory, WholeMatrices)
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
@@ -150,12 +150,12 @@ class UnitOptimizers:
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
-        made = make_optimizers(self._factory, values)
-        for group in (group for optimizer in made for group in optimizer.param_groups):
+        optimizers = make_optimizers(self._factory, values)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
             if group["params"]:
                 group["of"] = self.groups.group_of[piece_of(group["params"][0]).name]
-        return made
+        return optimizers
 
     def states(self) -> States:
         """The states that the optimizers hold now."""
@@ -212,7 +212,9 @@ class UnitOptimizers:
     def hold(self, unit: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Put states in the place of those of a unit's pieces; empty ones change nothing."""
         optimizers = self.optimizers[unit]
-        whose = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+        whose = {
+            id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        }
         for piece, state in zip(self.pieces[unit], states, strict=False):
             if state:
                 whose[id(piece.value)].state[piece.value] = state

@@ -39,8 +39,8 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
             elif action.group:  # COUNT and NORM sum up over the world
                 collective = action.collective or "all_reduce"
                 collectives.add((action.lane, action.group, collective, action.root, action.compression))
-    for lane, group in sorted({(one[0], one[1]) for one in (*collectives, *pairs)}):
-        for *_, collective, root, compression in sorted(one for one in collectives if one[:2] == (lane, group)):
+    for lane, group in sorted({(use[0], use[1]) for use in (*collectives, *pairs)}):
+        for *_, collective, root, compression in sorted(use for use in collectives if use[:2] == (lane, group)):
             in_place = collective in ("all_reduce", "reduce", "broadcast")
             yield Action(
                 Op.COLLECTIVE,
@@ -52,7 +52,7 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
                 root=root,
                 compression=compression,
             )
-        for *_, pair, compression in sorted(one for one in pairs if one[:2] == (lane, group)):
+        for *_, pair, compression in sorted(use for use in pairs if use[:2] == (lane, group)):
             peer = pair[0] if pair[1] == rank else pair[1]
             yield exchange(
                 lane, (Transfer(True, peer, 0, HERE), Transfer(False, peer, 0, THERE)), group, compression=compression

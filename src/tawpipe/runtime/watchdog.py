@@ -158,17 +158,17 @@ class Watchdog:
         """Lines that say where this rank is."""
         limits = "--timeouts.step-s, for the first step --timeouts.first-step-s, or a multiple of what steps take"
         yield f"{self._where}: {step} has taken {seconds:.0f} s, the limit is {self.limit_s:.0f} s ({limits})"
-        doing = {lane: one for lane, one in self._doing().items() if one is not None}
-        for lane, one in doing.items():
-            state = "waits to begin" if one.waits else "is in"
-            yield f"{self._where}: {lane} {state} {one.label}, {one.seconds:.0f} s"
+        doing = {lane: work for lane, work in self._doing().items() if work is not None}
+        for lane, work in doing.items():
+            state = "waits to begin" if work.waits else "is in"
+            yield f"{self._where}: {lane} {state} {work.label}, {work.seconds:.0f} s"
         compute = doing.get(Lane.COMPUTE)
         if not doing:
             yield f"{self._where}: nothing is under way here; this rank waits for nobody"
         elif (
             compute is not None
             and not compute.waits
-            and not any(not one.waits for lane, one in doing.items() if lane is not Lane.COMPUTE)
+            and not any(not work.waits for lane, work in doing.items() if lane is not Lane.COMPUTE)
         ):
             yield f"{self._where}: waits for nobody: it computes"
 

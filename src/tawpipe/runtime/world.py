@@ -94,7 +94,7 @@ class World:
         mine = torch.tensor([value], dtype=torch.float64, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
-        return [float(one) for one in everyone]
+        return [float(number) for number in everyone]
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's ``text`` on all ranks."""
@@ -137,7 +137,7 @@ class World:
         mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
-        return [one.numpy().tobytes().rstrip(b"\0").decode() for one in everyone]
+        return [padded.numpy().tobytes().rstrip(b"\0").decode() for padded in everyone]
 
     def together(self, act: Callable[[], Any], *, acts: bool = True, otherwise: str = "{}") -> list[Any]:
         """The results of ``act`` on every rank (JSON values), in their order, on all ranks; call on all ranks.
