@@ -96,7 +96,7 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
     embedding, *layers, head = workload.block_parts
     blocks = (
         BlockCost.timed(embedding.forward_s, embedding.backward_s, embedding.backward_weight_s),
-        *(BlockCost.timed(one.forward_s, one.backward_s, one.backward_weight_s, linear=linear) for one in layers),
+        *(BlockCost.timed(part.forward_s, part.backward_s, part.backward_weight_s, linear=linear) for part in layers),
         BlockCost.timed(0.0, head.seconds, head.backward_weight_s),  # our head does all at once, in the backward pass
     )
     host = LinkModel(workload.activation_bytes / workload.host_s if workload.host_s else math.inf)
@@ -147,24 +147,24 @@ def schedule_bytes(
     """
     far, passed = far_widths(schedule.step.settings, widths), borders_passed(schedule, physical=topology)
     pairs = [*zip(link_elements(schedule, physical=topology), passed, strict=True)]
-    sent = tuple(one.bytes_sent(*far) + away * boundary for one, (away, _) in pairs)
-    return sent, tuple(one.bytes_received(*far) + back * boundary for one, (_, back) in pairs)
+    sent = tuple(elements.bytes_sent(*far) + away * boundary for elements, (away, _) in pairs)
+    return sent, tuple(elements.bytes_received(*far) + back * boundary for elements, (_, back) in pairs)
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
     total = 0.0
     for action in schedule.programs[rank]:
-        own = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
+        set_costs = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
         if action.op is Op.FORWARD:
-            total += own.forward_s(rank, action.block, action.micro_batch)
+            total += set_costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
             again = schedule.step.recomputes(action.block)
-            total += own.backward_s(rank, action.block, action.micro_batch, again)
+            total += set_costs.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.BACKWARD_INPUT:
-            total += own.backward_s(rank, action.block, action.micro_batch)
-            total -= own.backward_weight_s(rank, action.block, action.micro_batch)
+            total += set_costs.backward_s(rank, action.block, action.micro_batch)
+            total -= set_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD_WEIGHT:
-            total += own.backward_weight_s(rank, action.block, action.micro_batch)
+            total += set_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].stripe, action.unit)
     return total
@@ -322,13 +322,13 @@ def _pipeline_bounds(
     stages = [[cut.block_parts[block] for block in layout.blocks_of(stage)] for stage in range(layout.stages)]
     compute, needed = 0.0, 0.0
     for rank in range(topology.world_size):
-        own, before = layout.stages_of(rank), stages[: layout.stages_of(rank)[0]]
-        busy = workload.micro_batches * sum(part.seconds for stage in own for part in stages[stage])
-        borders = sum(a != b for a, b in pairwise(node[: own[0] + 1]))
+        held, before = layout.stages_of(rank), stages[: layout.stages_of(rank)[0]]
+        busy = workload.micro_batches * sum(part.seconds for stage in held for part in stages[stage])
+        borders = sum(a != b for a, b in pairwise(node[: held[0] + 1]))
         crossing = borders * (workload.activation_bytes / between.bytes_per_s + between.latency_s)
         waits = sum(part.forward_s for stage in before for part in stage) + crossing
         if name != "zbv":
             waits += sum(part.backward_s for stage in before for part in stage) + crossing
         compute, needed = max(compute, busy), max(needed, busy + waits)
-    link = max(between.busy_s(topology.local_size, one, one) for one in moved)
+    link = max(between.busy_s(topology.local_size, size, size) for size in moved)
     return Bounds(compute, link, max(link, needed), moved, moved)

@@ -145,8 +145,8 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
         entries = list(suite.strategies)
         for i, entry in enumerate(entries):
             try:
-                found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
-                entries[i] = replace(entry, found={**entry.found, **found})
+                knobs = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
+                entries[i] = replace(entry, found={**entry.found, **knobs})
             except UserError as error:
                 failed[i] = str(error)
         suite = replace(suite, strategies=tuple(entries))

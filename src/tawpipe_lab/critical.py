@@ -219,12 +219,12 @@ def unlimited_buffers(schedule: Schedule) -> Schedule:
     because an update in place does wait for those who still read the weights before it. The next step uses the buffers
     again, a whole step later. The result is a schedule like any other, and ``verify`` holds for it.
     """
-    made = [_rename(program, pools) for program, pools in zip(schedule.programs, schedule.pools, strict=True)]
+    renamed = [_rename(program, pools) for program, pools in zip(schedule.programs, schedule.pools, strict=True)]
     return replace(
         schedule,
         name=f"{schedule.name}, unlimited buffers",
-        programs=tuple(program for program, _ in made),
-        pools=tuple(pools for _, pools in made),
+        programs=tuple(program for program, _ in renamed),
+        pools=tuple(pools for _, pools in renamed),
     )
 
 
@@ -246,7 +246,9 @@ def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple
             parts = (replace(t, buffer=sends[t.buffer] if t.send else fresh(t.buffer)) for t in action.transfers)
             renamed.append(exchange(action.lane, tuple(parts), action.group, compression=action.compression))
             continue
-        reads = tuple(current.get(one, one) for one in action.reads)
-        writes = tuple(current.get(one, one) if one in action.reads else fresh(one) for one in action.writes)
+        reads = tuple(current.get(buffer, buffer) for buffer in action.reads)
+        writes = tuple(
+            current.get(buffer, buffer) if buffer in action.reads else fresh(buffer) for buffer in action.writes
+        )
         renamed.append(replace(action, reads=reads, writes=writes))
     return tuple(renamed), tuple(replace(pool, count=used[pool.name]) for pool in pools)

@@ -106,14 +106,14 @@ class OurSettings:
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
         schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
-        own = {name: value for name, value in vars(self).items() if name not in ("packing", "order") or value}
-        return {name: value for name, value in {**schedule, **own}.items() if name in KNOBS}
+        own_knobs = {name: value for name, value in vars(self).items() if name not in ("packing", "order") or value}
+        return {name: value for name, value in {**schedule, **own_knobs}.items() if name in KNOBS}
 
 
-OWN_KNOBS = tuple(one.name for one in fields(OurSettings) if one.name != "schedule")
+OWN_KNOBS = tuple(item.name for item in fields(OurSettings) if item.name != "schedule")
 SAID = ("strategy", "early_updates")
 """Settings that a row's name and ``clip_norm`` say."""
-KNOBS = (*OWN_KNOBS, *(one.name for one in fields(ScheduleSettings) if one.name not in SAID))
+KNOBS = (*OWN_KNOBS, *(item.name for item in fields(ScheduleSettings) if item.name not in SAID))
 
 
 def rows() -> dict[str, str]:
@@ -123,7 +123,7 @@ def rows() -> dict[str, str]:
 
 def named(row: str) -> str:
     """The name in results of what a row runs, whose ``origin`` tells it from a rival of this name."""
-    return next((strategy for strategy, own in OWN_NAMES.items() if own == row), row)
+    return next((strategy for strategy, name in OWN_NAMES.items() if name == row), row)
 
 
 def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
@@ -139,9 +139,9 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
             raise UserError(f"knob of {name}", knob, f"one of {', '.join(KNOBS)}")
     usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3}
     wanted = {**usual, **MADE_FOR.get(name, {}), **knobs}
-    own = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}
-    early = own.get("clip_norm", 1.0) is None
-    return OurSettings(ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted), **own)
+    own_knobs = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}
+    early = own_knobs.get("clip_norm", 1.0) is None
+    return OurSettings(ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted), **own_knobs)
 
 
 def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Known:
@@ -242,9 +242,9 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     strategy = find(chosen.strategy)
     if "block_times" in strategy.uses and isinstance(work, TimedWorkload) and not chosen.block_times:
         chosen = replace(chosen, block_times=spell_times(pipeline_costs(work)))
-    found = {**found_for(name, workload, topology, knobs), **knobs}
-    chosen = replace(chosen, stages=found.get("stages", chosen.stages))
-    if order := found.get("order"):
+    all_knobs = {**found_for(name, workload, topology, knobs), **knobs}
+    chosen = replace(chosen, stages=all_knobs.get("stages", chosen.stages))
+    if order := all_knobs.get("order"):
         assert isinstance(strategy, ActivationPipeline)
         strategy = replace(strategy, given=order)
     shares = shares or shares_of(work.micro_batches, topology, chosen)

@@ -215,10 +215,10 @@ class _SleepingCompute:
         pass
 
     def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
-        tensors = {one.buffer: self._held[one.buffer] for one in action.transfers if one.send}
-        tensors |= {one.buffer: self._new(one.buffer) for one in action.transfers if not one.send}
+        tensors = {transfer.buffer: self._held[transfer.buffer] for transfer in action.transfers if transfer.send}
+        tensors |= {transfer.buffer: self._new(transfer.buffer) for transfer in action.transfers if not transfer.send}
         transport.exchange(action, tensors)
-        self._held |= {one.buffer: tensors[one.buffer] for one in action.transfers if not one.send}
+        self._held |= {transfer.buffer: tensors[transfer.buffer] for transfer in action.transfers if not transfer.send}
         self._drop(action)
 
     def _compute(self, action: Action, seconds: float) -> None:
@@ -257,9 +257,9 @@ class _SleepingCompute:
 
     def keys_together(self, action: Action, transport: Transport) -> None:
         whole = self._held.setdefault(action.reads[0], self._all_keys(action.micro_batch))
-        own, every = whole[self._rank % len(whole)], whole.view(-1)
+        share, every = whole[self._rank % len(whole)], whole.view(-1)
         gathers = action.collective == "all_gather"
-        transport.together(action, [(own, every) if gathers else (every, torch.empty_like(own))])
+        transport.together(action, [(share, every) if gathers else (every, torch.empty_like(share))])
 
     def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         m = action.micro_batch  # once more, and the gradients of its input and its weights

@@ -34,7 +34,7 @@ def compare_page(
     for some in cells_of(rows).values():
         sections += _cell(sorted(some, key=order_of))
     if recordings is not None:
-        for folder in sorted(one for one in recordings.iterdir() if one.is_dir()):
+        for folder in sorted(entry for entry in recordings.iterdir() if entry.is_dir()):
             sections.append(timeline_section(f"A step: {folder.name}", executed_bars(folder)))
     subtitle = f"{environment['date']}, {environment['command']}, {environment['machine']}"
     return page_text("Comparison", name, sections, subtitle=subtitle)

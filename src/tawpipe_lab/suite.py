@@ -149,8 +149,8 @@ def read_suite(values: Any) -> Suite:
         if not isinstance(given.get(name), list):
             raise UserError("--suite", {name: given.get(name)}, f"a list of {name}")
     cells = []
-    for one in given.get("cells", ()):
-        cell = _known(Cell, one, "a cell")
+    for cell_values in given.get("cells", ()):
+        cell = _known(Cell, cell_values, "a cell")
         workload = _read_workload(cell.get("workload"), f"the workload of cell {cell.get('name')}")
         if cell.get("slow") is not None and isinstance(workload, RealWorkload):
             raise UserError("slow", cell["slow"], f"nothing in cell {cell.get('name')}, which really computes")
@@ -159,7 +159,7 @@ def read_suite(values: Any) -> Suite:
             None if slow is None else _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
         )
         cells.append(_make(Cell, {**cell, "workload": workload, "slow": slow}, f"cell {cell.get('name')}"))
-    entries = tuple(_make(Entry, one, "a strategy") for one in given.get("strategies", ()))
+    entries = tuple(_make(Entry, entry, "a strategy") for entry in given.get("strategies", ()))
     if not cells or not entries:
         raise UserError("--suite", given.get("name"), "a suite with cells and strategies")
     return _make(Suite, {**given, "cells": tuple(cells), "strategies": entries}, "the suite")
@@ -191,7 +191,7 @@ def _mixed(values: Any, layers: Any, what: str) -> dict[str, Any]:
     blocks = MIXES[mix.model](layers)
 
     def seconds(*some: BlockTimes) -> dict[str, float]:
-        return {f"{name}_s": mix.tick_s * fmean(getattr(one, name) for one in some) for name in PARTS}
+        return {f"{name}_s": mix.tick_s * fmean(getattr(block, name) for block in some) for name in PARTS}
 
     letters = dict(zip(dict.fromkeys(blocks[1:-1]), ascii_letters, strict=False))
     kinds = {letter: seconds(block) for block, letter in letters.items()}

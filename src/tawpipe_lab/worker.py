@@ -213,7 +213,7 @@ def _gather(value: float) -> list[float]:
     mine = torch.tensor([value], dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return [float(one) for one in everyone]
+    return [float(number) for number in everyone]
 
 
 def _import_rivals(names: set[str]) -> None:

@@ -148,11 +148,11 @@ class TimedWorkload:
             raise UserError("tied", True, "an embedding with bytes and a head without")
         if self.pattern and len(self.pattern) != self.layers:
             raise UserError("pattern", self.pattern, f"a letter for each of the {self.layers} layers")
-        for kind, own in self.kinds.items():
+        for kind, values in self.kinds.items():
             if kind not in (*self.pattern, *ENDS):
                 raise UserError("kinds", kind, f"{', '.join(ENDS)} and letters that are in the pattern")
             known = SECONDS_OF_LAYERS if kind in ENDS else (*SECONDS_OF_LAYERS, *BYTES_OF_LAYERS)
-            if unknown := set(own) - set(known):
+            if unknown := set(values) - set(known):
                 raise UserError(f"kinds.{kind}", min(unknown), f"some of {', '.join(known)}")
 
     def split(self, parts: int) -> TimedWorkload:
@@ -167,8 +167,8 @@ class TimedWorkload:
         sizes = {name: getattr(self, name) // parts for name in ("keys_bytes", *BYTES_OF_LAYERS)}
         shares = {name: getattr(self, name) / parts for name in SECONDS_OF_LAYERS}
         kinds = {
-            kind: {name: size // parts if name in BYTES_OF_LAYERS else size / parts for name, size in own.items()}
-            for kind, own in self.kinds.items()
+            kind: {name: size // parts if name in BYTES_OF_LAYERS else size / parts for name, size in values.items()}
+            for kind, values in self.kinds.items()
             if kind not in ENDS
         }
         pattern = "".join(letter * parts for letter in self.pattern)
@@ -186,8 +186,8 @@ class TimedWorkload:
 
     def _with_seconds(self, change: Callable[[float], float]) -> TimedWorkload:
         kinds = {
-            kind: {name: change(size) if name in SECONDS_OF_LAYERS else size for name, size in own.items()}
-            for kind, own in self.kinds.items()
+            kind: {name: change(size) if name in SECONDS_OF_LAYERS else size for name, size in values.items()}
+            for kind, values in self.kinds.items()
         }
         seconds = {name: change(getattr(self, name)) for name in (*SECONDS_OF_LAYERS, "head_s", "host_s")}
         return replace(self, kinds=kinds, **seconds)
@@ -219,9 +219,9 @@ class TimedWorkload:
         usual = {name: getattr(self, name) for name in (*SECONDS_OF_LAYERS, *BYTES_OF_LAYERS)}
 
         def part(letter: str) -> TimedPart:
-            own = {**usual, **self.kinds.get(letter, {})}
-            elements, frozen, linear = (int(own[name]) for name in BYTES_OF_LAYERS)
-            return _part(elements, own, frozen // 4, linear)
+            values = {**usual, **self.kinds.get(letter, {})}
+            elements, frozen, linear = (int(values[name]) for name in BYTES_OF_LAYERS)
+            return _part(elements, values, frozen // 4, linear)
 
         kinds = {letter: part(letter) for letter in {*self.pattern, ""}}
         return tuple(kinds[letter] for letter in self.pattern or [""] * self.layers)

@@ -149,7 +149,7 @@ class Conversation:
         given = torch.tensor([ids], device=self._model.device)
         try:
             with torch.inference_mode():
-                made = self._model.generate(
+                generated = self._model.generate(
                     given,
                     attention_mask=torch.ones_like(given),
                     streamer=streamer,
@@ -161,7 +161,7 @@ class Conversation:
         except KeyboardInterrupt:
             print("\n(this question is forgotten)")
             return ""
-        answer = self._tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+        answer = self._tokenizer.decode(generated[0, len(ids) :], skip_special_tokens=True)
         self._said = [*said, {"role": "assistant", "content": answer}]
         return answer
 

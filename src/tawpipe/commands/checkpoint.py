@@ -85,7 +85,7 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
         raise UserError("FOLDER", str(path), "the output folder of a run, not one checkpoint")
     complete = _checkpoints(path)
     old = superfluous(complete, keep=arguments.keep, keep_every=arguments.keep_every, best=_best(complete))
-    if old and not any(not problem_of(one) for one in reversed(complete) if one not in old):
+    if old and not any(not problem_of(kept) for kept in reversed(complete) if kept not in old):
         expected = f"so many that a sound checkpoint is among them; {complete[-1].name}: {problem_of(complete[-1])}"
         raise UserError("--keep", arguments.keep, expected)
     for folder in [*old, *(_partial(path) if arguments.incomplete else ())]:
@@ -125,11 +125,15 @@ def _parser() -> argparse.ArgumentParser:
             "remove older checkpoints but the best, while no run is writing there, if a sound one stays",
         ),
     ):
-        one = commands.add_parser(name, help=words, description=words)
-        one.add_argument("folder", metavar="FOLDER", help="the output folder of a run, or a checkpoint")
-        one.set_defaults(run=run)
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument("folder", metavar="FOLDER", help="the output folder of a run, or a checkpoint")
+        command.set_defaults(run=run)
         if name == "prune":
-            one.add_argument("--keep", type=int, required=True, metavar="N", help="of the newest stay")
-            one.add_argument("--keep-every", type=int, default=0, metavar="N", help="those of every Nth step stay, too")
-            one.add_argument("--incomplete", action="store_true", help="also remove what was not written to its end")
+            command.add_argument("--keep", type=int, required=True, metavar="N", help="of the newest stay")
+            command.add_argument(
+                "--keep-every", type=int, default=0, metavar="N", help="those of every Nth step stay, too"
+            )
+            command.add_argument(
+                "--incomplete", action="store_true", help="also remove what was not written to its end"
+            )
     return parser

@@ -65,12 +65,12 @@ def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
         return [_found(path)]
     if not path.is_dir():
         raise UserError(SETTING, str(path), EXPECTED if not path.exists() else f"{EXPECTED} (.html)")
-    made = [*_of_run(path), *_of_others(path)]
-    if made:
+    drawn = [*_of_run(path), *_of_others(path)]
+    if drawn:
         _check_plotly(path)
-    taken = {page.name for page in made} | {INDEX}
+    taken = {page.name for page in drawn} | {INDEX}
     files = sorted(path.glob("*.html")) if skip is None or path.resolve() != skip.resolve() else []
-    pages = [*made, *(_found(file, "written-" if file.name in taken else "") for file in files)]
+    pages = [*drawn, *(_found(file, "written-" if file.name in taken else "") for file in files)]
     if not pages:
         names = "metrics.jsonl, plan.yaml, traces, results.json or pages"
         raise UserError(SETTING, str(path), f"{EXPECTED}; this folder has no {names}")

@@ -229,18 +229,18 @@ def _longest(request: PlanRequest, words: PlanWords, tell: Callable[[str], None]
     from tawpipe.plan.request import MOST_TOKENS
 
     most, asked = request.sequence_length, words.row or MOST_TOKENS
-    found = Longest.of(request, ends=limit_of(most) if most == asked else POSITIONS, tell=tell)
+    longest = Longest.of(request, ends=limit_of(most) if most == asked else POSITIONS, tell=tell)
     if words.json:
-        print(found.json_text())
+        print(longest.json_text())
     else:
         print(GIVEN)
-        for line in found.table():
+        for line in longest.table():
             print(line)
-        print(f"\n{found.reason}")
-        for line in filter(None, (found.memory, found.hides)):
+        print(f"\n{longest.reason}")
+        for line in filter(None, (longest.memory, longest.hides)):
             print(line)
-    _write_page(words, lambda path: write_longest_page(found, path))
-    return 0 if found.best else 1
+    _write_page(words, lambda path: write_longest_page(longest, path))
+    return 0 if longest.best else 1
 
 
 def _documents(lengths: str | None) -> list[int]:
@@ -301,11 +301,11 @@ class _Corpus:
         from tawpipe.plan.dealt import DealFound
         from tawpipe.plan.dealt_words import json_text, lines, write_dealt_page
 
-        found = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most, tell=tell)
-        for line in [json_text(found)] if words.json else lines(found):
+        dealt = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most, tell=tell)
+        for line in [json_text(dealt)] if words.json else lines(dealt):
             print(line)
-        _write_page(words, lambda path: write_dealt_page(found, path))
-        return 0 if found.best else 1
+        _write_page(words, lambda path: write_dealt_page(dealt, path))
+        return 0 if dealt.best else 1
 
 
 def _tokenised(words: PlanWords) -> tuple[Any, str]:
@@ -316,7 +316,9 @@ def _tokenised(words: PlanWords) -> tuple[Any, str]:
     from tawpipe.data.tokenised import TokenisedText
 
     config = words.config
-    files = opened([file for one in find_sets(config.data) for file in one.files], streaming=False, setting="--data")
+    files = opened(
+        [file for source in find_sets(config.data) for file in source.files], streaming=False, setting="--data"
+    )
     folder = config.model if Path(config.model).is_dir() else None
     text = TokenisedText(config, files, cache_root(config.cache_dir), tokenizer=None, model=folder)
     corpus, _ = text.corpus(files, "--data")

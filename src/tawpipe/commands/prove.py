@@ -45,6 +45,6 @@ def _prove(arguments: argparse.Namespace) -> int:
             raise UserError("--only", name, f"some of {', '.join(known)}")
     world = connect(device=arguments.device)
     activate_flash(world.device, dtype_here(world), lambda: sized(world.device))  # as the training run does
-    found = prove(world, Path(arguments.out), only=arguments.only)
+    proof = prove(world, Path(arguments.out), only=arguments.only)
     world.leave()
-    return 1 if found.failed else 0
+    return 1 if proof.failed else 0

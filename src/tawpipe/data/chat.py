@@ -125,7 +125,7 @@ class ChatRenderer:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         """Any special token; those that end a turn may have no name in the configuration, but in tokenizer.json."""
-        added = [str(one) for one in self._tokenizer.added_tokens_decoder.values() if one.special]
+        added = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
@@ -254,10 +254,10 @@ class ChatRenderer:
         )
 
 
-def _alike(one: str, other: str) -> int:
+def _alike(text: str, other: str) -> int:
     """Letters in which both begin alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _space_behind(text: str) -> int:

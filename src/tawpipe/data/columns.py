@@ -88,8 +88,8 @@ class Columns:
     def lacking(self, kind: Literal["file", "row"], where: str, present: Collection[str]) -> Skipped:
         """A row, or a file whose rows are alike, that is of no kind; says which columns there are."""
         ways = [
-            " with ".join(" or ".join(repr(self._column(name)) for name in group) for group in NEEDED[one])
-            for one in sorted(self._kinds, key=list(NEEDED).index)
+            " with ".join(" or ".join(repr(self._column(name)) for name in group) for group in NEEDED[row_kind])
+            for row_kind in sorted(self._kinds, key=list(NEEDED).index)
         ]
         return Skipped(
             kind,

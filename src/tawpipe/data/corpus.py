@@ -108,17 +108,17 @@ class Corpus:
     @classmethod
     def joined(cls, parts: Sequence[tuple[Corpus, NDArray[np.int64]]]) -> Corpus:
         """A corpus in memory of some documents of each, in this order."""
-        found = [
+        pairs = [
             corpus.read(document, 0, length)
             for corpus, some in parts
             for document, length in zip(some.tolist(), corpus.lengths[some].tolist(), strict=True)
         ]
-        lengths = [len(tokens) for tokens, _ in found]
+        lengths = [len(tokens) for tokens, _ in pairs]
         return cls(
-            tokens=np.concatenate([tokens for tokens, _ in found]),
+            tokens=np.concatenate([tokens for tokens, _ in pairs]),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
             identities=np.concatenate([corpus.identities[some] for corpus, some in parts]),
-            mask=np.packbits(np.concatenate([np.ones(len(t), np.bool_) if m is None else m for t, m in found])),
+            mask=np.packbits(np.concatenate([np.ones(len(t), np.bool_) if m is None else m for t, m in pairs])),
             counts=ReadCounts.merged([corpus.counts for corpus, _ in parts]),
         )
 
@@ -192,19 +192,19 @@ def split_documents(
     then keeps one document of it, and validation gets one, if every set still has another to train on. A set of one
     distinct document is all training.
     """
-    out = [held_out(one, fraction, seed) for one in sets]
-    if fraction > 0 and any(one.all() or not one.any() for one in out):
-        distinct = [one[np.argsort(_mixed(one, seed))] for one in map(np.unique, sets)]
-        chosen = np.concatenate([one[held_out(one, fraction, seed)] for one in distinct])
-        for one in distinct:
-            if np.isin(one, chosen).all():
-                chosen = chosen[chosen != one[-1]]
-        for one in distinct:
-            if not np.isin(one, chosen).any():
-                more = (np.append(chosen, identity) for identity in one)
+    out = [held_out(identities, fraction, seed) for identities in sets]
+    if fraction > 0 and any(held.all() or not held.any() for held in out):
+        distinct = [identities[np.argsort(_mixed(identities, seed))] for identities in map(np.unique, sets)]
+        chosen = np.concatenate([identities[held_out(identities, fraction, seed)] for identities in distinct])
+        for identities in distinct:
+            if np.isin(identities, chosen).all():
+                chosen = chosen[chosen != identities[-1]]
+        for identities in distinct:
+            if not np.isin(identities, chosen).any():
+                more = (np.append(chosen, identity) for identity in identities)
                 chosen = next((some for some in more if not any(np.isin(o, some).all() for o in distinct)), chosen)
-        out = [np.isin(one, chosen) for one in sets]
-    return [(np.flatnonzero(~one), np.flatnonzero(one)) for one in out]
+        out = [np.isin(identities, chosen) for identities in sets]
+    return [(np.flatnonzero(~held), np.flatnonzero(held)) for held in out]
 
 
 def in_shares(lengths: Sequence[NDArray[np.int64]], weights: Sequence[float]) -> NDArray[np.int64]:
@@ -213,14 +213,14 @@ def in_shares(lengths: Sequence[NDArray[np.int64]], weights: Sequence[float]) ->
     Args:
         lengths: of the documents of every set. Those of a small one with a large weight come several times.
     """
-    totals = np.array([int(one.sum()) for one in lengths])
+    totals = np.array([int(set_lengths.sum()) for set_lengths in lengths])
     wanted = totals.sum() * np.array(weights) / sum(weights)
     chosen, first = [], 0
-    for one, total, tokens in zip(lengths, totals, wanted, strict=True):
+    for set_lengths, total, tokens in zip(lengths, totals, wanted, strict=True):
         times, rest = divmod(tokens, total)
-        number = int(times) * len(one) + int(np.searchsorted(np.cumsum(one), rest))
-        chosen.append(first + np.resize(np.arange(len(one)), max(1, number)))
-        first += len(one)
+        number = int(times) * len(set_lengths) + int(np.searchsorted(np.cumsum(set_lengths), rest))
+        chosen.append(first + np.resize(np.arange(len(set_lengths)), max(1, number)))
+        first += len(set_lengths)
     return np.concatenate(chosen)
 
 

@@ -61,13 +61,13 @@ class Encoder:
         would be wrong, so there a piece is tokenised behind a line break, whose tokens are then taken away.
         """
         (alone,) = self._plain(["a"])
-        found, inside = dict[str, list[int]](), list[int]()
+        anchors, inside = dict[str, list[int]](), list[int]()
         for anchor in ANCHORS:
-            own, behind = self._plain([anchor, anchor + "a"])
-            inside = inside or behind[len(own) :]
-            if behind == own + inside and inside != alone:
-                found[anchor] = own
-        return found
+            anchor_tokens, behind = self._plain([anchor, anchor + "a"])
+            inside = inside or behind[len(anchor_tokens) :]
+            if behind == anchor_tokens + inside and inside != alone:
+                anchors[anchor] = anchor_tokens
+        return anchors
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(
@@ -128,10 +128,10 @@ class Encoder:
         Raises:
             UserError: every anchor merges with this text.
         """
-        for number, (anchor, own) in enumerate(self._anchors.items()):
+        for number, (anchor, anchor_tokens) in enumerate(self._anchors.items()):
             tokens = self._plain([anchor + text])[0] if number else tokens
-            if tokens[: len(own)] == own:
-                return tokens[len(own) :]
+            if tokens[: len(anchor_tokens)] == anchor_tokens:
+                return tokens[len(anchor_tokens) :]
         if self._anchors:
             name = self._tokenizer.name_or_path or "the given one"
             raise UserError("--tokenizer", name, f"one that does not merge {text[:9]!r} with any letter before it")

@@ -29,10 +29,10 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
     Raises:
         UserError: a data set that is not there, cannot be reached or has no such configuration or split.
     """
-    found: list[SourceFile] = []
+    sources: list[SourceFile] = []
     for file in files:
         if file.format != "hub":
-            found.append(file)
+            sources.append(file)
             continue
         data = load(file.path, streaming, setting)
         if streaming:
@@ -43,8 +43,8 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
             f"{data.info.version} {data.info.dataset_size} {getattr(data, '_fingerprint', '')}".encode()
         )
         mode = "~" if streaming else ""
-        found += [SourceFile(f"{file.path}#{mode}{part}/{parts}", size // parts, version) for part in range(parts)]
-    return found
+        sources += [SourceFile(f"{file.path}#{mode}{part}/{parts}", size // parts, version) for part in range(parts)]
+    return sources
 
 
 def read_hub(file: SourceFile, columns: Columns) -> Iterator[RawRow | Skipped]:
@@ -58,7 +58,7 @@ def read_hub(file: SourceFile, columns: Columns) -> Iterator[RawRow | Skipped]:
         if columns.kind(names) is None:
             yield columns.lacking("file", name, names)
             return
-        data = data.select_columns([one for one in names if one in columns.useful])
+        data = data.select_columns([column for column in names if column in columns.useful])
     where = name
     if streaming and parts > 1:
         data, where = data.shard(parts, part), f"{name}, part {part + 1} of {parts}"
@@ -83,7 +83,7 @@ def load(name: str, streaming: bool, setting: str) -> Any:
     if streaming and split and "[" in split:
         raise UserError(setting, name, "a whole split with --streaming, without [...]")
     try:
-        found: Dataset | IterableDataset | dict = datasets.load_dataset(path, config, split=split, streaming=streaming)
+        loaded: Dataset | IterableDataset | dict = datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         hint = ""
@@ -94,8 +94,8 @@ def load(name: str, streaming: bool, setting: str) -> Any:
         elif "config" in reason.lower():
             hint = f"; {HUB}{path}:CONFIG:SPLIT names one"
         raise UserError(setting, name, f"a data set that can be loaded ({reason}{hint})") from error
-    if isinstance(found, dict):
-        if split is None and len(found) > 1 and "train" not in found:
-            raise UserError(setting, name, f"{name}:SPLIT with one of its splits: {', '.join(found)}")
-        return found["train"] if "train" in found else next(iter(found.values()))
-    return found
+    if isinstance(loaded, dict):
+        if split is None and len(loaded) > 1 and "train" not in loaded:
+            raise UserError(setting, name, f"{name}:SPLIT with one of its splits: {', '.join(loaded)}")
+        return loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    return loaded

@@ -108,21 +108,21 @@ def padding_share(length: Callable[[int], int], dealing: Dealing) -> float:
     Args:
         length: of a document, by its number.
     """
-    own = computed = 0
+    tokens = computed = 0
     for step in range(max(1, min(STEPS, DOCUMENTS // dealing.rows))):
         lengths = [length(step * dealing.rows + row) for row in range(dealing.rows)]
         order = in_like_lengths(lengths, dealing.micro_batch)
         groups = (order[at : at + dealing.micro_batch] for at in range(0, len(order), dealing.micro_batch))
-        own += sum(lengths)
+        tokens += sum(lengths)
         computed += sum(len(group) * max(lengths[row] for row in group) for group in groups)
-    return 1 - own / computed
+    return 1 - tokens / computed
 
 
 def _times(rows: Bins) -> tuple[float, float]:
     """Time of the busiest rank, and the mean; of rounds in which every rank has a row, where there are any."""
-    rounds = [one for one in rows.single if all(row.documents for row in one)] or rows.single[:1]
+    rounds = [group for group in rows.single if all(row.documents for row in group)] or rows.single[:1]
     busiest = mean = 0.0
-    for one in rounds:
-        times = [rows.time(row) for row in one]
+    for group in rounds:
+        times = [rows.time(row) for row in group]
         busiest, mean = busiest + max(times), mean + sum(times) / len(times)
     return busiest, mean

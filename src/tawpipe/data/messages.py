@@ -53,7 +53,7 @@ def read_messages(value: object, names: Mapping[str, str]) -> list[dict[str, Any
         return []
     if not isinstance(value, list):
         raise Malformed(f"without a list of {FORM}", f"{type(value).__name__} instead")
-    return [_message(number, one, names) for number, one in enumerate(value, 1)]
+    return [_message(number, message, names) for number, message in enumerate(value, 1)]
 
 
 def _message(number: int, value: object, names: Mapping[str, str]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _message(number: int, value: object, names: Mapping[str, str]) -> dict[str, 
     role = value[keys["role"]] if keys["role"] else None
     if not isinstance(role, str):
         raise Malformed(f"without {FORM}", f"message {number} has {sorted(value)}")
-    others = {key: one for key, one in value.items() if key not in keys.values() and one is not None}
+    others = {key: field for key, field in value.items() if key not in keys.values() and field is not None}
     message = {"role": ROLES.get(role, role), "content": value[keys["content"]] if keys["content"] else None, **others}
     if role == CALL:
         message |= {"content": "", "tool_calls": message["content"]}
@@ -98,12 +98,12 @@ def _calls(number: int, value: object) -> list[dict[str, Any]]:
     value = _without_nulls(_of_json(value))
     calls = []
     for call in value if isinstance(value, list) else [value]:
-        one: dict[str, Any] = call if isinstance(call, dict) else {}
-        function = one.get("function", one)
+        fields: dict[str, Any] = call if isinstance(call, dict) else {}
+        function = fields.get("function", fields)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Malformed("with a tool call that has no name and arguments", f"message {number}")
         arguments = _of_json(function.get("arguments", {}))
-        others = one if "function" in one else {}
+        others = fields if "function" in fields else {}
         calls.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
     return calls
 
@@ -119,8 +119,8 @@ def read_tools(value: object) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise Malformed("whose tools are no list of JSON schemas", f"{type(value).__name__}")
-    bare = [one if "function" not in one and "name" in one else None for one in value]
-    return [{"type": "function", "function": tool} if tool else one for one, tool in zip(value, bare, strict=True)]
+    bare = [tool if "function" not in tool and "name" in tool else None for tool in value]
+    return [{"type": "function", "function": spec} if spec else tool for tool, spec in zip(value, bare, strict=True)]
 
 
 def _of_json(value: object) -> Any:
@@ -136,5 +136,5 @@ def _of_json(value: object) -> Any:
 def _without_nulls(value: Any) -> Any:
     """The same without fields that are null, which tables give to all rows if one row has them."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

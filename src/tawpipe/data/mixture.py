@@ -61,15 +61,15 @@ class Mixture:
     def _block(self, block: int) -> tuple[Int64s, Int64s]:
         """[BLOCK] the set of each sample, and its number there."""
         with self._lock:
-            if (found := self._blocks.get(block)) is not None:
-                return found
+            if (known := self._blocks.get(block)) is not None:
+                return known
             while len(self._before) <= block:
                 sets = self._sets_of(len(self._before) - 1)
                 self._before.append(self._before[-1] + np.bincount(sets, minlength=len(self.sets)))
             sets = self._sets_of(block)
             numbers = np.empty(BLOCK, np.int64)
-            for one, before in enumerate(self._before[block]):
-                here = sets == one
+            for set_number, before in enumerate(self._before[block]):
+                here = sets == set_number
                 numbers[here] = before + np.arange(here.sum())
             self._blocks = dict([*self._blocks.items(), (block, (sets, numbers))][-BLOCKS_KEPT:])
             return sets, numbers
@@ -80,14 +80,14 @@ class Mixture:
 
     @property
     def longest(self) -> int:
-        return max(one.longest for one in self.sets)
+        return max(dataset.longest for dataset in self.sets)
 
     def sample(self, number: int) -> MicroBatch:
-        one, there = self.place(number)
-        return self.sets[one].sample(there)
+        set_number, there = self.place(number)
+        return self.sets[set_number].sample(there)
 
     def step(self, first: int, tokens: int) -> StepDocuments:
-        if all(isinstance(one, PackedDataset) for one in self.sets):
+        if all(isinstance(dataset, PackedDataset) for dataset in self.sets):
             return StepDocuments(self.step_lengths(first, tokens), lambda number: self.sample(first + number))
         return read_step(self.sample, first, tokens)
 
@@ -97,20 +97,20 @@ class Mixture:
 
     def length(self, number: int) -> int:
         """Tokens of the sample; only those of streamed sets are read for it."""
-        one, there = self.place(number)
-        return self.sets[one].length(there)
+        set_number, there = self.place(number)
+        return self.sets[set_number].length(there)
 
     def __len__(self) -> int:
         """Samples of one pass of the mixture: as many as all sets have; of sets that are not streamed."""
-        return sum(len(one) for one in self.sets if isinstance(one, PackedDataset))
+        return sum(len(dataset) for dataset in self.sets if isinstance(dataset, PackedDataset))
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        states = [one.state_dict(there) for one, there in zip(self.sets, self.counts(number), strict=True)]
+        states = [dataset.state_dict(there) for dataset, there in zip(self.sets, self.counts(number), strict=True)]
         return {"sample": number, "sets": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for one, there in zip(self.sets, state["sets"], strict=True):
-            one.load_state_dict(there)
+        for dataset, there in zip(self.sets, state["sets"], strict=True):
+            dataset.load_state_dict(there)
 
 
 def sample_shares(weights: Sequence[float], tokens_per_sample: Sequence[float]) -> NDArray[np.float64]:

@@ -78,9 +78,9 @@ def prepare_data(
         raise UserError("--seed", seed, "a number from 0 on")
     sets = find_sets(settings.data)
     held_out_sets = find_sets(settings.validation_data, "--validation-data")
-    if weighted := [one.name for one in held_out_sets if one.weight is not None]:
+    if weighted := [source.name for source in held_out_sets if source.weight is not None]:
         raise UserError("--validation-data", weighted[0], "no weights: all of it is looked at")
-    validation_files = [file for one in held_out_sets for file in one.files]
+    validation_files = [file for source in held_out_sets for file in source.files]
     root = cache_root(settings.cache_dir)
     lengths: dict[Packed, int] = {
         "split": sequence_length,
@@ -91,7 +91,7 @@ def prepare_data(
     preparation = _Preparation(
         settings, sets, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
     )
-    files = [file for one in sets for file in one.files]
+    files = [file for source in sets for file in source.files]
     request = content_hash(asdict(settings), stamps([*files, *validation_files]), model, *lengths.values(), seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
@@ -122,9 +122,11 @@ class _Preparation:
     def run(self) -> PreparedData:
         begin = time.perf_counter()
         streaming = self.settings.streaming
-        self.sets = [replace(one, files=opened(one.files, streaming=streaming, setting="--data")) for one in self.sets]
+        self.sets = [
+            replace(source, files=opened(source.files, streaming=streaming, setting="--data")) for source in self.sets
+        ]
         self.validation_files = opened(self.validation_files, streaming=streaming, setting="--validation-data")
-        files = [file for one in self.sets for file in one.files]
+        files = [file for source in self.sets for file in source.files]
         self.text = TokenisedText(self.settings, files, self.root, tokenizer=self.tokenizer, model=self.model)
         if self.text.tokenizer.eos_token_id is None:
             self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
@@ -132,11 +134,11 @@ class _Preparation:
 
     @property
     def _weights(self) -> list[float]:
-        return [one.weight or 1.0 for one in self.sets]
+        return [source.weight or 1.0 for source in self.sets]
 
     def _cached(self, begin: float) -> PreparedData:
-        found = [self.text.corpus(one.files, "--data") for one in self.sets]
-        corpora, reused = [corpus for corpus, _ in found], all(was_there for _, was_there in found)
+        tokenised = [self.text.corpus(source.files, "--data") for source in self.sets]
+        corpora, reused = [corpus for corpus, _ in tokenised], all(was_there for _, was_there in tokenised)
         fraction = 0.0 if self.validation_files else self.settings.validation_fraction
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         if fraction > 0 and not any(len(out) for _, out in split):
@@ -145,15 +147,15 @@ class _Preparation:
         first = corpora[0], split[0][0]
         packing = self._packing(read, lambda: self._packed(*first, "balanced"))
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
-        for one, source in zip(train, self.sets, strict=True):
-            if one is None:
+        for dataset, source in zip(train, self.sets, strict=True):
+            if dataset is None:
                 raise nothing_learned("--data", source.files, self.lengths[packing], packing)
-        known = [one for one in train if one is not None]
+        known = [dataset for dataset in train if dataset is not None]
         validation, validation_read = self._validation_files(packing)
         if not self.validation_files:
             validation = self._held_out([(c, out) for c, (_, out) in zip(corpora, split, strict=True)], packing)
-        sizes = [_size(one, len(kept)) for one, (kept, _) in zip(known, split, strict=True)]
-        content = content_hash(*(one.identities.tobytes().hex() for one in known))
+        sizes = [_size(dataset, len(kept)) for dataset, (kept, _) in zip(known, split, strict=True)]
+        content = content_hash(*(dataset.identities.tobytes().hex() for dataset in known))
         seconds = time.perf_counter() - begin
         return self._prepared(
             known, known, sizes, validation, content, packing, read, validation_read, seconds=seconds, reused=reused
@@ -161,7 +163,7 @@ class _Preparation:
 
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation_files else self.settings.validation_fraction
-        looks = [self._first_look(one, fraction) for one in self.sets]
+        looks = [self._first_look(source, fraction) for source in self.sets]
         read = ReadCounts.merged([counts for counts, _ in looks])
         first = self.sets[0].files
         packing = self._packing(read, lambda: self._stream(first, "balanced", fraction).first_window())
@@ -174,12 +176,14 @@ class _Preparation:
                 self.notes.append(f"streaming: none of {first_ones} is held out; no validation")
             elif validation is not None:
                 self.notes.append(f"streaming: validation has what is held out of {first_ones}")
-        train = [self._stream(one.files, packing, fraction, tell=self.leader) for one in self.sets]
-        windows = [one.first_window() for one in train]
-        seen = ReadCounts.merged([one.counts for one in train])
+        train = [self._stream(source.files, packing, fraction, tell=self.leader) for source in self.sets]
+        windows = [stream.first_window() for stream in train]
+        seen = ReadCounts.merged([stream.counts for stream in train])
         read.longest, read.longest_where = seen.longest, seen.longest_where
-        content = content_hash([[Path(file.path).name, file.size] for one in self.sets for file in one.files])
-        sizes = [_size(window, window.num_documents + one.left_out) for window, one in zip(windows, train, strict=True)]
+        content = content_hash([[Path(file.path).name, file.size] for source in self.sets for file in source.files])
+        sizes = [
+            _size(window, window.num_documents + stream.left_out) for window, stream in zip(windows, train, strict=True)
+        ]
         return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read)
 
     def _first_look(self, source: SourceSet, fraction: float) -> tuple[ReadCounts, list[Document]]:
@@ -313,11 +317,11 @@ class _Preparation:
         mixed, parts, rows = train[0], (), [length, self.seed, packing]
         together: PackedDataset | Mixture = known[0]
         if len(train) > 1:
-            shares = sample_shares(self._weights, [one.lengths.sum() / len(one) for one in known])
+            shares = sample_shares(self._weights, [dataset.lengths.sum() / len(dataset) for dataset in known])
             mixed, together = (Mixture(sets, shares, seed=self.seed) for sets in (train, known))
             parts = self._parts(sizes, shares)
             rows.append(shares.tolist())
-        lengths = np.concatenate([one.lengths for one in known])
+        lengths = np.concatenate([dataset.lengths for dataset in known])
         if packing in WHOLE:
             histogram = Histogram.of(lengths)
         if packing == "none" and self.dealing is not None:
@@ -328,8 +332,8 @@ class _Preparation:
             balance = Balance.of(together.step_lengths, self.dealing, length, work)
         held_out_size = None if validation is None else _size(validation)
         if held_out_size is not None and settings.data != [STDLIB]:  # a try, whose loss nobody needs to the digit
-            own = bool(self.validation_files) or settings.streaming
-            if said := too_small(held_out_size, None if own else settings.validation_fraction):
+            fixed = bool(self.validation_files) or settings.streaming
+            if said := too_small(held_out_size, None if fixed else settings.validation_fraction):
                 self.notes.append(said)
         report = DataReport(
             tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",

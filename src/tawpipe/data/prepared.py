@@ -35,8 +35,8 @@ class PreparedData:
     @property
     def some_text(self) -> PackedDataset:
         """Documents that are at hand, of validation where there are any."""
-        one = self.sets[0]
-        return self.validation or (one if isinstance(one, PackedDataset) else one.first_window())
+        first = self.sets[0]
+        return self.validation or (first if isinstance(first, PackedDataset) else first.first_window())
 
     @property
     def longest(self) -> int:
@@ -75,8 +75,8 @@ class PreparedData:
         counts = self.train.counts(samples) if isinstance(self.train, Mixture) else [samples]
         names = [part.name for part in self.report.parts] or ["the training data"]
         return [
-            (name, seen / len(one) if isinstance(one, PackedDataset) else one.state_dict(seen)["epoch"])
-            for name, one, seen in zip(names, self.sets, counts, strict=True)
+            (name, seen / len(dataset) if isinstance(dataset, PackedDataset) else dataset.state_dict(seen)["epoch"])
+            for name, dataset, seen in zip(names, self.sets, counts, strict=True)
         ]
 
 

@@ -229,8 +229,8 @@ def _open(file: SourceFile) -> BinaryIO:
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, of which json itself would keep the last value of a key in silence."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    item = dict(pairs)
+    if len(item) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return found
+    return item

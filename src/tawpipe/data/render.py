@@ -73,7 +73,7 @@ class Renderer:
             return Skipped("row", row.where, error.why, error.detail)
         except UnicodeEncodeError:
             return Skipped("row", row.where, "with half a surrogate pair, which is no text")
-        if isinstance(document, Document) and not any(one.counts and one.text.strip() for one in document.pieces):
+        if isinstance(document, Document) and not any(piece.counts and piece.text.strip() for piece in document.pieces):
             return Skipped("empty", row.where, "without text" if row.kind == "text" else "without an answer to learn")
         return document
 

@@ -112,23 +112,23 @@ class ReadCounts:
         """The counts of several sets together."""
         if len(parts) == 1:
             return parts[0]
-        found = cls()
+        total = cls()
         for name in ("files", "text", "chat", "instruction", "empty", "bad_files", "bad_rows"):
-            setattr(found, name, sum(getattr(part, name) for part in parts))
-        for trouble in (one for part in parts for one in part.troubles):
-            same = [one for one in found.troubles if (one.kind, one.why) == (trouble.kind, trouble.why)]
+            setattr(total, name, sum(getattr(part, name) for part in parts))
+        for trouble in (entry for part in parts for entry in part.troubles):
+            same = [known for known in total.troubles if (known.kind, known.why) == (trouble.kind, trouble.why)]
             if same:
                 same[0].number += trouble.number
             else:
-                found.troubles.append(replace(trouble))
+                total.troubles.append(replace(trouble))
         longest = max(parts, key=lambda part: part.longest)
-        found.longest, found.longest_where = longest.longest, longest.longest_where
-        return found
+        total.longest, total.longest_where = longest.longest, longest.longest_where
+        return total
 
     @classmethod
     def loaded(cls, values: dict[str, Any]) -> ReadCounts:
         """The counts that ``asdict`` made plain."""
-        return cls(**{**values, "troubles": [Trouble(**one) for one in values["troubles"]]})
+        return cls(**{**values, "troubles": [Trouble(**trouble) for trouble in values["troubles"]]})
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class SetSize:
     @classmethod
     def sum(cls, parts: Sequence[SetSize], usual: tuple[int, int, int]) -> SetSize:
         """The size of several sets together; ``usual`` of all their documents."""
-        counted = [one.name for one in fields(cls) if one.name != "usual"]
+        counted = [item.name for item in fields(cls) if item.name != "usual"]
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in counted}, usual=usual)
 
     def text(self, sequence_length: int, packing: str) -> str:
@@ -259,8 +259,8 @@ class DataReport:
     @property
     def longest(self) -> tuple[int, str]:
         """Tokens of the longest document, before any is cut, and where it stands."""
-        found = max((self.read, self.validation_read or self.read), key=lambda counts: counts.longest)
-        return found.longest, found.longest_where
+        longest = max((self.read, self.validation_read or self.read), key=lambda counts: counts.longest)
+        return longest.longest, longest.longest_where
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -289,11 +289,11 @@ class DataReport:
             lines += ["lengths of the training documents:", *self.histogram.lines()]
         if self.padding is not None:
             lines.append(f"padding: {self.padding:.1%} of the tokens that the first steps compute")
-        if (one := self.balance) is not None and one.processes > 1:
+        if (balance := self.balance) is not None and balance.processes > 1:
             lines.append(
-                f"balance, modelled for {one.processes} processes and the first steps: the busiest computes "
-                f"{one.before:.2f} times as long as the mean if documents are packed by their tokens, {one.after:.2f} "
-                "times as they are dealt"
+                f"balance, modelled for {balance.processes} processes and the first steps: the busiest computes "
+                f"{balance.before:.2f} times as long as the mean if documents are packed by their tokens, "
+                f"{balance.after:.2f} times as they are dealt"
             )
         lines += self.read.lines("training files")
         if self.validation_read is not None:

@@ -123,19 +123,19 @@ def find_files(entries: Iterable[str], setting: str = "--data") -> list[SourceFi
     files: dict[str, SourceFile] = {}
     for entry in entries:
         if entry == STDLIB:
-            found = [file for path in _stdlib_files() if (file := _source_file(path)).size]
+            named = [file for path in _stdlib_files() if (file := _source_file(path)).size]
         elif entry.startswith(HUB):
-            found = [SourceFile(entry, 0, 0)]
+            named = [SourceFile(entry, 0, 0)]
         elif Path(entry).expanduser().is_dir():
-            found = _files_of_folder(Path(entry).expanduser(), setting)
+            named = _files_of_folder(Path(entry).expanduser(), setting)
         else:
             matches = glob.glob(str(Path(entry).expanduser()), recursive=True)  # noqa: PTH207 (absolute patterns)
-            found = [_source_file(Path(match)) for match in matches if not Path(match).is_dir()]
-            if not found:
+            named = [_source_file(Path(match)) for match in matches if not Path(match).is_dir()]
+            if not named:
                 missing = "no file matches" if glob.has_magic(entry) else "no such file"
                 expected = f"{missing}; files, folders or globs, {STDLIB}, or {HUB}NAME are taken"
                 raise UserError(setting, entry, expected)
-        files |= {file.path: file for file in found}
+        files |= {file.path: file for file in named}
     return sorted(files.values())
 
 
@@ -153,7 +153,7 @@ def _files_of_folder(folder: Path, setting: str) -> list[SourceFile]:
         raise UserError(setting, str(folder), "a folder with files in it")
     if all(file.format == "text" for file in files):
         return files
-    return [SourceFile(one.path, one.size, one.mtime_ns, wanted=one.format != "text") for one in files]
+    return [SourceFile(file.path, file.size, file.mtime_ns, wanted=file.format != "text") for file in files]
 
 
 def _paths_under(root: Path) -> Iterator[Path]:

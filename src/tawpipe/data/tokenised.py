@@ -80,8 +80,8 @@ class TokenisedText:
         def fill(work: Path) -> None:
             train_tokenizer(sample_texts(files, self.reader), settings.vocab_size).save_pretrained(work)
 
-        made = make_folder(folder, fill)
-        return load_tokenizer(str(folder)), "trained on the training files" + ("" if made else ", from the cache")
+        is_new = make_folder(folder, fill)
+        return load_tokenizer(str(folder)), "trained on the training files" + ("" if is_new else ", from the cache")
 
     def corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
         """The tokens of the files; True beside them if the cache had them already."""
@@ -95,9 +95,9 @@ class TokenisedText:
             if not counts.documents:
                 raise no_documents(setting, files, counts)
 
-        made = make_folder(folder, fill)
+        is_new = make_folder(folder, fill)
         assert is_complete(folder)
-        return Corpus.open(folder, self.vocab_size), not made
+        return Corpus.open(folder, self.vocab_size), not is_new
 
 
 def stamps(files: Sequence[SourceFile]) -> list[list[object]]:

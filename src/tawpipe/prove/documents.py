@@ -97,20 +97,20 @@ def documents(world: World) -> Outcome:
     for kernel in kernels(device):
         with using(kernel), read_as_a_gpu_does():
             for (name, config), lengths in product(models(sizes).items(), rows):
-                one = f"{kernel}, {name}" + (", one document" if len(lengths) == 1 else "")
+                label = f"{kernel}, {name}" + (", one document" if len(lengths) == 1 else "")
                 try:
-                    found, ran[one] = of_model(config, replace(sizes, lengths=lengths), device, torch.bfloat16)
+                    differences, ran[label] = of_model(config, replace(sizes, lengths=lengths), device, torch.bfloat16)
                 except RuntimeError as error:
                     if kernel == flash_in_use() == OWN or device.type != "cuda":
                         raise
-                    lacking[one] = str(error).splitlines()[0]
+                    lacking[label] = str(error).splitlines()[0]
                     continue
-                errors |= {f"{one}, {what}": error for what, error in found.items()}
-    where = max(errors, key=lambda one: errors[one])
+                errors |= {f"{label}, {what}": error for what, error in differences.items()}
+    where = max(errors, key=lambda what: errors[what])
     note = f"{len(errors):,} gradients and outputs, largest relative difference {errors[where]:.1e} ({where})"
     if lacking:
         note += f"; not computed by {'; '.join(lacking)}, which torch's own flash attention is taken for"
-    worst = dict(sorted(errors.items(), key=lambda one: -one[1])[:20])
+    worst = dict(sorted(errors.items(), key=lambda item: -item[1])[:20])
     numbers = {"count": len(errors), "worst": worst, "lacking": lacking, "limit": LIMIT, "attention": ran}
     return Outcome(errors[where] < LIMIT, note, numbers, hint=bool(lacking))
 
@@ -137,17 +137,17 @@ def using(kernel: str) -> Iterator[None]:
 
 def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
     """Models of one layer: heads that share keys, heads that do not, a window, soft caps, sinks."""
-    found: dict[str, PreTrainedConfig] = {}
+    configs: dict[str, PreTrainedConfig] = {}
     for dim in sizes.head_dims:
-        found[f"4 heads of {dim} share keys"] = _config(LlamaConfig, dim, 1)
-        found[f"4 heads of {dim}"] = _config(LlamaConfig, dim, 4)
-        found[f"a window, heads of {dim}"] = _config(MistralConfig, dim, 2, sliding_window=sizes.window)
+        configs[f"4 heads of {dim} share keys"] = _config(LlamaConfig, dim, 1)
+        configs[f"4 heads of {dim}"] = _config(LlamaConfig, dim, 4)
+        configs[f"a window, heads of {dim}"] = _config(MistralConfig, dim, 2, sliding_window=sizes.window)
     dim = sizes.head_dims[0]
-    found["soft caps"] = _config(
+    configs["soft caps"] = _config(
         Gemma2Config, dim, 2, sliding_window=sizes.window, query_pre_attn_scalar=dim, layer_types=["full_attention"]
     )
     for name, kind in (("sinks", "full_attention"), ("sinks, a window", "sliding_attention")):
-        found[name] = _config(
+        configs[name] = _config(
             GptOssConfig,
             dim,
             2,
@@ -157,7 +157,7 @@ def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
             num_experts_per_tok=2,  # all of them: rounding may choose others
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
-    return found
+    return configs
 
 
 def _config(kind: Callable[..., PreTrainedConfig], head_dim: int, groups: int, **more: Any) -> PreTrainedConfig:
@@ -193,13 +193,13 @@ def of_model(
     ]
     errors: dict[str, float] = {}
     ran: dict[str, list[str]] = {}
-    least = {name: SMALL * sum(float(one[name].norm()) ** 2 for one in wanted) ** 0.5 for name in wanted[0]}
+    least = {name: SMALL * sum(float(gradients[name].norm()) ** 2 for gradients in wanted) ** 0.5 for name in wanted[0]}
     for way, run in ways(sizes.chunk).items():
         of_documents = _of_way(bench, run, lengths, hidden, arriving)
         with attention_seen() as ran[way]:  # the same for every document: it is computed in all of them
             first = next(of_documents)
-        for length, expected, found in zip(lengths, wanted, chain([first], of_documents), strict=True):
-            for name, value in found.items():
+        for length, expected, computed in zip(lengths, wanted, chain([first], of_documents), strict=True):
+            for name, value in computed.items():
                 size = max(float(expected[name].norm()), least[name] / math.sqrt(len(lengths)))
                 error = float((value - expected[name]).norm()) / size
                 errors[f"{way}, document of {length}, {name}"] = error if math.isfinite(error) else math.inf
@@ -231,7 +231,7 @@ def _of_document(model: Any, hidden: Tensor, arriving: Tensor, window: int | Non
     output = output[0] if isinstance(output, tuple) else output
     output.backward(arriving)
     assert leaf.grad is not None
-    named = {name: one.grad for name, one in layer.named_parameters() if one.grad is not None}
+    named = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
     return {"output": output.detach(), "input": leaf.grad, **named}
 
 
@@ -247,8 +247,8 @@ class _OwnValues(Bench):
         super().__init__(chain, device, dtype, 1024)
 
     def _values(self, unit: int) -> Tensor:
-        own: Unit = self.chain.units[unit]
-        return self._source.unit(own).to(self.device, self.dtype)
+        chain_unit: Unit = self.chain.units[unit]
+        return self._source.unit(chain_unit).to(self.device, self.dtype)
 
 
 Way = Callable[[Bench, Case, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -273,15 +273,15 @@ def _of_way(bench: Bench, run: Way, lengths: Sequence[int], hidden: Tensor, arri
     begin = 0
     with bench.case(LAYER, lengths, in_chunks=True) as case:
         for length in lengths:
-            own, only = slice(begin, begin + length), torch.zeros_like(arriving)
-            only[:, own] = arriving[:, own]
+            span, only = slice(begin, begin + length), torch.zeros_like(arriving)
+            only[:, span] = arriving[:, span]
             output, gradient = run(bench, case, hidden, only)
-            found = {"output": output[:, own].float(), "input": gradient[:, own].float()}
+            gradients = {"output": output[:, span].float(), "input": gradient[:, span].float()}
             for unit, flat in case.sums.items():
                 for slot in bench.chain.units[unit].slots:
-                    found[slot.name.removeprefix("model.layers.0.")] = slot.view(flat).clone()
+                    gradients[slot.name.removeprefix("model.layers.0.")] = slot.view(flat).clone()
                 flat.zero_()
-            yield found
+            yield gradients
             begin += length
 
 
@@ -323,8 +323,8 @@ def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size
         for dealt in places
     ]
     inputs = [OnDevice(tokens_of(hidden, dealt.own).contiguous()) for dealt in places]
-    own = [layer.keys(rows) for layer, rows in zip(layers, inputs, strict=True)]
-    gathered = [torch.stack([own[place][part][place] for place in range(RANKS)]) for part in range(2)]
+    keys = [layer.keys(rows) for layer, rows in zip(layers, inputs, strict=True)]
+    gathered = [torch.stack([keys[place][part][place] for place in range(RANKS)]) for part in range(2)]
     outputs, gradients, sums = list[Tensor](), list[Tensor](), list[list[Tensor]]()
     for layer, rows, dealt in zip(layers, inputs, places, strict=True):
         output = OnDevice(torch.empty_like(rows.tensor))
@@ -336,7 +336,7 @@ def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size
         gradients.append(gradient)
         sums.append(layer.key_gradients())
     for place, (layer, rows) in enumerate(zip(layers, inputs, strict=True)):
-        added = [torch.stack([one[part][place] for one in sums]).sum(0) for part in range(2)]
+        added = [torch.stack([of_rank[part][place] for of_rank in sums]).sum(0) for part in range(2)]
         layer.keys_backward(rows, added, gradients[place])
     return _in_row(places, outputs, hidden), _in_row(places, gradients, hidden)
 

@@ -53,13 +53,13 @@ def exact(world: World) -> Outcome:
     ran: set[str] = set()
     for name in _names():
         try:
-            found, seen = _step(world, count, schedule=name)
+            computed, seen = _step(world, count, schedule=name)
         except UserError as error:
             refused[name] = str(error)
             continue
         ran |= {*seen}
         if world.rank == 0:
-            differences[name] = _difference(expected, found)
+            differences[name] = _difference(expected, computed)
     worst = max(differences.values(), default=0.0)
     note = f"{len(differences)} strategies, largest relative difference {worst:.1e}"
     holds = world.rank != 0 or (bool(differences) and worst < LIMIT)
@@ -83,10 +83,10 @@ def bits(world: World) -> Outcome:
             continue
         ran |= {*seen}
         for late in (COMPUTES, TRANSFERS):
-            found, wrong, _ = _steps(world, name, late)
+            again, wrong, _ = _steps(world, name, late)
             if wrong:
                 faults[name] = sorted({*faults.get(name, ()), *wrong})[:MOST_FAULTS]
-            if world.rank == 0 and not _equal(wanted, found):
+            if world.rank == 0 and not _equal(wanted, again):
                 differ[name] = f"with {late} late"
     of_others = world.gather_texts(json.dumps(faults))
     faults = {name: wrong for text in of_others for name, wrong in json.loads(text).items()}
@@ -166,8 +166,8 @@ def _steps(
         weights = [pipeline.parameter(name) for name in pipeline.parameter_names]
     finally:
         pipeline.close()
-    found = [torch.tensor(losses, dtype=torch.float64), *(one for one in weights if one is not None)]
-    return found, freed.faults if freed else [], seen
+    results = [torch.tensor(losses, dtype=torch.float64), *(weight for weight in weights if weight is not None)]
+    return results, freed.faults if freed else [], seen
 
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -267,10 +267,10 @@ def _plain(world: World, count: int) -> Numbers:
     return total, {name: p.grad.cpu() for name, p in model.named_parameters()}
 
 
-def _difference(expected: Numbers, found: Numbers) -> float:
+def _difference(expected: Numbers, computed: Numbers) -> float:
     """The largest relative difference of loss and gradients."""
-    most = abs(found[0] / expected[0] - 1)
-    assert expected[1].keys() == found[1].keys()
-    for name, value in found[1].items():
+    most = abs(computed[0] / expected[0] - 1)
+    assert expected[1].keys() == computed[1].keys()
+    for name, value in computed[1].items():
         most = max(most, float((value - expected[1][name]).norm() / expected[1][name].norm()))
     return most

@@ -86,7 +86,7 @@ class Freed:
 
     def drop(self, buffer: Buffer, value: Any) -> None:
         """An action has taken it away; it goes when the action is over."""
-        self._now.dropped += [(buffer, one) for one in (value if isinstance(value, list | tuple) else (value,))]
+        self._now.dropped += [(buffer, part) for part in (value if isinstance(value, list | tuple) else (value,))]
 
     def _free(self, action: Action, buffer: Buffer, value: Any) -> None:
         lane, stream = self._made[buffer]

@@ -127,10 +127,10 @@ def compare(
 def live_bytes(device: torch.device) -> int:
     """Bytes of all tensors on a device, counted once for those that share them."""
     storages: dict[int, int] = {}
-    for one in gc.get_objects():
-        real = issubclass(type(one), Tensor) and not issubclass(type(one), FakeTensor)
-        if real and one.device.type == device.type:
-            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    for candidate in gc.get_objects():
+        real = issubclass(type(candidate), Tensor) and not issubclass(type(candidate), FakeTensor)
+        if real and candidate.device.type == device.type:
+            storages[candidate.untyped_storage().data_ptr()] = candidate.untyped_storage().nbytes()
     return sum(storages.values())
 
 

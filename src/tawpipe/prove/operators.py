@@ -40,6 +40,6 @@ def attention_seen(on: Callable[[Callable[[], None]], object] = lambda run: run(
     finally:
         on(stop)
     assert watch.kineto_results is not None
-    seen = {one.name() for one in watch.kineto_results.events() if ATTENTION.search(one.name())}
+    seen = {event.name() for event in watch.kineto_results.events() if ATTENTION.search(event.name())}
     flash = flash_in_use()
-    names += sorted(f"{one} ({flash})" if "flash" in one and flash != "FA2" else one for one in seen)
+    names += sorted(f"{name} ({flash})" if "flash" in name and flash != "FA2" else name for name in seen)

@@ -39,25 +39,25 @@ ROOM = 64 << 20
 
 def reserved(world: World) -> Outcome:
     """Every way to train, one after the other in this process."""
-    found: dict[str, dict[str, Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
     refused: dict[str, str] = {}
     cuda = world.device.type == "cuda"
     every = ways(sized(world.device).num_hidden_layers, TOKENS[world.device.type])
     for name, settings in every.items() if cuda else list(every.items())[-2:]:  # a CPU's memory is one pool
         try:
-            found[name] = _of(world, settings)
+            measured[name] = _of(world, settings)
         except UserError as error:
             refused[name] = str(error)
     streams = [streams_of_rows(world.device, layers) for layers in (2, 8)]
-    too_much = [f"{name}: {one}" for name, row in found.items() for one in row["too_much"]]
+    too_much = [f"{name}: {words}" for name, row in measured.items() for words in row["too_much"]]
     if streams[1] > streams[0]:
         too_much.append(f"{streams[0]} streams copy the rows of 2 layers, and {streams[1]} those of 8: each has a pool")
     everyone = [words for words in world.gather_texts("; ".join(too_much)) if words]
-    note = everyone[0] if everyone else f"{len(found)} ways to train"
+    note = everyone[0] if everyone else f"{len(measured)} ways to train"
     note += "" if cuda else "; tensors alone, as a CPU has one pool"
     note += "".join(f"; not {name}: {why}" for name, why in refused.items())
     holds = False if everyone else True if cuda else None
-    return Outcome(holds, note, {"ways": found, "refused": refused, "streams": streams, "too_much": everyone})
+    return Outcome(holds, note, {"ways": measured, "refused": refused, "streams": streams, "too_much": everyone})
 
 
 def ways(layers: int, tokens: int) -> dict[str, ScheduleSettings]:

@@ -62,7 +62,7 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
         "processes": str(world.nodes),
         "versions": dict(software()),
     }
-    found = Proof(setting, {}, unproven(world))
+    proof = Proof(setting, {}, unproven(world))
     width = max(len(check.name) for check in CHECKS)
     for check in CHECKS:
         if only and check.name not in only:
@@ -70,7 +70,7 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
         began = time.perf_counter()
         outcome, error = _outcome(check, world)
         seconds = time.perf_counter() - began
-        found.checks[check.name] = {
+        proof.checks[check.name] = {
             "status": outcome.status,
             "sentence": check.sentence,
             "note": outcome.note,
@@ -81,13 +81,13 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
             f"{outcome.status:<8}  {check.name:<{width}}  {check.sentence}: {outcome.note} ({duration(seconds)})"
         )
         if world.rank == 0:
-            found.write(out)
+            proof.write(out)
         if error is not None and world.size > 1 and not check.alone:
             raise error  # the others are somewhere in the middle of it
-    for claim, what in found.unproven.items():
+    for claim, what in proof.unproven.items():
         console.line(f"{UNPROVEN:<8}  {'':<{width}}  {claim}: {what}")
     console.line(f"wrote {out}")
-    return found
+    return proof
 
 
 def _outcome(check: Check, world: World) -> tuple[Outcome, Exception | None]:

@@ -98,9 +98,9 @@ def step(world: World) -> Outcome:
         asked = request_of(chain, machine, batch, here=world.device)
         predicted = predict(asked, asked.step(settings)).step_seconds
     steps, clocks = _steps(world, config, dtype, settings, tokens)
-    measured = statistics.median(one.seconds for one in steps)
-    computing = statistics.median(one.computing_s for one in steps)
-    issuing = statistics.median(one.issuing_s for one in steps)
+    measured = statistics.median(timed.seconds for timed in steps)
+    computing = statistics.median(timed.computing_s for timed in steps)
+    issuing = statistics.median(timed.issuing_s for timed in steps)
     flops = (chain_flops(chain, [tokens]) or 0.0) * PER_DEVICE * world.size
     peak = peak_flops(device_name(world.device), str(dtype).removeprefix("torch."))
     used = mfu(flops, measured, peak=peak, num_devices=world.size)
@@ -131,8 +131,8 @@ def offload(world: World) -> Outcome:
     for layers in (0, config.num_hidden_layers):
         settings = ScheduleSettings(micro_batches_per_visit=PER_DEVICE, offloaded_layers=layers)
         steps, _ = _steps(world, config, dtype, settings, tokens)
-        taken.append(statistics.median(one.seconds for one in steps))
-        losses.append([one.loss for one in steps])
+        taken.append(statistics.median(timed.seconds for timed in steps))
+        losses.append([timed.loss for timed in steps])
     ratio = taken[1] / taken[0]
     note = f"{ratio:.2f} of the time, losses {'equal' if losses[0] == losses[1] else 'differ'}"
     return Outcome(losses[0] == losses[1], note, {"seconds": taken, "losses": losses})

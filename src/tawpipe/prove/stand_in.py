@@ -24,8 +24,8 @@ class read_as_a_gpu_does(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if names := BY_ADDRESS.get(func._schema.name):
-            places = [at for at, one in enumerate(func._schema.arguments) if one.name in names]
-            args = tuple(_by_address(one) if at in places else one for at, one in enumerate(args))
+            places = [at for at, argument in enumerate(func._schema.arguments) if argument.name in names]
+            args = tuple(_by_address(value) if at in places else value for at, value in enumerate(args))
         return func(*args, **(kwargs or {}))
 
 

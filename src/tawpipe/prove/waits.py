@@ -54,7 +54,7 @@ def waits(world: World) -> Outcome:
             with attention_seen(pipeline.executor.on_compute) as ran[name]:
                 pipeline.step(rows(small(), 2 * world.size, LENGTH))
                 pipeline.drain()
-            with no_waiting(), unpinned_copies() as found:
+            with no_waiting(), unpinned_copies() as copies:
                 result = pipeline.step(rows(small(), 2 * world.size, LENGTH, seed=1))
             issued = time.perf_counter()
             result.wait()
@@ -62,8 +62,8 @@ def waits(world: World) -> Outcome:
             pipeline.drain()
         finally:
             pipeline.close()
-        if found:
-            faults[name] = sorted(set(found))
+        if copies:
+            faults[name] = sorted(set(copies))
     note = f"{len(leads)} ways to train, none of which waits" if leads else "nothing runs here"
     if faults:
         name, words = next(iter(faults.items()))
@@ -98,18 +98,18 @@ def no_waiting() -> Iterator[None]:
 @contextlib.contextmanager
 def unpinned_copies() -> Iterator[list[str]]:
     """A context with the copies between the device and memory that is not page-locked, in words, as they come."""
-    found: list[str] = []
+    copies: list[str] = []
     to, copy = Tensor.to, Tensor.copy_
 
     def note(host: Tensor) -> None:
         if not host.is_pinned() and host.numel():
-            found.append(
+            copies.append(
                 f"{tuple(host.shape)} of {str(host.dtype).removeprefix('torch.')} from memory that is not pinned"
             )
 
     def watched_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         targets = [*args, kwargs.get("device")]
-        if self.device.type == "cpu" and any(_kind(one) == "cuda" for one in targets):
+        if self.device.type == "cpu" and any(_kind(target) == "cuda" for target in targets):
             note(self)
         return to(self, *args, **kwargs)
 
@@ -120,7 +120,7 @@ def unpinned_copies() -> Iterator[list[str]]:
         return copy(self, source, *args, **kwargs)
 
     with patch.object(Tensor, "to", watched_to), patch.object(Tensor, "copy_", watched_copy):
-        yield found
+        yield copies
 
 
 def _kind(target: Any) -> str:
@@ -203,8 +203,8 @@ def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: 
     message, answer = torch.zeros(2, 1 << 20, device=world.device)
     for group in (groups["receive"], groups["send"]):  # connections are made now, for which both are needed
         pair = [dist.P2POp(dist.isend, answer, mate, group), dist.P2POp(dist.irecv, message, mate, group)]
-        for one in dist.batch_isend_irecv(pair):
-            one.wait()
+        for request in dist.batch_isend_irecv(pair):
+            request.wait()
     work = dist.irecv(message, mate, group=groups[here])
     assert work is not None
     seconds = _timed(run, world)
@@ -217,11 +217,11 @@ def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: 
 def _beside_gathers(run: Callable[[], None], world: World, group: dist.ProcessGroup) -> float:
     """Beside as many gathers as the layer takes time for: some are issued before every run."""
     size = (GATHERED if world.device.type == "cuda" else 1 << 16) // world.size
-    own, all_of_them = (torch.zeros(count, device=world.device) for count in (size, size * world.size))
+    part, all_of_them = (torch.zeros(count, device=world.device) for count in (size, size * world.size))
     pending: list[Any] = []
 
     def both() -> None:
-        pending.append(dist.all_gather_into_tensor(all_of_them, own, group=group, async_op=True))
+        pending.append(dist.all_gather_into_tensor(all_of_them, part, group=group, async_op=True))
         run()
 
     try:

@@ -132,7 +132,7 @@ def first_of_nodes(bars: Sequence[Bar]) -> list[int]:
 
 
 def _passes_activations(bar: Bar) -> bool:
-    return any(one.buffer.is_activation for one in bar.action.transfers)
+    return any(transfer.buffer.is_activation for transfer in bar.action.transfers)
 
 
 def kind_of(bar: Bar) -> str:

@@ -32,7 +32,7 @@ def _bars(figure: Any) -> str:
         for name, value in zip(trace.y, trace.x, strict=True):
             if value is not None:
                 bars.setdefault(name, []).append(f"{trace.name} {value:.3g}")
-    return f"Bars, in {unit or 'parts of one'}: " + _listed([f"{name}: {', '.join(own)}" for name, own in bars.items()])
+    return f"Bars, in {unit or 'parts of one'}: " + _listed([f"{name}: {', '.join(bar)}" for name, bar in bars.items()])
 
 
 def _lanes(figure: Any) -> str:
@@ -59,7 +59,7 @@ def _ends(figure: Any) -> Iterator[str]:
 
 def _cells(trace: Any) -> str:
     rows = zip(trace.y, trace.text, strict=True)
-    return "Cells: " + _listed([f"{x}, {y}: {word}" for y, own in rows for x, word in zip(trace.x, own, strict=True)])
+    return "Cells: " + _listed([f"{x}, {y}: {word}" for y, row in rows for x, word in zip(trace.x, row, strict=True)])
 
 
 def _short(value: object) -> str:

@@ -110,7 +110,7 @@ def lines(
     """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title, hovermode="x unified")
     colored = list(zip(PALETTE * 2, series.items(), strict=False))
-    for color, (name, values) in sorted(colored, key=lambda one: one[1][0] == chosen):  # what comes last is on top
+    for color, (name, values) in sorted(colored, key=lambda curve: curve[1][0] == chosen):  # what comes last is on top
         below = chosen is not None and name != chosen
         figure.add_scatter(
             x=list(x),
@@ -226,9 +226,9 @@ def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Ma
     zero = min((span.begin for span in spans), default=0.0)
     changes: Counter[float] = Counter()
     for span in spans:
-        made = [one for one in span.action.writes if one not in span.action.reads]
-        for buffers, when, sign in ((made, span.begin, 1), (span.action.frees, span.end, -1)):
-            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind not in OUTSIDE)
+        new = [buffer for buffer in span.action.writes if buffer not in span.action.reads]
+        for buffers, when, sign in ((new, span.begin, 1), (span.action.frees, span.end, -1)):
+            size = sum(activation_bytes.get(buffer.kind, 0) for buffer in buffers if buffer.kind not in OUTSIDE)
             if size:
                 changes[when - zero] += sign * size
     seconds = sorted({0.0, *changes})

@@ -108,7 +108,9 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
     for beside, group in groupby(zip(given, texts, strict=True), key=lambda pair: pair[0].beside):
         joined = "".join(text for _, text in group)
         parts.append(f'<div class="charts">{joined}</div>' if beside else joined)
-    links = "".join(f'<li><a href="#part-{n}">{html.escape(one.title)}</a></li>' for n, one in enumerate(given, 1))
+    links = "".join(
+        f'<li><a href="#part-{n}">{html.escape(section.title)}</a></li>' for n, section in enumerate(given, 1)
+    )
     contents = f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(given) > 1 else ""
     quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
     code = f"<script>\n{_asset('page.js')}</script>"
@@ -198,11 +200,11 @@ def timeline_page(
         of: what they are of.
     """
     sections = [
-        timeline_section(f"The step, {name}", bars, ranks=own)
+        timeline_section(f"The step, {name}", bars, ranks=shown)
         for name, bars in timelines
-        if (own := [rank for rank in ranks if any(bar.rank == rank for bar in bars)])
+        if (shown := [rank for rank in ranks if any(bar.rank == rank for bar in bars)])
     ]
-    sections += [one for name, bars in timelines for one in _waiting(name, bars)]
+    sections += [section for name, bars in timelines for section in _waiting(name, bars)]
     if compared:
         sections.append(Section("Predicted and executed", lines=compared))
     sections.append(Section("In words", lines=words))
@@ -211,14 +213,17 @@ def timeline_page(
 
 def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
     """What every rank computed and waited, round by round; nothing for one rank alone."""
-    found = rounds(bars)
-    ranks = sorted({rank for one in found for rank in one.shares})
+    all_rounds = rounds(bars)
+    ranks = sorted({rank for round_ in all_rounds for rank in round_.shares})
     if len(ranks) < 2:
         return
-    own = {rank: [one.shares.get(rank, RoundPart()) for one in found] for rank in ranks[:MOST_RANKS]}
-    parts = {f"round {number}, computed": [own[rank][number].computed for rank in own] for number in range(len(found))}
-    parts["waited"] = [sum(share.waited for share in own[rank]) for rank in own]
-    figure = stacked_bars([f"rank {rank}" for rank in own], parts, unit="s")
+    shares = {rank: [round_.shares.get(rank, RoundPart()) for round_ in all_rounds] for rank in ranks[:MOST_RANKS]}
+    parts = {
+        f"round {number}, computed": [shares[rank][number].computed for rank in shares]
+        for number in range(len(all_rounds))
+    }
+    parts["waited"] = [sum(share.waited for share in shares[rank]) for rank in shares]
+    figure = stacked_bars([f"rank {rank}" for rank in shares], parts, unit="s")
     yield Section(f"Who waits for whom, {name}", next(iter(waiting(bars))), figures=[figure])
 
 
@@ -277,7 +282,7 @@ def _legend(figure: Any) -> str:
     if len(figure.data) < 2:
         return ""
     buttons = []
-    for number, trace in sorted(enumerate(figure.data), key=lambda one: one[1].legendrank or 0):
+    for number, trace in sorted(enumerate(figure.data), key=lambda numbered: numbered[1].legendrank or 0):
         line = trace.type == "scatter"
         color = (
             trace.marker.line.color

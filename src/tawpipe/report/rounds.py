@@ -55,14 +55,14 @@ class Round:
 
 def rounds(bars: Sequence[Bar]) -> list[Round]:
     """The rounds of a step, of all its ranks."""
-    found: list[dict[int, RoundPart]] = []
+    by_number: list[dict[int, RoundPart]] = []
     begin = min((bar.begin for bar in bars), default=0.0)
     for rank in sorted({bar.rank for bar in bars}):
-        own = sorted((b for b in bars if b.rank == rank and b.action.lane is Lane.COMPUTE), key=lambda bar: bar.begin)
-        first = min((bar.action.block for bar in own if bar.action.op is Op.FORWARD), default=-1)
+        lane = sorted((b for b in bars if b.rank == rank and b.action.lane is Lane.COMPUTE), key=lambda bar: bar.begin)
+        first = min((bar.action.block for bar in lane if bar.action.op is Op.FORWARD), default=-1)
         shares: list[RoundPart] = []
         free, before, late = begin, None, 0.0
-        for bar in own:
+        for bar in lane:
             place = bar.action.op, bar.action.block
             if bar.action.op in COMPUTING:
                 if place == (Op.FORWARD, first) != before or not shares:
@@ -77,39 +77,39 @@ def rounds(bars: Sequence[Bar]) -> list[Round]:
                 late += waited
             free = max(free, bar.end)
         for number, share in enumerate(shares):
-            if number == len(found):
-                found.append({})
-            found[number][rank] = share
-    return [Round(number, shares) for number, shares in enumerate(found)]
+            if number == len(by_number):
+                by_number.append({})
+            by_number[number][rank] = share
+    return [Round(number, shares) for number, shares in enumerate(by_number)]
 
 
 def waiting(bars: Sequence[Bar]) -> Iterator[str]:
     """Lines for a terminal: of every round the rank that computes longest, and what the others wait."""
-    all_of_them = [one for one in rounds(bars) if len(one.shares) > 1]
+    all_of_them = [round_ for round_ in rounds(bars) if len(round_.shares) > 1]
     if not all_of_them:
         return
-    total = {rank: RoundPart() for one in all_of_them for rank in one.shares}
-    for one in all_of_them:
-        for rank, share in one.shares.items():
+    total = {rank: RoundPart() for round_ in all_of_them for rank in round_.shares}
+    for round_ in all_of_them:
+        for rank, share in round_.shares.items():
             total[rank].computed += share.computed
             total[rank].waited += share.waited
     step = Round(-1, total)
     yield f"who waits for whom: {_of(step)}"
-    shown = sorted(all_of_them, key=lambda one: -sum(share.waited for share in one.shares.values()))[:MOST_ROUNDS]
-    for one in sorted(shown, key=lambda one: one.number):
-        yield f"  round {one.number}: {_of(one)}"
-        if len(one.shares) <= MOST_RANKS:
-            each = (f"{rank} {share.computed:.3f} + {share.waited:.3f}" for rank, share in one.shares.items())
+    shown = sorted(all_of_them, key=lambda round_: -sum(share.waited for share in round_.shares.values()))[:MOST_ROUNDS]
+    for round_ in sorted(shown, key=lambda round_: round_.number):
+        yield f"  round {round_.number}: {_of(round_)}"
+        if len(round_.shares) <= MOST_RANKS:
+            each = (f"{rank} {share.computed:.3f} + {share.waited:.3f}" for rank, share in round_.shares.items())
             yield f"    seconds computed + waited by rank: {', '.join(each)}"
     if left := len(all_of_them) - len(shown):
         yield f"  {left} rounds with less waiting are left out"
 
 
-def _of(one: Round) -> str:
-    longest = one.shares[one.longest]
-    most = max(one.shares, key=lambda rank: one.shares[rank].waited)
-    waited = mean(share.waited for share in one.shares.values())
+def _of(round_: Round) -> str:
+    longest = round_.shares[round_.longest]
+    most = max(round_.shares, key=lambda rank: round_.shares[rank].waited)
+    waited = mean(share.waited for share in round_.shares.values())
     return (
-        f"rank {one.longest} computes longest, {longest.computed:.3f} s, {one.imbalance:.2f} of the mean; "
-        f"ranks wait {waited:.3f} s on the average, rank {most} most, {one.shares[most].waited:.3f} s"
+        f"rank {round_.longest} computes longest, {longest.computed:.3f} s, {round_.imbalance:.2f} of the mean; "
+        f"ranks wait {waited:.3f} s on the average, rank {most} most, {round_.shares[most].waited:.3f} s"
     )

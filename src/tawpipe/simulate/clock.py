@@ -315,7 +315,7 @@ class Player:
     def _members(self, group: str, rank: int) -> tuple[int, ...]:
         if (group, rank) not in self._groups:
             members = self._groups[group, rank] = self.schedule.topology.group(group, rank)
-            self._taking_part[members[0], group] = sum(bool(self.schedule.programs[one]) for one in members)
+            self._taking_part[members[0], group] = sum(bool(self.schedule.programs[member]) for member in members)
         return self._groups[group, rank]
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
@@ -395,7 +395,9 @@ class Player:
             here = {self.record.rank(n) for n in self.rendezvous.present(action, members)}
             return [f"rank {member} to come to this collective" for member in members if member not in here]
         unmet = self.rendezvous.unmet(number)
-        return [f"rank {one.peer} to {'receive' if one.send else 'send'} u{one.unit}" for one in unmet]
+        return [
+            f"rank {transfer.peer} to {'receive' if transfer.send else 'send'} u{transfer.unit}" for transfer in unmet
+        ]
 
 
 _ENDED, _ON_THE_WAY, _ARRIVED = range(3)

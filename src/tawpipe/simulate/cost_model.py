@@ -263,9 +263,9 @@ class CostModel:
         """The same for a dealt step: every micro-batch is as large as its bin."""
         sizes: dict[int, MicroBatchSize] = {}
         for rank, numbers in enumerate(share_bins(*bins.shape, bins.world_size, bins.ranks)):
-            for number, one in zip(numbers, bins.of(rank), strict=True):
+            for number, row in zip(numbers, bins.of(rank), strict=True):
                 if number not in sizes:
-                    sizes[number] = size_of([bins.lengths[document] for document in one.documents], self.windows)
+                    sizes[number] = size_of([bins.lengths[document] for document in row.documents], self.windows)
         return replace(self, sizes=sizes)
 
     def without_overheads(self) -> CostModel:
@@ -329,13 +329,15 @@ class CostModel:
         Args:
             passes: how often it reads its input.
         """
-        if not any(one.kind in OUTSIDE for one in (*action.reads, *action.writes)):
+        if not any(buffer.kind in OUTSIDE for buffer in (*action.reads, *action.writes)):
             return 0.0
         each = {Kind.OFFLOADED: float(self.boundary_bytes), Kind.OFFLOADED_ATTENTION: self.kept_bytes}
         read = sum(
-            each[one.kind] * (passes if one.kind is Kind.OFFLOADED else 1) for one in action.reads if one.kind in each
+            each[buffer.kind] * (passes if buffer.kind is Kind.OFFLOADED else 1)
+            for buffer in action.reads
+            if buffer.kind in each
         )
-        written = sum(each[one.kind] for one in action.writes if one.kind in each)
+        written = sum(each[buffer.kind] for buffer in action.writes if buffer.kind in each)
         if not read and not written:
             return 0.0
         tokens = self._size(action.micro_batch).tokens

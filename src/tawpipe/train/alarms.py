@@ -41,7 +41,7 @@ class Spikes:
         said = ""
         if self.factor and len(self._recent) >= LEAST:
             middle = statistics.median(self._recent)
-            usual = statistics.median(abs(one - middle) for one in self._recent)
+            usual = statistics.median(abs(past - middle) for past in self._recent)
             if loss - middle > self.factor * max(usual, 1e-3 * abs(middle)):
                 said = f"the loss of {loss:.4f} stands out: the last {len(self._recent)} lie around {middle:.4f}"
         self._recent.append(loss)
@@ -60,9 +60,9 @@ def paces(seconds: Sequence[float], work: Sequence[float]) -> list[float]:
         work: what they had to compute, in any unit.
     """
     least = sum(work) / len(work) / 4
-    known = [one / own for one, own in zip(seconds, work, strict=True) if own > least]
+    known = [spent / assigned for spent, assigned in zip(seconds, work, strict=True) if assigned > least]
     usual = statistics.median(known) if known else 0.0
-    return [one / own if own > least else usual for one, own in zip(seconds, work, strict=True)]
+    return [spent / assigned if assigned > least else usual for spent, assigned in zip(seconds, work, strict=True)]
 
 
 class Stragglers:
@@ -84,6 +84,6 @@ class Stragglers:
         [[(2, 1.8181818181818181)], [], [], [], [(2, 1.8181818181818181)]]
         """
         usual = max(statistics.median(seconds), 1e-9)
-        slow = {rank: one / usual for rank, one in enumerate(seconds) if self.factor and one > self.factor * usual}
+        slow = {rank: pace / usual for rank, pace in enumerate(seconds) if self.factor and pace > self.factor * usual}
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         return [(rank, slow[rank]) for rank, looks in self._slow.items() if looks >= LOOKS and looks & (looks - 1) == 0]

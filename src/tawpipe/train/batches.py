@@ -76,8 +76,8 @@ class Batches:
                 lengths = step.lengths[: len(source) - first]
                 self._validation.append((lengths, step.read, self._dealt(lengths)))
                 first += len(lengths)
-        for one in self._validation:
-            yield self._of_documents(*one, training=False).batch
+        for documents in self._validation:
+            yield self._of_documents(*documents, training=False).batch
 
     def close(self) -> None:
         """End the worker that deals, if there is one."""

@@ -43,8 +43,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.report and _reads_files(environ):
         from tawpipe.report.page import check_page
 
-        own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
-        check_page(config.report, makes_folder=own)
+        inside = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
+        check_page(config.report, makes_folder=inside)
     if config.sample.tokens and not config.sample.prompt:
         raise UserError("--sample.prompt", [], "the beginning of a text; or --sample.tokens 0 for none")
     check_steps(config)
@@ -146,7 +146,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         expected = "unset with --optimizer.warmup-steps: both say how long the warm-up is"
         raise UserError("--optimizer.warmup-ratio", settings.warmup_ratio, expected)
     takes = TAKES[settings.name]
-    for name in sorted({one for options in TAKES.values() for one in options} - set(takes)):
+    for name in sorted({option for options in TAKES.values() for option in options} - set(takes)):
         if (value := getattr(settings, name)) != getattr(usual, name):
             has = ", ".join(other for other, options in TAKES.items() if name in options)
             expected = f"unset under --optimizer.name {settings.name}; {has} have it"
@@ -274,7 +274,7 @@ def check_output(config: TrainConfig, *, make: bool = True) -> None:
             expected = "a folder without model/, where the run writes its own; or --export.enabled false"
             raise UserError("--output", config.output, expected)
     if not make:
-        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise UserError("--output", config.output, f"a folder that can be written to ({there} cannot)")
         return

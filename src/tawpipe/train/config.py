@@ -322,7 +322,7 @@ class TrainConfig(DataSettings):
     def asks_for_balance(self) -> str:
         """The settings that make sense under ``balanced`` alone and are set, in words."""
         values = {"tokens-per-step": self.tokens_per_step, "max-document": self.max_document}
-        return " and ".join(f"--{name}" for name, one in {**values, "bin-tokens": self.bin_tokens}.items() if one)
+        return " and ".join(f"--{name}" for name, value in {**values, "bin-tokens": self.bin_tokens}.items() if value)
 
 
 TAKES = {
@@ -355,7 +355,7 @@ INSTEAD = {
 def train_options() -> Options[TrainConfig]:
     """The settings of ``tawpipe train``."""
     head = (TrainConfig.__doc__ or "").strip()
-    choices = {"schedule.strategy": {name: one.summary for name, one in strategies().items()}}
+    choices = {"schedule.strategy": {name: strategy.summary for name, strategy in strategies().items()}}
     return Options(
         TrainConfig,
         prog="tawpipe train",

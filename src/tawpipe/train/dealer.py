@@ -45,8 +45,8 @@ class Dealer:
 
     def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
         given = {"world_size": world_size, "cap": cap, "work": work, "ranks": ranks}
-        found = self._asked((list(lengths), given)) if len(lengths) > FEW else None
-        return found or deal(lengths, **given)
+        bins = self._asked((list(lengths), given)) if len(lengths) > FEW else None
+        return bins or deal(lengths, **given)
 
     def _asked(self, question: tuple[list[int], dict[str, Any]]) -> Bins | None:
         """The worker's answer; None if it has none."""

@@ -163,7 +163,7 @@ def _some_documents(
     config: TrainConfig, model: RunModel, world: World, console: Console, *, cache: str
 ) -> PreparedData:
     """The documents if they are few, else the first ones, as if they were streamed."""
-    files = [file for one in find_sets(config.data) for file in one.files]
+    files = [file for source in find_sets(config.data) for file in source.files]
     some = replace(config, cache_dir=cache)
     if any(file.format == "hub" for file in files) or sum(file.size for file in files) > FEW_BYTES:
         most = min(config.stream_window, FIRST_DOCUMENTS)

@@ -78,23 +78,23 @@ class Improving:
         strategy = schedule.step.strategy
         assert isinstance(strategy, ActivationPipeline)
         shape = strategy.shape(schedule.model, schedule.topology)
-        mine = seconds_of([one.spans() for one in self._recordings], shape.layout)
+        mine = seconds_of([recording.spans() for recording in self._recordings], shape.layout)
         self._recordings.clear()
         everyone = self._world.together(lambda: [[*key, value] for key, value in mine.items()])
         if self._world.rank == 0:
             count = len(schedule.step.micro_batches[0])
-            found: dict[tuple[int, str, int], list[float]] = {}
+            seconds: dict[tuple[int, str, int], list[float]] = {}
             for rank, rows in enumerate(everyone):
                 for kind, stage, value in rows:
-                    found.setdefault((shape.positions.position(rank), kind, stage), []).append(value)
-            costs = measured(shape.layout, shape.costs, {key: fmean(values) for key, values in found.items()})
+                    seconds.setdefault((shape.positions.position(rank), kind, stage), []).append(value)
+            costs = measured(shape.layout, shape.costs, {key: fmean(values) for key, values in seconds.items()})
             self._search = Improvement(shape.layout, costs, count, shape.order_of(count), seconds=SOLVE_S)
 
     def _look(self, step: int) -> None:
-        found = self._search.poll() if self._search else None
-        worth = found is not None and found.gain >= WORTH
-        ended = self._search is not None and (found is not None or not self._search.running)
-        word = "" if not ended else found.order if worth and found is not None else "nothing"
+        improved = self._search.poll() if self._search else None
+        worth = improved is not None and improved.gain >= WORTH
+        ended = self._search is not None and (improved is not None or not self._search.running)
+        word = "" if not ended else improved.order if worth and improved is not None else "nothing"
         word = self._world.broadcast_text(word)
         if not word:
             return
@@ -103,16 +103,17 @@ class Improving:
         if word != "nothing":
             begin = time.perf_counter()
             self._pipeline.reorder(self._rows, Order.parse(word))
-            self._say(step, found, time.perf_counter() - begin)
+            self._say(step, improved, time.perf_counter() - begin)
         elif self._world.rank == 0:
-            status = f": {found.status}" if found is not None else ""
+            status = f": {improved.status}" if improved is not None else ""
             self._console.line(f"step {step}: the pipeline's order stays, no better one was found{status}")
 
-    def _say(self, step: int, found: Improved | None, took_s: float) -> None:
-        if found is not None:
+    def _say(self, step: int, improved: Improved | None, took_s: float) -> None:
+        if improved is not None:
             self._console.line(
-                f"step {step}: a better order of the pipeline from here on, {found.gain:.1%} shorter by the times that "
-                f"were measured ({found.status}; {found.seconds:.0f} s beside the training, {took_s:.1f} s to swap)"
+                f"step {step}: a better order of the pipeline from here on, {improved.gain:.1%} shorter by the times "
+                f"that were measured ({improved.status}; {improved.seconds:.0f} s beside the training, "
+                f"{took_s:.1f} s to swap)"
             )
 
 
@@ -121,7 +122,7 @@ def _can_improve(pipeline: Pipeline, rows: int) -> bool:
     if not strategy.improves:
         return False
     step = pipeline.schedule(rows).step
-    return len({len(own) for own in step.micro_batches}) == 1
+    return len({len(of_rank) for of_rank in step.micro_batches}) == 1
 
 
 def seconds_of(steps: list[list[tuple[str, float, float]]], layout: Layout) -> dict[tuple[str, int], float]:
@@ -136,7 +137,7 @@ def seconds_of(steps: list[list[tuple[str, float, float]]], layout: Layout) -> d
             action = Action.parse(text)
             if (kind := KINDS.get(action.op) or MOVES.get(action.op)) is not None:
                 of_block.setdefault((kind, action.block), []).append(end - begin)
-    found: dict[tuple[str, int], float] = {}
+    of_stage: dict[tuple[str, int], float] = {}
     for kind in "FBIWOR":
         for stage in range(layout.stages):
             blocks = layout.blocks_of(stage)
@@ -146,5 +147,5 @@ def seconds_of(steps: list[list[tuple[str, float, float]]], layout: Layout) -> d
             if kind == "B" and any(("I", block) in of_block for block in blocks):
                 continue
             if mine:
-                found[kind, stage] = sum(mine)
-    return found
+                of_stage[kind, stage] = sum(mine)
+    return of_stage

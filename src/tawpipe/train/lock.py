@@ -93,8 +93,8 @@ def _alive(holder: dict[str, Any]) -> bool:
 
 def _holder(path: Path) -> str:
     """The holder, in words, and what to do if it is no more."""
-    found = _read(path)
-    if not found:
+    holder = _read(path)
+    if not holder:
         return "one has just begun there"
-    where = f"on {found.get('host')} by process {found.get('process')} since {found.get('since')}"
+    where = f"on {holder.get('host')} by process {holder.get('process')} since {holder.get('since')}"
     return f"this one is written to {where}; if that has ended, remove {path}"

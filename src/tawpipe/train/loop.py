@@ -199,8 +199,8 @@ class Training:
             pipeline.check_copies()
         if write:
             with self._between_steps():
-                for one in self.write_samples(step + 1):
-                    self.console.line(f"step {step + 1}: {one}")
+                for sample in self.write_samples(step + 1):
+                    self.console.line(f"step {step + 1}: {sample}")
         best = config.checkpoint.best and self.evaluation.best.step == step + 1
         self._last += self.saves.after(step + 1, save=save or best)
 
@@ -266,11 +266,11 @@ class Training:
                 values["link_use"] = link_s / seconds
 
             # How evenly it was dealt.
-            bins, own = done.given.batch.bins, len(done.given.batch.micro_batches)
+            bins, count = done.given.batch.bins, len(done.given.batch.micro_batches)
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
                 values["imbalance"] = bins.seconds / bins.mean_seconds
-            self._own_work += own * self._share if bins is None else sum(map(bins.time, bins.of(self.world.rank)))
+            self._own_work += count * self._share if bins is None else sum(map(bins.time, bins.of(self.world.rank)))
             if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:
@@ -304,7 +304,7 @@ class Training:
             the longest time of a rank over their mean; None if none has computed.
         """
         now = self.pipeline.executor.compute_s
-        seconds, work = (self.world.gather_numbers(one) for one in (now - self._computed_s, self._own_work))
+        seconds, work = (self.world.gather_numbers(mine) for mine in (now - self._computed_s, self._own_work))
         self._computed_s, self._own_work = now, 0.0
         for rank, times in self._stragglers.look(paces(seconds, work))[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
@@ -342,7 +342,7 @@ class Training:
     def write_samples(self, step: int) -> list[Sample]:
         """Texts of the model as it is after ``step``, in samples.jsonl and in the trackers; on all ranks."""
         samples = self.texts.write(step)
-        self.tracking.samples(step, [(one.prompt, one.text) for one in samples])
+        self.tracking.samples(step, [(sample.prompt, sample.text) for sample in samples])
         return samples
 
     def _state(self, step: int) -> RunState:
@@ -385,7 +385,7 @@ class Training:
         if batch.bins is not None:
             lengths, ranks = list(batch.bins.lengths), self.world.size
         else:
-            lengths = [length for one in batch.micro_batches for length in one.lengths]
+            lengths = [length for micro_batch in batch.micro_batches for length in micro_batch.lengths]
             ranks = self.pipeline.ranks_of_a_row
         flops = chain_flops(self.pipeline.chain, lengths) if lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)

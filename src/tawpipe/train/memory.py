@@ -157,7 +157,7 @@ def _for_bins(way: str, batch: BatchShape) -> str:
     longest = batch.document_tokens // batch.ranks
     return re.sub(
         r"--sequence-length (\d+)",
-        lambda one: f"--bin-tokens {one[1]}" + f" --max-document {one[1]}" * (int(one[1]) < longest),
+        lambda match: f"--bin-tokens {match[1]}" + f" --max-document {match[1]}" * (int(match[1]) < longest),
         way,
     )
 
@@ -173,6 +173,6 @@ def _refuse(
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
     ways = list(remedies(request, step)) or list(others(request).lines())
     seconds = span(predict(request, step).step_seconds)
-    found = "; ".join(dict.fromkeys(_for_bins(way, batch) for way in ways))
-    found = found or "no setting that was tried does: more devices, or a smaller model"
-    raise UserError("memory", f"a run that needs {lacks}", f"what fits (this would take {seconds} a step): {found}")
+    fits = "; ".join(dict.fromkeys(_for_bins(way, batch) for way in ways))
+    fits = fits or "no setting that was tried does: more devices, or a smaller model"
+    raise UserError("memory", f"a run that needs {lacks}", f"what fits (this would take {seconds} a step): {fits}")

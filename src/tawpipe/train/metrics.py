@@ -93,7 +93,7 @@ class MetricsWriter:
 def finite(value: Value) -> Any:
     """The same without numbers that JSON has no words for."""
     if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
+        return {name: finite(part) for name, part in value.items()}
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -174,13 +174,13 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
 
 def _lengths(data: DataReport | None) -> Iterator[Section]:
     """Documents by length, and how evenly they are dealt."""
-    if data is None or (found := data.histogram) is None:
+    if data is None or (histogram := data.histogram) is None:
         return
-    shares = {"documents": found.documents, "tokens": found.tokens}
-    names = [f"up to {edge:,}" for edge in found.edges]
+    shares = {"documents": histogram.documents, "tokens": histogram.tokens}
+    names = [f"up to {edge:,}" for edge in histogram.edges]
     figure = lines(
         names,
-        {name: [100 * one for one in values] for name, values in shares.items()},
+        {name: [100 * share for share in values] for name, values in shares.items()},
         x_title="tokens of a document",
         y_title="percent of all",
         log=False,

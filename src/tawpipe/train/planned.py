@@ -193,10 +193,10 @@ class Planning:
                 return NO_PLAN + problem
             try:
                 spent, steps = time.perf_counter() - begin, self.asked.steps or math.inf
-                found = search(
+                candidates = search(
                     request, waiting=self.tell, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent)
                 )
-                plan = Plan.of(request, found)
+                plan = Plan.of(request, candidates)
             except Exception as error:
                 logger.debug("searching", exc_info=True)
                 return f"{NO_PLAN}{type(error).__name__}: {error}"

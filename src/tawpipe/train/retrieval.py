@@ -37,8 +37,8 @@ class FactsCell:
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> FactsCell:
-        loss = sum(one.loss for one in answers) / sum(one.tokens for one in answers)
-        return cls(sum(one.found for one in answers), len(answers), loss)
+        loss = sum(answer.loss for answer in answers) / sum(answer.tokens for answer in answers)
+        return cls(sum(answer.found for answer in answers), len(answers), loss)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Retrieval:
     def values(self) -> dict[str, Value]:
         """Share of facts that were found and loss per token of their answers, by length and depth."""
         named = {f"{length}/{depth:.4g}": cell for (length, depth), cell in self.cells.items()}
-        found = {name: cell.found / cell.asked for name, cell in named.items()}
-        return {"retrieval_found": found, "retrieval_loss": {name: cell.loss for name, cell in named.items()}}
+        shares = {name: cell.found / cell.asked for name, cell in named.items()}
+        return {"retrieval_found": shares, "retrieval_loss": {name: cell.loss for name, cell in named.items()}}
 
     def __str__(self) -> str:
         """The number of facts that were found, and the first place where one was not."""

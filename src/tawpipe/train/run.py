@@ -125,7 +125,7 @@ def run(config: TrainConfig) -> int:
             of_step, words = _go_back_to_best(pipeline, disk, training.evaluation.best, training.last)
             of_model.append(("best", words))
         if config.sample.tokens and not stopped:
-            of_model += [("sample", str(one)) for one in training.write_samples(of_step)]
+            of_model += [("sample", str(sample)) for sample in training.write_samples(of_step)]
         if stopped:
             tracking.outcome = "stopped"
 

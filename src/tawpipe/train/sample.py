@@ -198,7 +198,7 @@ class Samples:
             for prompt, start, ids in zip(self._asked, prompts, texts, strict=True)
         ]
         if self._pipeline.world.rank == 0:
-            lines = [json.dumps({"step": step, "prompt": one.prompt, "text": one.text}) for one in self.last]
+            lines = [json.dumps({"step": step, "prompt": sample.prompt, "text": sample.text}) for sample in self.last]
             try:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.writelines(f"{line}\n" for line in lines)
@@ -243,4 +243,4 @@ def stops_of(model: Any, tokenizer: Any) -> list[int]:
     config = getattr(model, "generation_config", None)
     named = getattr(config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
-    return sorted({one for one in ids if isinstance(one, int)})
+    return sorted({token for token in ids if isinstance(token, int)})

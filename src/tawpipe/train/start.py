@@ -126,5 +126,5 @@ def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
         rows = [take(chain([first], lengths), row) for first in lengths][:ROWS_LOOKED_AT]
     else:
         rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
-    rows = [[*one, row - sum(one)] if sum(one) < row else one for one in rows]
-    return sorted(rows, key=lambda one: sum(length * length for length in one))[len(rows) // 2]
+    rows = [[*documents, row - sum(documents)] if sum(documents) < row else documents for documents in rows]
+    return sorted(rows, key=lambda documents: sum(length * length for length in documents))[len(rows) // 2]

@@ -71,7 +71,7 @@ class Tracking:
         self._say_problems()
 
     def _say_problems(self) -> None:
-        for worker in [one for one in self._workers if one.problem]:
+        for worker in [failed for failed in self._workers if failed.problem]:
             self._workers.remove(worker)
             self._tell(f"{worker.name} is left out from here on, training goes on without it: {worker.problem}")
 

@@ -70,7 +70,7 @@ class Links:
 
     def spelled_out(self) -> dict[str, Any]:
         """Plain data, for results."""
-        both = [list(one) for one in self.both_ways]
+        both = [list(pair) for pair in self.both_ways]
         return {**vars(self), "both_ways": both, "idle": list(self.idle), "of_name": self.of_name}
 
     @classmethod
@@ -87,7 +87,7 @@ class Links:
         Args:
             short: bytes of the message that passed an idle link.
         """
-        both = [(size, min(one["both"][i] for one in readings)) for i, size in enumerate(sizes)]
+        both = [(size, min(reading["both"][i] for reading in readings)) for i, size in enumerate(sizes)]
         first, second = readings[:2]
         return cls(second["one_way"], tuple(both), first["latency_s"], (short, first["short_s"]), **named)
 

@@ -129,8 +129,8 @@ def call(*words: str) -> str:
 
 def namespaces(name: str) -> list[str]:
     """The namespaces that exist of the cluster ``name``: nodes in their order, then the switch."""
-    own = re.compile(rf"{re.escape(name)}(\d+|-switch)")
-    existing = [entry for entry in _listed() if own.fullmatch(entry)]
+    pattern = re.compile(rf"{re.escape(name)}(\d+|-switch)")
+    existing = [entry for entry in _listed() if pattern.fullmatch(entry)]
     return sorted(existing, key=lambda entry: (entry == switch_of(name), len(entry), entry))
 
 

@@ -24,31 +24,31 @@ _PATIENCE_S = 60.0
 def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) -> dict[str, Any]:
     """One node's side: its seconds and rates, as ``Links.of`` takes them. All nodes run it at the same time."""
     ahead, behind = _ring(node, addresses)
-    found: dict[str, Any] = {}
+    reading: dict[str, Any] = {}
     for name, size in (("latency_s", 1), ("short_s", short)):
         if node == 0:
-            found[name] = min(_there_and_back(ahead, size) for _ in range(ROUND_TRIPS))
+            reading[name] = min(_there_and_back(ahead, size) for _ in range(ROUND_TRIPS))
         elif node == 1:
             for _ in range(ROUND_TRIPS):
                 _receive(behind, size)
                 behind.sendall(b"!")
     if node == 0:
-        found["latency_s"] /= 2
-        found["short_s"] -= found["latency_s"]
+        reading["latency_s"] /= 2
+        reading["short_s"] -= reading["latency_s"]
     _together(node, ahead, behind)
     if node == 0:
         _send(ahead, max(sizes))
     elif node == 1:
-        found["one_way"] = _rate(behind, max(sizes))
-    found["both"] = []
+        reading["one_way"] = _rate(behind, max(sizes))
+    reading["both"] = []
     for size in sizes:
         _together(node, ahead, behind)
         sender = threading.Thread(target=_send, args=(ahead, size))
         sender.start()
-        found["both"].append(_rate(behind, size))
+        reading["both"].append(_rate(behind, size))
         sender.join()
     _together(node, ahead, behind)
-    return found
+    return reading
 
 
 def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.socket]:
@@ -65,9 +65,9 @@ def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.so
             time.sleep(0.02)
     server.settimeout(_PATIENCE_S)
     behind, _ = server.accept()
-    for one in (ahead, behind):
-        one.settimeout(_PATIENCE_S)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for connection in (ahead, behind):
+        connection.settimeout(_PATIENCE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return ahead, behind
 
 

@@ -41,14 +41,14 @@ class KeysOfAll:
         layer.register_forward_hook(lambda _, given, output: _End.apply(output, self))
 
     def gather(self, documents: int) -> None:
-        own = torch.ones(documents * self._each)
-        self._submit(lambda: all_gather(own.new_empty(self._size * own.numel()), own, group=self._group))
+        share = torch.ones(documents * self._each)
+        self._submit(lambda: all_gather(share.new_empty(self._size * share.numel()), share, group=self._group))
 
     def reduce(self, documents: int) -> None:
         every = torch.ones(self._size * documents * self._each)
         members = dist.get_process_group_ranks(self._group)
-        own = every.new_empty(documents * self._each)
-        self._submit(lambda: ring_reduce_scatter(own, every, members, self._group))
+        share = every.new_empty(documents * self._each)
+        self._submit(lambda: ring_reduce_scatter(share, every, members, self._group))
 
     def wait(self) -> None:
         """For all that was begun."""

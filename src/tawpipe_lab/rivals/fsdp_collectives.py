@@ -97,7 +97,7 @@ def rail_major(topology: Topology, rank: int) -> list[int]:
     [0, 2, 4, 1, 3, 5]
     """
     node = sorted(topology.group("node", rank))
-    return [one for member in node for one in sorted(topology.group("rail", member))]
+    return [peer for member in node for peer in sorted(topology.group("rail", member))]
 
 
 def rails(topology: Topology) -> list[tuple[int, ...]]:

@@ -57,7 +57,7 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
         row = [(float("inf"), float("inf"), 0)] * (number + 1)
         for end in range(number + 1, len(sums)):
             ways = ((best[-1][begin], sums[end] - sums[begin], begin) for begin in range(number, end))
-            row.append(min((max(before[0], own), before[1] + own**2, begin) for before, own, begin in ways))
+            row.append(min((max(before[0], cost), before[1] + cost**2, begin) for before, cost, begin in ways))
         best.append(row)
     cuts, end = [], len(costs)
     for row in reversed(best):
