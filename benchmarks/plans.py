@@ -34,7 +34,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from tawpipe.commands.plan import lines
+from tawpipe.commands.plan import MOST_S, lines
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
@@ -238,7 +238,7 @@ def measured(
     begin = time.process_time()
     request = ask(case)
     asked = time.process_time()
-    plan = Plan.of(request, search(request))
+    plan = Plan.of(request, search(request, most_s=lambda _: MOST_S))
     found = time.process_time()
     said = list(lines(plan, config_of(case), ask_with(case)))
     end = time.process_time()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tawpipe.plan.request import PlanRequest
     from tawpipe.train.config import TrainConfig
 
+MOST_S = 16.0
+"""Seconds of the processor after which a plan that names something ends, unless it is to show all."""
 MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 
@@ -80,7 +83,7 @@ def _run(words: PlanWords) -> int:
         return _longest(request, words, tell)
     if corpus is not None:
         return corpus.say(request, words, tell)
-    plan = Plan.of(request, search(request, waiting=tell))
+    plan = Plan.of(request, search(request, waiting=tell, most_s=lambda _: inf if words.all else MOST_S))
     if words.json:
         print(json_text(plan))
     else:

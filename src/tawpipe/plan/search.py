@@ -73,7 +73,9 @@ HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
 """
-TOO_LONG = "not looked at: planning has taken as long as it may"
+LOOKING = 0.6
+"""The part of the time of a search in which strategies are looked at; what is left is for better settings of them."""
+TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
 WORTH = 0.02
 """The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
 NEAR = 1.05
@@ -135,10 +137,9 @@ class Outlook:
     begin: float = field(default_factory=time.monotonic)
     began: float = field(default_factory=time.thread_time)
 
-    @property
-    def over(self) -> bool:
-        """True if something fits, and looking further would take more time than it may."""
-        return self.ahead < math.inf and time.thread_time() - self.began > self.most_s(self.ahead)
+    def over(self, part: float = 1.0) -> bool:
+        """True if something fits, and looking further would take more than a part of the time that it may."""
+        return self.ahead < math.inf and time.thread_time() - self.began > part * self.most_s(self.ahead)
 
     def at(self, what: str) -> None:
         """Say what is looked at, if that has taken a while."""
@@ -191,7 +192,7 @@ def search(
                     continue
                 axis, outlook.hopeful = _best_pipeline(candidates)
                 outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
-                if outlook.over:
+                if outlook.over(LOOKING):
                     candidates.append(Candidate(strategy.name, None, None, False, TOO_LONG))
                     continue
                 made = _best(asked, strategy, axis, outlook)
@@ -203,7 +204,7 @@ def search(
     outlook.effort = MOST_EFFORT
     for i, one in enumerate(candidates):
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        near = one.seconds < outlook.ahead * HOPELESS and not outlook.over
+        near = one.seconds < outlook.ahead * HOPELESS and not outlook.over()
         if one.fits and one.step is not None and one.prediction and near:
             asked = request.with_homes(one.step.settings.host_homes or "none")
             step, made = _improve(asked, one.step, one.prediction, outlook)
@@ -562,7 +563,7 @@ def _improve(
         before = prediction.step_seconds
         for change in _changes(request, step, prediction.step_seconds, outlook):
             outlook.at(f"other settings of {step.strategy.name}")
-            if outlook.over:
+            if outlook.over():
                 return step, prediction
             if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
