@@ -1,0 +1,35 @@
+"""Groups of three sizes in plans: looked at where they may gain, and named where they do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from plan_requests import plan_request
+from tawpipe.cli import main
+from tawpipe.plan.search import Outlook, _behind
+from tawpipe.schedule.strategies.groups import Grouped
+
+
+def test_groups_are_looked_at_only_where_they_may_be_the_best():
+    request = plan_request()
+    way = Grouped("1n/1n/1n")
+    assert "needs more memory" in _behind(request, way, Outlook())
+    assert _behind(request, way, Outlook(ahead=1e9)) == ""
+    assert "computing and links alone take" in _behind(request, way, Outlook(ahead=1e-9))
+    assert math.isinf(Outlook().ahead)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_four_are_named_where_a_forward_pass_hides_half_of_what_a_backward_pass_does(capsys):
+    words = "--model llama-8b --topology 4x8@40gbit --device-name H100 --memory 76 --sequence-length 32768"
+    assert main(["plan", *words.split(), "--global-batch", "32", "--schedule.reduce-dtype", "same"]) == 0
+    said = capsys.readouterr().out
+    seconds = {
+        line.split()[0]: float(line.split()[1])
+        for line in said.splitlines()
+        if " MFU" not in line and " s " in line[:30]
+    }
+    assert min(seconds, key=lambda name: seconds[name]) == "tawpipe-groups"
+    assert min(seconds["hsdp"], seconds["tawpipe-step"]) > 1.05 * seconds["tawpipe-groups"]
