@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import tawpipe
+from schedules import EVERY
 from tawpipe.schedule.strategies.table import strategies
 
 ROOT = Path(__file__).parent.parent
@@ -135,7 +136,7 @@ def test_the_version_is_the_same_everywhere():
 
 def test_the_table_of_strategies_is_in_the_docs():
     text, refusing = _text("docs/design.md"), dict[str, list[str]]()
-    for name, strategy in strategies().items():
+    for name, strategy in ((name, strategies()[name]) for name in EVERY):
         if not strategy.candidate:  # the lab's own rows
             continue
         assert f"| `{name}` | {strategy.summary} |" in text

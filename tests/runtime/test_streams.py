@@ -15,7 +15,7 @@ from torch import Tensor
 from fake_cuda import FakeEvent, fake_cuda
 from ledger import Ledger
 from pipelines import SETTINGS
-from schedules import llama, make
+from schedules import EVERY, llama, make
 from streams import LENGTH, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
@@ -40,6 +40,7 @@ CASES = [
     {"strategy": "flat", "weights_compression": "int8", "rank": 3},
     {"strategy": "hsdp", "recompute": "none", "rows": 8, "micro_batches_per_visit": 2},
     {"strategy": "weipipe"},
+    {"strategy": "tawpipe-groups", "groups": "1/2/4", "rank": 2},
     {"strategy": "tawpipe-spread", "sequence_ranks": 2, "rank": 1},
     {"strategy": "tawpipe-whole", "sequence_ranks": 2, "rank": 2, **IN_CHUNKS},
     {"strategy": "tawpipe-spread", "rows": 8, "micro_batches_per_visit": 2, **IN_CHUNKS},
@@ -79,7 +80,7 @@ def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
 
 
 def test_every_strategy_is_looked_at():
-    assert {case["strategy"] for case in CASES} == {name for name, one in strategies().items() if one.candidate}
+    assert {case["strategy"] for case in CASES} == {name for name in EVERY if strategies()[name].candidate}
 
 
 IN_HOST = [

@@ -25,9 +25,9 @@ from tawpipe.simulate import CostModel, Timeline, play
 
 MOST_VISITS = 20_000
 """Micro-batches of a step, times blocks, up to which a timeline has all of them."""
-BETWEEN_BLOCKS, MOST_BETWEEN = 0.16, 36 * 2**20
-"""Share of activations that the allocator of a CPU holds besides, as blocks are not freed in the order they were made,
-up to so many bytes; rows in chunks reach these.
+BETWEEN_BLOCKS, BETWEEN_CHUNKS, MOST_BETWEEN = 0.16, 0.6, 36 * 2**20
+"""Shares of activations, and of what a chunk takes, that the allocator of a CPU holds besides, up to so many bytes:
+blocks are not freed in the order they were made.
 """
 PLAYED_STEPS = 3
 """Steps that are played: one before and one after the step that is looked at."""
@@ -126,7 +126,8 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         sizes = request.activations_of(schedule.step.sequence_ranks)
         apart = max(held_apart(schedule, rank, sizes) for rank in schedule.played)
     else:
-        apart = MOST_BETWEEN if chunk else min(MOST_BETWEEN, round(said.activation_bytes * BETWEEN_BLOCKS))
+        between = said.activation_bytes * BETWEEN_BLOCKS + (said.working_bytes * BETWEEN_CHUNKS if chunk else 0)
+        apart = min(MOST_BETWEEN, round(between))
     parts |= {"apart": apart} if apart or not request.on_cuda else {}
     if request.has_host:
         return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)
