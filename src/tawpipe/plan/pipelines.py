@@ -18,13 +18,14 @@ from tawpipe.plan.predict import memory_of, memory_quickly, short_schedule
 from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.footprint import home_bytes
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.settings import RECOMPUTE
-from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.simulate import LinkModel
 
 MICRO = 1e6
@@ -169,7 +170,7 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
     """Memory of a position, and what every block takes of it for good: weights, gradients, optimizer state, and what
     computing it needs beyond a layer. Both in boundary activations; no end and nothing where memory is not known.
     """
-    blocks, widths = request.model.blocks, request.widths
+    blocks = request.model.blocks
     if not request.memory_bytes:
         return math.inf, [0.0] * len(blocks)
     fixed = replace(request.settings, strategy="1f1b", stages=positions.axis, block_times="", recompute=recompute)
@@ -181,24 +182,63 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
         if action.block >= 0:
             kind = blocks[action.block].kind
             working[kind] = max(working[kind], memory.working_of(schedule, action, tokens))
-    usual = working.get("layer", 0)
-    resident, seen = [], set[int]()
-    for block in blocks:
-        of_units = 0.0
+    usual, besides = working.get("layer", 0), _besides(request, schedule)
+    passing = _passing(request, step, positions)
+    of_blocks = _of_units(request, step, positions)
+    for number, block in enumerate(blocks):
+        of_blocks[number] += max(0, working[block.kind] - usual) + passing[number] * (block.kind != "layer")
+    of_layers = sum({size for size, block in zip(passing, blocks, strict=True) if block.kind == "layer"})
+    boundary = request.profile.memory.boundary * request.size.tokens
+    room = (request.memory_bytes - besides - usual - of_layers) // boundary - PASSING
+    return max(0, room), [math.ceil(100 * taken / boundary) / 100 for taken in of_blocks]
+
+
+def _of_units(request: PlanRequest, step: StepSpec, positions: Positions) -> list[float]:
+    """Bytes that the units of every block take of a device that computes it."""
+    widths, seen, of_blocks = request.widths, set[int](), list[float]()
+    for block in request.model.blocks:
+        of_blocks.append(0.0)
         for number in block.units:
             home, unit = step.homes[number], request.model.units[number]
             if number in seen:  # it lives where its first block is, to which its gradient goes
-                of_units += home.padded * (widths.weight + widths.gradient * unit.trainable)
+                of_blocks[-1] += home.padded * (widths.weight + widths.gradient * unit.trainable)
                 continue
             seen.add(number)
-            each = widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
-            of_units += home.stripe * each
+            of_blocks[-1] += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+            if unit.trainable:  # gradients of its other blocks come into memory of their own
+                of_blocks[-1] += (len(unit.blocks) - 1) * home.padded * widths.gradient
             if positions.replicas > 1:  # weights come from the others, and gradients go to them
                 summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
-                of_units += home.padded * widths.weight + summed
-        resident.append(of_units + max(0, working[block.kind] - usual))
-    parts = memory_of(request, schedule).parts
-    others = parts["system"] + parts.get("apart", 0) + usual + widths.unpacked * widths.weight
-    boundary = request.profile.memory.boundary * request.size.tokens
-    room = (request.memory_bytes - others) // boundary - PASSING
-    return max(0, room), [math.ceil(100 * taken / boundary) / 100 for taken in resident]
+                of_blocks[-1] += home.padded * widths.weight + summed
+    return of_blocks
+
+
+def _passing(request: PlanRequest, step: StepSpec, positions: Positions) -> list[int]:
+    """Bytes of the places in which backward passes of every block leave gradients for homes in the host's memory;
+    layers of one size have them together.
+    """
+    blocks, units = request.model.blocks, request.model.units
+    if not step.homes_in_host or positions.replicas > 1:
+        return [0] * len(blocks)
+    places = {"layer": step.settings.gradient_buffers or 1}
+    return [
+        places.get(block.kind, 1)
+        * request.widths.master
+        * sum(step.homes[u].padded for u in request.model.trainable_units(number) if units[u].blocks[0] == number)
+        for number, block in enumerate(blocks)
+    ]
+
+
+def _besides(request: PlanRequest, schedule: Schedule) -> float:
+    """Bytes of a device besides what its blocks take: of the system, and of what passes through it."""
+    step, widths, parts = schedule.step, request.widths, memory_of(request, schedule).parts
+    at_home = [
+        home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+        for number, (home, unit) in enumerate(zip(step.homes, step.model.units, strict=True))
+    ]
+    rooms = max(
+        home_bytes(schedule, rank, widths)[0]
+        - sum(size for size, home in zip(at_home, step.homes, strict=True) if home.index(rank) is not None)
+        for rank in schedule.played
+    )
+    return parts["system"] + parts.get("apart", 0) + widths.unpacked * widths.weight + rooms
