@@ -39,6 +39,7 @@ from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, pre
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, search, with_settings
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
@@ -298,6 +299,23 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     by_name = {candidate.strategy: candidate for candidate in plan.candidates}
     assert by_name["generated"].fits
     assert all(by_name["generated"].seconds <= by_name[fixed].seconds for fixed in ("1f1b", "interleaved-1f1b"))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, monkeypatch):
+    """By the plan's clock, which knows more than the search; or where nothing fits that the search has found."""
+    asked = plan_request(global_batch=8, memory=1 << 30)
+
+    def worse(costs, positions, micro_batches, **more):
+        if not fits:
+            raise UserError("memory of a position", 1, "more")
+        return Layout(len(costs.blocks), (0, *range(2, positions + 1)), tuple(range(positions)))
+
+    good = {one.strategy: one for one in search(asked)}
+    monkeypatch.setattr(generating, "generate", worse)
+    found = {one.strategy: one for one in search(asked)}
+    fixed = min(found[name].seconds for name in ("1f1b", "interleaved-1f1b"))
+    assert found["generated"].fits and good["generated"].seconds <= found["generated"].seconds <= 1.01 * fixed
 
 
 @pytest.mark.parametrize("rows", [1000, 100_001])

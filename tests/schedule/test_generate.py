@@ -13,7 +13,7 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.generate import fixed_layouts, generate
+from tawpipe.schedule.pipelines.search.generate import fixed_layouts, generate, generate_twice
 from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
@@ -73,6 +73,30 @@ def test_it_keeps_within_the_memory_and_finds_the_same_again():
         generate(PipelineCosts(NANO.blocks[:20], memory=3.0), 3, 6, budget=BUDGET // 4)
     with pytest.raises(UserError, match="at least 8, one for every position"):
         generate(PipelineCosts(NANO.blocks[:8]), 8, 6)
+
+
+@pytest.mark.parametrize(("mix", "layers", "shorter"), [("dense-and-experts", 24, True), ("gemma", 16, False)])
+def test_the_better_of_two_is_kept_where_less_memory_leads_to_a_shorter_step(mix, layers, shorter):
+    costs, positions, count = PipelineCosts(MIXES[mix](layers), hop=10), 4, 12
+    first = generate(costs, positions, count, budget=BUDGET // 5)
+    within, layout = generate_twice(costs, positions, count, budget=BUDGET // 5)
+    took, takes = span(first, arrange(first, costs, count), costs), span(layout, arrange(layout, within, count), costs)
+    assert (takes < took, within.memory < math.inf, layout != first) == (shorter, shorter, shorter)
+    assert takes <= took and max(peak(layout, arrange(layout, within, count), costs)) <= within.memory
+
+
+@pytest.mark.parametrize(("memory", "most"), [(32.0, 330), (36.0, 240), (45.0, 180)])
+def test_ends_that_take_memory_and_no_time_leave_layers_to_others(memory, most):
+    """As of a large vocabulary: neither as many layers in each stage nor balanced times fit beside 20 at each end."""
+    layers, ends = [BlockTimes(1, 2, 1, 1, 0, 4)] * 24, (BlockTimes(0, 0, 0, 0, 0, 20), BlockTimes(0, 2, 0, 1, 0, 20))
+    costs = PipelineCosts((ends[0], *layers, ends[1]), memory=memory)
+    for fixed in fixed_layouts(Moves(Ticks.of(costs), 6, 8, 24), 6):
+        if memory < 40:
+            with pytest.raises(UserError, match="memory of a position"):
+                arrange(fixed, costs, 8)
+    layout = generate(costs, 6, 8, budget=2 * BUDGET)
+    order = arrange(layout, costs, 8)
+    assert max(peak(layout, order, costs)) <= memory and span(layout, order, costs) <= most
 
 
 @given(st.data())

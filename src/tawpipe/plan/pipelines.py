@@ -19,13 +19,15 @@ from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import home_bytes
-from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
+from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, filling, searched
+from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.settings import RECOMPUTE
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
 
 MICRO = 1e6
@@ -97,19 +99,19 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     boundary = request.profile.memory.boundary * request.size.tokens
+    each = -(-request.micro_batches // positions.replicas)
     try:
         for _ in range(TRIES):
             if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
-                from tawpipe.schedule.pipelines.search.generate import generate
+                from tawpipe.schedule.pipelines.search.generate import generate, generate_twice
 
-                layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
+                if budget > QUICK:
+                    costs, layout = generate_twice(costs, positions.size, each, budget=budget)
+                else:
+                    layout = generate(costs, positions.size, each, budget=budget)
                 stages = f"{positions.axis}:{layout}"
             made = replace(strategy, stages=stages, block_times=spell_times(costs))
-            if not request.memory_bytes:
-                break
-            settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
-            needs = memory_quickly(request, request.step(settings, made))
-            if (over := needs.device - request.memory_bytes) <= 0:
+            if (over := _over(request, made, recompute)) <= 0:
                 break
             costs = replace(costs, memory=max(0, costs.memory - over // boundary - 1))
     except UserError as error:
@@ -117,6 +119,36 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
             raise
         raise UserError(NO_ROOM, f"{request.memory_bytes / 2**30:.4g} GiB", "more, for a pipeline's stages") from error
     return made
+
+
+def _over(request: PlanRequest, way: ActivationPipeline, recompute: str) -> int:
+    """Bytes that a device lacks; none where its memory is not known."""
+    if not request.memory_bytes:
+        return 0
+    settings = replace(request.settings, strategy=way.name, recompute=recompute)
+    return memory_quickly(request, request.step(settings, way)).device - request.memory_bytes
+
+
+def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
+    """A pipeline that looks for its stages with those of published orders instead, as far as these fit: in the memory
+    that they take, what is made for costs is no longer. The plan's clock knows what a search for stages does not, such
+    as links that several positions share.
+    """
+    assert isinstance(way, ActivationPipeline)
+    if way.block_times:
+        return
+    positions = way.positions(request.topology)
+    costs = pipeline_costs(request, positions, "full")
+    count = min(-(-request.micro_batches // positions.replicas), filling(positions.size))
+    for name in ("interleaved-1f1b", "1f1b"):
+        fixed = strategies()[name].configured(replace(request.settings, stages=positions.axis))
+        assert isinstance(fixed, ActivationPipeline)
+        with suppress(UserError):
+            if _over(request, fixed, "full") <= 0:
+                layout = fixed.layout_of(request.model, positions.size)
+                most = max(costs.memory, *peak(layout, fixed.order(layout, costs, count), costs))
+                times = spell_times(replace(costs, memory=most))
+                yield replace(way, stages=f"{positions.axis}:{layout}", block_times=times)
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:
