@@ -301,6 +301,28 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     assert all(by_name["generated"].seconds <= by_name[fixed].seconds for fixed in ("1f1b", "interleaved-1f1b"))
 
 
+@pytest.mark.parametrize("shorter", [True, False])
+def test_stages_are_looked_for_with_less_memory_too_and_the_better_are_kept(shorter, monkeypatch):
+    asked, given = plan_request(global_batch=8, memory=1 << 30), list[float]()
+
+    def generate(costs, positions, micro_batches, *, budget=0, **more):
+        """Good stages for one search alone: the third, with less memory; or the second, thorough one with all of it."""
+        given.append(costs.memory)
+        good = len(given) == (3 if shorter else 2)
+        layout = Layout.parse("0,2,4,5@0,1,2,3" if good else "0,5,6,7@0,1,2,3", len(costs.blocks))
+        assert len(given) == 1 or budget > pipelines.QUICK
+        return layout
+
+    monkeypatch.setattr(generating, "generate", generate)
+    strategy = pipelines.made_for(asked, strategies()["generated"])
+    step = asked.step(replace(asked.settings, strategy="generated"), strategy)
+    changes = pipelines.changes(asked, step, lambda recompute: recompute == "full")
+    steps = [with_settings(step, **change) for change in changes]
+    assert len(given) == 3 and given[0] == given[1] > given[2] > 0
+    seconds = [predict(asked, one).step_seconds for one in (step, *steps)]
+    assert min(seconds) == seconds[2 if shorter else 1] < min(seconds[:2] if shorter else seconds[::2])
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, monkeypatch):
     """By the plan's clock, which knows more than the search; or where nothing fits that the search has found."""

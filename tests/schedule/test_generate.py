@@ -13,7 +13,7 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.generate import fixed_layouts, generate, generate_twice
+from tawpipe.schedule.pipelines.search.generate import fixed_layouts, generate
 from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
@@ -73,16 +73,6 @@ def test_it_keeps_within_the_memory_and_finds_the_same_again():
         generate(PipelineCosts(NANO.blocks[:20], memory=3.0), 3, 6, budget=BUDGET // 4)
     with pytest.raises(UserError, match="at least 8, one for every position"):
         generate(PipelineCosts(NANO.blocks[:8]), 8, 6)
-
-
-@pytest.mark.parametrize(("mix", "layers", "shorter"), [("dense-and-experts", 24, True), ("gemma", 16, False)])
-def test_the_better_of_two_is_kept_where_less_memory_leads_to_a_shorter_step(mix, layers, shorter):
-    costs, positions, count = PipelineCosts(MIXES[mix](layers), hop=10), 4, 12
-    first = generate(costs, positions, count, budget=BUDGET // 5)
-    within, layout = generate_twice(costs, positions, count, budget=BUDGET // 5)
-    took, takes = span(first, arrange(first, costs, count), costs), span(layout, arrange(layout, within, count), costs)
-    assert (takes < took, within.memory < math.inf, layout != first) == (shorter, shorter, shorter)
-    assert takes <= took and max(peak(layout, arrange(layout, within, count), costs)) <= within.memory
 
 
 @pytest.mark.parametrize(("memory", "most"), [(32.0, 330), (36.0, 240), (45.0, 180)])

@@ -35,6 +35,8 @@ QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
+LESS = 0.8
+"""Share of what an order keeps with which stages are looked for once more."""
 PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
@@ -88,27 +90,51 @@ def changes(
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
-    for recompute in filter(worth, (*ways, *(["full"] if strategy.searches_stages and budget > QUICK else []), "none")):
+    thorough = strategy.searches_stages and budget > QUICK
+    for recompute in filter(worth, (*ways, *(["full"] if thorough else []), "none")):
         with suppress(UserError):  # memory for no order of what layers would keep
             made = _made(request, strategy, recompute, budget=budget) if strategy.made else None
-            yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
+            yield {"recompute": recompute} | (_found(made) if made else {})
+            if made and thorough and recompute == "full":
+                less = _made(request, strategy, recompute, budget=budget, memory=_less(request, made))
+                yield {"recompute": recompute} | _found(less)
 
 
-def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int) -> ActivationPipeline:
-    """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
+def _found(made: ActivationPipeline) -> dict[str, Any]:
+    return {"stages": made.stages, "block_times": made.block_times}
+
+
+def _less(request: PlanRequest, made: ActivationPipeline) -> float:
+    """Memory of a position in which micro-batches may keep ``LESS`` of what they do: a search that has less to choose
+    from may find a shorter step.
+    """
+    positions, costs = made.positions(request.topology), made.costs(request.model)
+    layout, count = made.layout_of(request.model, positions.size), -(-request.micro_batches // positions.replicas)
+    order = made.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
+    peaks = zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
+    whole, kept = max((whole, whole - resident) for whole, resident in peaks)
+    return math.floor(whole - (1 - LESS) * kept)
+
+
+def _made(
+    request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int, memory: float = math.inf
+) -> ActivationPipeline:
+    """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs.
+
+    Args:
+        memory: of a position, at most.
+    """
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
+    costs = replace(costs, memory=min(costs.memory, memory))
     boundary = request.profile.memory.boundary * request.size.tokens
     each = -(-request.micro_batches // positions.replicas)
     try:
         for _ in range(TRIES):
             if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
-                from tawpipe.schedule.pipelines.search.generate import generate, generate_twice
+                from tawpipe.schedule.pipelines.search.generate import generate
 
-                if budget > QUICK:
-                    costs, layout = generate_twice(costs, positions.size, each, budget=budget)
-                else:
-                    layout = generate(costs, positions.size, each, budget=budget)
+                layout = generate(costs, positions.size, each, budget=budget)
                 stages = f"{positions.axis}:{layout}"
             made = replace(strategy, stages=stages, block_times=spell_times(costs))
             if (over := _over(request, made, recompute)) <= 0:

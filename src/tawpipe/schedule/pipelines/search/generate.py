@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, filling, searched
-from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.search.arrange import HOPEFUL, ROUNDS, arrange, began, justified, published
 from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.passes import Passes, TimedOrder
@@ -41,8 +39,6 @@ UNFIT = 8
 """Works in whose place a plan is looked at that has no memory."""
 PATIENCE = 8
 """Steps without a better plan before the search goes back to the best one that it has not gone on from."""
-LESS = 0.8
-"""Share of what an order keeps with which stages are looked for a second time."""
 SUNK = 10
 BEGINNINGS = 3
 FINALISTS = 4
@@ -117,29 +113,6 @@ def generate(
         assert refused is not None
         raise refused
     return best[1]
-
-
-def generate_twice(
-    costs: PipelineCosts, positions: int, micro_batches: int, *, budget: int = BUDGET
-) -> tuple[PipelineCosts, Layout]:
-    """The better of two: ``generate`` with all the memory, and with ``LESS`` of what micro-batches keep of it under the
-    order that the first one leads to, for a search with less to choose from may find more. With the costs come the
-    memory for which the layout's order is to be made.
-    """
-    count = filling(positions) if micro_batches > searched(positions) else micro_batches
-    layout = generate(costs, positions, micro_batches, budget=budget)
-    order = arrange(layout, costs, count)
-    whole, kept = max(
-        (whole, whole - resident)
-        for whole, resident in zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
-    )
-    tight = replace(costs, memory=math.floor(whole - (1 - LESS) * kept))
-    try:
-        other = generate(tight, positions, micro_batches, budget=budget)
-        shorter = makespan(play(other, arrange(other, tight, count), costs)) < makespan(play(layout, order, costs))
-    except UserError:
-        shorter = False
-    return (tight, other) if shorter else (costs, layout)
 
 
 def fixed_layouts(moves: Moves, positions: int) -> Iterator[Layout]:
