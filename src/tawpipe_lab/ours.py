@@ -30,6 +30,8 @@ from tawpipe.topology import Topology
 from tawpipe_lab.bounds import workload_model
 from tawpipe_lab.lengths import DealtWorkload, dealt
 from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.traffic import stages_per_rank
 from tawpipe_lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
 
 
@@ -72,6 +74,8 @@ FITTED = {
 """Row -> fixed ways of a pipeline to stay within the workload's ``room``, of which it is the fastest, see
 schedule/pipelines/search/fitting.py.
 """
+RIVAL_OF = {"1f1b": "1f1b", "interleaved-1f1b": "interleaved-1f1b", "zero-bubble": "zbv"}
+"""Strategy with a published order -> the rival whose stages it has."""
 SOLVER_S = 30.0
 """Seconds of the solver for the row ``solved``."""
 MADE_FOR: dict[str, dict[str, Any]] = {
@@ -93,6 +97,7 @@ class OurSettings:
         clip_norm: largest global gradient norm; None for no clipping, and updates as soon as gradients are complete.
         strict: check sequence number and action of every message.
         packing: how documents of uneven lengths are dealt, see ``lengths.dealt``; None for ``in turn``.
+        balance: what stages of a fixed pipeline are equal in, see ``rivals.stages.stages_of``; None for ``layers``.
         order: of a pipeline, as ``Order`` spells it, in the place of the strategy's own.
     """
 
@@ -101,15 +106,18 @@ class OurSettings:
     clip_norm: float | None = 1.0
     strict: bool = True
     packing: str | None = None
+    balance: str | None = None
     order: str | None = None
 
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
         schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
-        own_knobs = {name: value for name, value in vars(self).items() if name not in ("packing", "order") or value}
+        own_knobs = {name: value for name, value in vars(self).items() if name not in UNSAID or value}
         return {name: value for name, value in {**schedule, **own_knobs}.items() if name in KNOBS}
 
 
+UNSAID = ("packing", "balance", "order")
+"""Knobs that results do not have where they are not given."""
 OWN_KNOBS = tuple(item.name for item in fields(OurSettings) if item.name != "schedule")
 SAID = ("strategy", "early_updates")
 """Settings that a row's name and ``clip_norm`` say."""
@@ -176,6 +184,24 @@ def pipeline_costs(workload: TimedWorkload) -> PipelineCosts:
     return PipelineCosts(tuple(blocks), memory=room, host=1e6 * workload.host_s)
 
 
+def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings) -> str:
+    """The stages of a pipeline with a published order, cut as a rival's are.
+
+    Raises:
+        UserError: no such balance, or no such pipeline.
+    """
+    strategy, balance = find(settings.schedule.strategy), settings.balance or "layers"
+    given = ":" in (settings.schedule.stages or "")
+    if strategy.name not in RIVAL_OF or given or not isinstance(work, TimedWorkload):
+        expected = f"none: of ours {', '.join(row for row, own in rows().items() if own in RIVAL_OF)} have it"
+        raise UserError(f"balance of {name}", balance, f"{expected}, on a timed workload, where no stages are given")
+    assert isinstance(strategy, ActivationPipeline)
+    positions = strategy.configured(settings.schedule).positions(topology)
+    rival = RIVAL_OF[strategy.name]
+    layout = stages_of(rival, work, positions.size, stages_per_rank(rival, {}), balance)
+    return f"{positions.axis}:{layout}"
+
+
 INSIDE = LinkModel(2e9)
 """A node's loopback; what is lost on it is nearly nothing."""
 
@@ -228,7 +254,8 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     Raises:
         UserError: the strategy cannot run this workload on this topology.
     """
-    chosen, work = settings_of(name, knobs).schedule, computed(name, workload, topology, knobs)
+    settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
+    chosen = settings.schedule
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
     shares, shared = None, None
     if isinstance(work, DealtWorkload):
@@ -244,6 +271,8 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         chosen = replace(chosen, block_times=spell_times(pipeline_costs(work)))
     all_knobs = {**found_for(name, workload, topology, knobs), **knobs}
     chosen = replace(chosen, stages=all_knobs.get("stages", chosen.stages))
+    if settings.balance:
+        chosen = replace(chosen, stages=_balanced(name, work, topology, settings))
     if order := all_knobs.get("order"):
         assert isinstance(strategy, ActivationPipeline)
         strategy = replace(strategy, given=order)

@@ -15,6 +15,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
@@ -26,6 +27,8 @@ from tawpipe.topology import Topology
 from tawpipe_lab import ours
 from tawpipe_lab.bounds import PIPELINES
 from tawpipe_lab.compare import bounds_of, compare, link_of
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.traffic import stages_per_rank
 from tawpipe_lab.suite import Entry, load_suite, read_suite, shipped_suites
 from tawpipe_lab.worker import make
 from tawpipe_lab.workload import TimedWorkload
@@ -175,6 +178,35 @@ def test_orders_are_made_for_the_links_of_a_cell():
     assert parse_times(over_nodes).hop == 1_000_000  # two pipelines share the link
     inside = ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "locals"}, slow)["block_times"]
     assert parse_times(inside).hop < 1000
+
+
+@pytest.mark.parametrize("row", [row for row, strategy in ours.rows().items() if strategy in ours.RIVAL_OF])
+def test_stages_of_ours_are_balanced_as_a_rival_s_are(row):
+    cell = load_suite("mixed-layers").cells[0]
+    work, topology, rival = cell.workload, Topology.grid(cell.nodes, cell.local), ours.RIVAL_OF[ours.rows()[row]]
+    assert isinstance(work, TimedWorkload)
+    for balance in ("layers", "cost"):
+        schedule = ours.schedule_of(row, work, topology, {"balance": balance} if balance == "cost" else {})
+        strategy = schedule.step.strategy
+        assert isinstance(strategy, ActivationPipeline)
+        each = stages_per_rank(rival, {})
+        assert strategy.layout_of(schedule.model, 4) == stages_of(rival, work, 4, each, balance)
+        verify(schedule)
+    settings = ours.settings_of(row, {"balance": "cost"})
+    assert ours.settings_of(row, settings.spelled_out()) == settings
+    assert "balance" not in ours.settings_of(row, {}).spelled_out()
+
+
+def test_a_balance_that_cannot_be_is_refused():
+    for row, knobs in (
+        ("1f1b-ours", {"balance": "no"}),
+        ("generated", {"balance": "cost"}),
+        ("flat", {"balance": "cost"}),
+    ):
+        with pytest.raises(UserError, match="balance"):
+            ours.schedule_of(row, TIMED, Topology.grid(2, 2), knobs)
+    with pytest.raises(UserError, match="where no stages are given"):
+        ours.schedule_of("1f1b-ours", TIMED, Topology.grid(1, 2), {"stages": "world:0,4@0,1", "balance": "cost"})
 
 
 def test_every_strategy_has_a_row_and_a_row_is_settings():

@@ -66,9 +66,10 @@ UNEVEN = {
     "room": 3,
     "host_s": 1e-4,
 }
+FIXED_OURS = ("1f1b-ours", "interleaved-1f1b-ours", "zero-bubble")
 UNEVEN_ROWS: list[tuple[str, dict[str, Any]]] = [
     *((name, knobs) for name in ("1f1b", "interleaved-1f1b", "zbv") for knobs in ({}, {"balance": "cost"})),
-    *((name, {}) for name in ("1f1b-ours", "interleaved-1f1b-ours", "zero-bubble")),
+    *((name, knobs) for name in FIXED_OURS for knobs in ({}, {"balance": "cost"})),
     ("1f1b-ours", {"stages": "nodes:0,4@0,1"}),
     ("1f1b-fitted", {}),
     ("generated", {"stages": "world:0,1,3@1,0,1"}),

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from family_configs import tiny_config
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import chain_flops, training_flops, windows, work_of
+from tawpipe.model.flops import chain_flops, met_elements, training_flops, windows, work_of
+from tawpipe.schedule.pipelines.times import times_from_sizes
 
 
 def chain_of(config: PreTrainedConfig) -> Chain:
@@ -48,6 +49,21 @@ def test_of_a_mixture_of_experts_those_count_that_a_token_meets() -> None:
     two = work_of(chain_of(config)).of(10)
     experts = sum(slot.numel for unit in chain_of(config).units for slot in unit.slots if ".experts." in slot.name)
     assert experts and two - one == pytest.approx(4 * 2 * experts / config.num_local_experts * 10)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_without_a_plan_a_pipeline_s_stages_are_cut_by_the_experts_that_a_token_meets(family: str) -> None:
+    config = tiny_config(family)
+    config.num_experts_per_tok = 1
+    chain = chain_of(config)
+    met = [met_elements(chain, block) for block in range(len(chain.blocks))]
+    whole = [sum(chain.units[unit].numel for unit in block.units) for block in chain.blocks]
+    assert any(some < all_of_it for some, all_of_it in zip(met, whole, strict=True))
+    layers = times_from_sizes(chain.spec).blocks[1:-1]
+    for block, times in enumerate(layers, 1):
+        assert times.forward == -(-1000 * round(met[block]) // max(map(round, met[1:])))
+        assert (times.backward_input, times.backward_weight) == (2 * times.forward, times.forward)
+    assert [unit.numel for unit in chain.spec.units] == [unit.numel for unit in chain.units]
 
 
 def test_frozen_weights_take_part_in_fewer_products() -> None:

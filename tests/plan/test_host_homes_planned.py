@@ -18,6 +18,7 @@ from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.plan import probe
 from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.pipelines import pipeline_costs
 from tawpipe.plan.place import _Task
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings
@@ -25,6 +26,11 @@ from tawpipe.plan.predict import memory_quickly, predict, state_bytes
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import lacking, search, shortage
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import peak
+from tawpipe.schedule.pipelines.orders import one_f_one_b
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
@@ -59,6 +65,30 @@ def test_homes_stay_on_devices_where_that_fits_and_go_to_the_host_where_it_does_
     assert "schedule.host_homes state" in tight.memory and "schedule.host_homes" not in roomy.memory
     chosen = tight.chosen.chosen_settings()
     assert chosen["host_homes"] == "state" and planned_settings(chosen, DEFAULT).host_homes == "state"
+
+
+@pytest.mark.parametrize("level", ["none", "state"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("local", "axis"), [(1, "world"), (2, "world"), (2, "nodes")])
+def test_a_search_for_stages_counts_what_a_position_holds(level: str, tied: bool, local: int, axis: str) -> None:
+    """What the plan does, or a little more: weights, gradients, state or what passes of it, copies of tied units."""
+    one = asked(1 << 30, model=llama(8, tied=tied), profile=profile(8)).with_homes(level)
+    machine = uniform(2, local, between=LinkModel(2e5, 1e-5), inside=LinkModel(1e8), device=Device("A GPU"))
+    one = replace(one, machine=replace(machine, host=LinkModel(1e6, shared=False)))
+    strategy = step_of(one, "generated", stages=axis, block_times="10x1/2/1").strategy
+    assert isinstance(strategy, ActivationPipeline)
+    positions = strategy.positions(one.topology)
+    costs = pipeline_costs(one, positions, "full")
+    boundary = one.profile.memory.boundary * one.size.tokens
+    cuts = ((0, 2), (0, 5), (0, 8)) if positions.size == 2 else ((0, 2, 4, 6), (0, 1, 4, 8), (0, 5, 6, 7))
+    for cut in cuts:
+        layout = Layout(10, cut, tuple(range(positions.size)))
+        step = step_of(one, "1f1b", stages=f"{axis}:{layout}", block_times=spell_times(costs))
+        order = one_f_one_b(layout, one.micro_batches // positions.replicas)
+        counted = one.memory_bytes - (costs.memory - max(peak(layout, order, costs))) * boundary
+        said = memory_quickly(one, step).device
+        # Where units are smaller than slices, an end's passes through more memory than a layer's does.
+        assert said - 3 * boundary <= counted <= said * (1.4 if level == "state" else 1.01), (cut, said, counted)
 
 
 def test_what_a_user_says_is_kept() -> None:

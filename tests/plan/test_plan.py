@@ -39,6 +39,7 @@ from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, pre
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, search, with_settings
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
@@ -298,6 +299,45 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     by_name = {candidate.strategy: candidate for candidate in plan.candidates}
     assert by_name["generated"].fits
     assert all(by_name["generated"].seconds <= by_name[fixed].seconds for fixed in ("1f1b", "interleaved-1f1b"))
+
+
+@pytest.mark.parametrize("shorter", [True, False])
+def test_stages_are_looked_for_with_less_memory_too_and_the_better_are_kept(shorter, monkeypatch):
+    asked, given = plan_request(global_batch=8, memory=1 << 30), list[float]()
+
+    def generate(costs, positions, micro_batches, *, budget=0, **more):
+        """Good stages for one search alone: the third, with less memory; or the second, thorough one with all of it."""
+        given.append(costs.memory)
+        good = len(given) == (3 if shorter else 2)
+        layout = Layout.parse("0,2,4,5@0,1,2,3" if good else "0,5,6,7@0,1,2,3", len(costs.blocks))
+        assert len(given) == 1 or budget > pipelines.QUICK
+        return layout
+
+    monkeypatch.setattr(generating, "generate", generate)
+    strategy = pipelines.made_for(asked, strategies()["generated"])
+    step = asked.step(replace(asked.settings, strategy="generated"), strategy)
+    changes = pipelines.changes(asked, step, lambda recompute: recompute == "full")
+    steps = [with_settings(step, **change) for change in changes]
+    assert len(given) == 3 and given[0] == given[1] > given[2] > 0
+    seconds = [predict(asked, one).step_seconds for one in (step, *steps)]
+    assert min(seconds) == seconds[2 if shorter else 1] < min(seconds[:2] if shorter else seconds[::2])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, monkeypatch):
+    """By the plan's clock, which knows more than the search; or where nothing fits that the search has found."""
+    asked = plan_request(global_batch=8, memory=1 << 30)
+
+    def worse(costs, positions, micro_batches, **more):
+        if not fits:
+            raise UserError("memory of a position", 1, "more")
+        return Layout(len(costs.blocks), (0, *range(2, positions + 1)), tuple(range(positions)))
+
+    good = {one.strategy: one for one in search(asked)}
+    monkeypatch.setattr(generating, "generate", worse)
+    found = {one.strategy: one for one in search(asked)}
+    fixed = min(found[name].seconds for name in ("1f1b", "interleaved-1f1b"))
+    assert found["generated"].fits and good["generated"].seconds <= found["generated"].seconds <= 1.01 * fixed
 
 
 @pytest.mark.slow

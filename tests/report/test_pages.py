@@ -92,6 +92,13 @@ def test_a_tied_model_survives_being_written():
     assert request_from(record_of(asked), where="here").model == asked.model
 
 
+def test_a_mixture_of_experts_survives_being_written():
+    model = llama(6)
+    units = tuple(replace(unit, met=unit.numel // 3) if unit.numel == 333 else unit for unit in model.units)
+    asked = plan_request(model=replace(model, units=units))
+    assert request_from(record_of(asked), where="here").model == asked.model != model
+
+
 @pytest.mark.parametrize("strategy", NAMES)
 def test_settings_survive_being_written(strategy):
     asked = plan_request(uniform(2, 2, between=LinkModel(1e6), inside=LinkModel(1e8)))

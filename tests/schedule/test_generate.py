@@ -75,6 +75,20 @@ def test_it_keeps_within_the_memory_and_finds_the_same_again():
         generate(PipelineCosts(NANO.blocks[:8]), 8, 6)
 
 
+@pytest.mark.parametrize(("memory", "most"), [(32.0, 330), (36.0, 240), (45.0, 180)])
+def test_ends_that_take_memory_and_no_time_leave_layers_to_others(memory, most):
+    """As of a large vocabulary: neither as many layers in each stage nor balanced times fit beside 20 at each end."""
+    layers, ends = [BlockTimes(1, 2, 1, 1, 0, 4)] * 24, (BlockTimes(0, 0, 0, 0, 0, 20), BlockTimes(0, 2, 0, 1, 0, 20))
+    costs = PipelineCosts((ends[0], *layers, ends[1]), memory=memory)
+    for fixed in fixed_layouts(Moves(Ticks.of(costs), 6, 8, 24), 6):
+        if memory < 40:
+            with pytest.raises(UserError, match="memory of a position"):
+                arrange(fixed, costs, 8)
+    layout = generate(costs, 6, 8, budget=2 * BUDGET)
+    order = arrange(layout, costs, 8)
+    assert max(peak(layout, order, costs)) <= memory and span(layout, order, costs) <= most
+
+
 @given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_no_order_is_shorter_than_the_bounds(data):

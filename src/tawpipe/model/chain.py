@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.mixers import RowCall, make_mixer
 from tawpipe.model.quantized import NONE, check_form, matrices_of
 from tawpipe.model.refuse import ApartError, refuse_adapters, refuse_unsupported, unsupported, why_apart
+from tawpipe.model.shapes import share_of_experts
 from tawpipe.model.stubs import (
     Feed,
     Feeder,
@@ -275,7 +277,10 @@ class Chain(UnitBinding):
     @property
     def spec(self) -> ModelSpec:
         """The sizes of the model: all that builders of schedules see of it."""
-        return ModelSpec(self.blocks, tuple(unit.spec for unit in self.units))
+        share = share_of_experts(self.config.get_text_config())
+        met = [round(unit.met(share)) for unit in self.units]
+        units = (replace(unit.spec, met=some * (some < unit.numel)) for unit, some in zip(self.units, met, strict=True))
+        return ModelSpec(self.blocks, tuple(units))
 
     def set_training(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.model.shapes import head_size, num_heads, setting_of
+from tawpipe.model.shapes import EXPERTS, head_size, num_heads, setting_of, share_of_experts
 from tawpipe.schedule.balance import LayerKind, LayerTime
 
 if TYPE_CHECKING:
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from tawpipe.model.chain import Chain
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_UNEVEN = (*_EXPERTS, "sliding_window")
+_UNEVEN = (*EXPERTS, "sliding_window")
 """Names in the configs of models whose tokens do not all meet all weights, or all tokens before them."""
 
 PER_WEIGHT, PER_PAIR = 4.0, 4.5
@@ -140,13 +139,10 @@ def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained
         least_dimensions: of the parameters that count; 2 for matrices.
         trained: only those that are.
     """
-    config = chain.config.get_text_config()
-    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-    met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    share = share_of_experts(chain.config.get_text_config())
     units = [chain.units[unit] for unit in chain.blocks[block].units]
-    slots = [slot for unit in units if unit.trainable or not trained for slot in unit.slots]
-    counted = [slot for slot in slots if len(slot.shape) >= least_dimensions]
-    return sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in counted)
+    counted = [unit for unit in units if unit.trainable or not trained]
+    return sum(unit.met(share, least_dimensions=least_dimensions) for unit in counted)
 
 
 def work_of(chain: Chain) -> LayerTime:

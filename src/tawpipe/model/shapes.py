@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in configs of the number of a layer's experts."""
+
+
+def share_of_experts(config: Any) -> float:
+    """Of a layer's experts, those that a token is sent to, of a model's text config; 1 where there are none.
+
+    >>> from types import SimpleNamespace
+    >>> share_of_experts(SimpleNamespace(num_experts=128, num_experts_per_tok=8))
+    0.0625
+    """
+    experts = next((number for name in EXPERTS if (number := setting_of(config, name))), 1)
+    return (setting_of(config, "num_experts_per_tok") or experts) / experts
+
 
 def num_heads(config: Any) -> int:
     """Query heads of a model's text config; 0 for a model without attention."""

@@ -170,10 +170,20 @@ class Unit:
 
     @property
     def spec(self) -> UnitSpec:
-        """All that schedules see of it."""
+        """All that schedules see of it, if a token meets all of it."""
         if self.packing is None:
             return UnitSpec(self.numel, self.trainable, self.blocks)
         return UnitSpec(self.packing.elements, self.trainable, self.blocks, packed=self.numel)
+
+    def met(self, share: float, *, least_dimensions: int = 0) -> float:
+        """Elements that a token meets.
+
+        Args:
+            share: of a layer's experts, those that it is sent to.
+            least_dimensions: of the parameters that count; 2 for matrices.
+        """
+        counted = [slot for slot in self.slots if len(slot.shape) >= least_dimensions]
+        return sum(slot.numel * (share if ".experts." in slot.name else 1) for slot in counted)
 
     def packed(self, matrices: Collection[str], form: str, compute_dtype: torch.dtype) -> Unit:
         """The same in bytes, of which those of ``matrices`` are quantised."""

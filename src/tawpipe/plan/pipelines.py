@@ -18,13 +18,16 @@ from tawpipe.plan.predict import memory_of, memory_quickly, short_schedule
 from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
+from tawpipe.schedule.footprint import home_bytes
+from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, filling, searched
+from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.settings import RECOMPUTE
-from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
 
 MICRO = 1e6
@@ -32,6 +35,8 @@ QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
+LESS = 0.8
+"""Share of what an order keeps with which stages are looked for once more."""
 PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
@@ -85,30 +90,54 @@ def changes(
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
-    for recompute in filter(worth, (*ways, *(["full"] if strategy.searches_stages and budget > QUICK else []), "none")):
+    thorough = strategy.searches_stages and budget > QUICK
+    for recompute in filter(worth, (*ways, *(["full"] if thorough else []), "none")):
         with suppress(UserError):  # memory for no order of what layers would keep
             made = _made(request, strategy, recompute, budget=budget) if strategy.made else None
-            yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
+            yield {"recompute": recompute} | (_found(made) if made else {})
+            if made and thorough and recompute == "full":
+                less = _made(request, strategy, recompute, budget=budget, memory=_less(request, made))
+                yield {"recompute": recompute} | _found(less)
 
 
-def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int) -> ActivationPipeline:
-    """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
+def _found(made: ActivationPipeline) -> dict[str, Any]:
+    return {"stages": made.stages, "block_times": made.block_times}
+
+
+def _less(request: PlanRequest, made: ActivationPipeline) -> float:
+    """Memory of a position in which micro-batches may keep ``LESS`` of what they do: a search that has less to choose
+    from may find a shorter step.
+    """
+    positions, costs = made.positions(request.topology), made.costs(request.model)
+    layout, count = made.layout_of(request.model, positions.size), -(-request.micro_batches // positions.replicas)
+    order = made.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
+    peaks = zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
+    whole, kept = max((whole, whole - resident) for whole, resident in peaks)
+    return math.floor(whole - (1 - LESS) * kept)
+
+
+def _made(
+    request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int, memory: float = math.inf
+) -> ActivationPipeline:
+    """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs.
+
+    Args:
+        memory: of a position, at most.
+    """
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
+    costs = replace(costs, memory=min(costs.memory, memory))
     boundary = request.profile.memory.boundary * request.size.tokens
+    each = -(-request.micro_batches // positions.replicas)
     try:
         for _ in range(TRIES):
             if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
                 from tawpipe.schedule.pipelines.search.generate import generate
 
-                layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
+                layout = generate(costs, positions.size, each, budget=budget)
                 stages = f"{positions.axis}:{layout}"
             made = replace(strategy, stages=stages, block_times=spell_times(costs))
-            if not request.memory_bytes:
-                break
-            settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
-            needs = memory_quickly(request, request.step(settings, made))
-            if (over := needs.device - request.memory_bytes) <= 0:
+            if (over := _over(request, made, recompute)) <= 0:
                 break
             costs = replace(costs, memory=max(0, costs.memory - over // boundary - 1))
     except UserError as error:
@@ -116,6 +145,36 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
             raise
         raise UserError(NO_ROOM, f"{request.memory_bytes / 2**30:.4g} GiB", "more, for a pipeline's stages") from error
     return made
+
+
+def _over(request: PlanRequest, way: ActivationPipeline, recompute: str) -> int:
+    """Bytes that a device lacks; none where its memory is not known."""
+    if not request.memory_bytes:
+        return 0
+    settings = replace(request.settings, strategy=way.name, recompute=recompute)
+    return memory_quickly(request, request.step(settings, way)).device - request.memory_bytes
+
+
+def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
+    """A pipeline that looks for its stages with those of published orders instead, as far as these fit: in the memory
+    that they take, what is made for costs is no longer. The plan's clock knows what a search for stages does not, such
+    as links that several positions share.
+    """
+    assert isinstance(way, ActivationPipeline)
+    if way.block_times:
+        return
+    positions = way.positions(request.topology)
+    costs = pipeline_costs(request, positions, "full")
+    count = min(-(-request.micro_batches // positions.replicas), filling(positions.size))
+    for name in ("interleaved-1f1b", "1f1b"):
+        fixed = strategies()[name].configured(replace(request.settings, stages=positions.axis))
+        assert isinstance(fixed, ActivationPipeline)
+        with suppress(UserError):
+            if _over(request, fixed, "full") <= 0:
+                layout = fixed.layout_of(request.model, positions.size)
+                most = max(costs.memory, *peak(layout, fixed.order(layout, costs, count), costs))
+                times = spell_times(replace(costs, memory=most))
+                yield replace(way, stages=f"{positions.axis}:{layout}", block_times=times)
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:
@@ -169,7 +228,7 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
     """Memory of a position, and what every block takes of it for good: weights, gradients, optimizer state, and what
     computing it needs beyond a layer. Both in boundary activations; no end and nothing where memory is not known.
     """
-    blocks, widths = request.model.blocks, request.widths
+    blocks = request.model.blocks
     if not request.memory_bytes:
         return math.inf, [0.0] * len(blocks)
     fixed = replace(request.settings, strategy="1f1b", stages=positions.axis, block_times="", recompute=recompute)
@@ -181,24 +240,63 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
         if action.block >= 0:
             kind = blocks[action.block].kind
             working[kind] = max(working[kind], memory.working_of(schedule, action, tokens))
-    usual = working.get("layer", 0)
-    resident, seen = [], set[int]()
-    for block in blocks:
-        of_units = 0.0
+    usual, besides = working.get("layer", 0), _besides(request, schedule)
+    passing = _passing(request, step, positions)
+    of_blocks = _of_units(request, step, positions)
+    for number, block in enumerate(blocks):
+        of_blocks[number] += max(0, working[block.kind] - usual) + passing[number] * (block.kind != "layer")
+    of_layers = sum({size for size, block in zip(passing, blocks, strict=True) if block.kind == "layer"})
+    boundary = request.profile.memory.boundary * request.size.tokens
+    room = (request.memory_bytes - besides - usual - of_layers) // boundary - PASSING
+    return max(0, room), [math.ceil(100 * taken / boundary) / 100 for taken in of_blocks]
+
+
+def _of_units(request: PlanRequest, step: StepSpec, positions: Positions) -> list[float]:
+    """Bytes that the units of every block take of a device that computes it."""
+    widths, seen, of_blocks = request.widths, set[int](), list[float]()
+    for block in request.model.blocks:
+        of_blocks.append(0.0)
         for number in block.units:
             home, unit = step.homes[number], request.model.units[number]
             if number in seen:  # it lives where its first block is, to which its gradient goes
-                of_units += home.padded * (widths.weight + widths.gradient * unit.trainable)
+                of_blocks[-1] += home.padded * (widths.weight + widths.gradient * unit.trainable)
                 continue
             seen.add(number)
-            each = widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
-            of_units += home.stripe * each
+            of_blocks[-1] += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+            if unit.trainable:  # gradients of its other blocks come into memory of their own
+                of_blocks[-1] += (len(unit.blocks) - 1) * home.padded * widths.gradient
             if positions.replicas > 1:  # weights come from the others, and gradients go to them
                 summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
-                of_units += home.padded * widths.weight + summed
-        resident.append(of_units + max(0, working[block.kind] - usual))
-    parts = memory_of(request, schedule).parts
-    others = parts["system"] + parts.get("apart", 0) + usual + widths.unpacked * widths.weight
-    boundary = request.profile.memory.boundary * request.size.tokens
-    room = (request.memory_bytes - others) // boundary - PASSING
-    return max(0, room), [math.ceil(100 * taken / boundary) / 100 for taken in resident]
+                of_blocks[-1] += home.padded * widths.weight + summed
+    return of_blocks
+
+
+def _passing(request: PlanRequest, step: StepSpec, positions: Positions) -> list[int]:
+    """Bytes of the places in which backward passes of every block leave gradients for homes in the host's memory;
+    layers of one size have them together.
+    """
+    blocks, units = request.model.blocks, request.model.units
+    if not step.homes_in_host or positions.replicas > 1:
+        return [0] * len(blocks)
+    places = {"layer": step.settings.gradient_buffers or 1}
+    return [
+        places.get(block.kind, 1)
+        * request.widths.master
+        * sum(step.homes[u].padded for u in request.model.trainable_units(number) if units[u].blocks[0] == number)
+        for number, block in enumerate(blocks)
+    ]
+
+
+def _besides(request: PlanRequest, schedule: Schedule) -> float:
+    """Bytes of a device besides what its blocks take: of the system, and of what passes through it."""
+    step, widths, parts = schedule.step, request.widths, memory_of(request, schedule).parts
+    at_home = [
+        home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+        for number, (home, unit) in enumerate(zip(step.homes, step.model.units, strict=True))
+    ]
+    rooms = max(
+        home_bytes(schedule, rank, widths)[0]
+        - sum(size for size, home in zip(at_home, step.homes, strict=True) if home.index(rank) is not None)
+        for rank in schedule.played
+    )
+    return parts["system"] + parts.get("apart", 0) + widths.unpacked * widths.weight + rooms

@@ -148,7 +148,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
             for block, cost in zip(model.blocks, profile.blocks, strict=True)
         ),
         "block_units": [list(block.units) for block in model.blocks],
-        "units": _packed([unit.numel, unit.trainable, unit.packed] for unit in model.units),
+        "units": _packed([unit.numel, unit.trainable, unit.packed, unit.met] for unit in model.units),
         "profile": {
             "update_s": profile.update_s,
             "update_of": list(profile.update_of),
@@ -172,12 +172,12 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
         blocks = list(_unpacked(content["blocks"]))
         of_blocks = content["block_units"]
         units = [
-            UnitSpec(numel, trainable, tuple(b for b, own in enumerate(of_blocks) if u in own), *packed)
-            for u, (numel, trainable, *packed) in enumerate(_unpacked(content["units"]))
+            UnitSpec(numel, trainable, tuple(b for b, own in enumerate(of_blocks) if u in own), *others)
+            for u, (numel, trainable, *others) in enumerate(_unpacked(content["units"]))
         ]
         if {u for own in of_blocks for u in own} != set(range(len(units))):
             raise ValueError("units that no block has, or the other way round")
-        if not all(isinstance(size, int) for unit in units for size in (unit.numel, unit.packed)):
+        if not all(isinstance(size, int) for unit in units for size in (unit.numel, unit.packed, unit.met)):
             raise ValueError("sizes of units that are no whole numbers")
         specs = tuple(
             BlockSpec(tuple(own), kind, reads, needs)

@@ -326,17 +326,21 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
             continue
         outlook.at(strategy.name)
         most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
+        why = ""
         try:
             why = _too_large(request, way.divided_over(request.topology))
             if len(every) > 1 and not way.axis and not why:
                 why = _behind(request, way, outlook)
             if way.made and not why:
                 why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
-            if not why:
-                way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
-            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way, most))
+            chosen = way if why else pipelines.made_for(request, way, hopeful=outlook.hopeful)
+            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, chosen, most))
         except UserError as error:
             ways.append(replace(refused, why_not=in_plain_words(error)))
+        behind = not ways[-1].fits or ways[-1].seconds > outlook.ahead
+        if way.searches_stages and behind and not why and outlook.hopeful:
+            with suppress(UserError):
+                ways += [_best_laid_out(request, other, most) for other in pipelines.as_published(request, way)]
     if not ways:
         return refused
     return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))

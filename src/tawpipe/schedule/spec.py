@@ -16,16 +16,23 @@ class UnitSpec:
         trainable: whether gradients and an update exist.
         blocks: the blocks that use it, ascending; two for a tied embedding.
         packed: parameters in it where the elements are none but bytes of them, with which nothing computes; else 0.
+        met: parameters in it that a token meets, where a mixture sends it to some experts only; else 0.
     """
 
     numel: int
     trainable: bool
     blocks: tuple[int, ...]
     packed: int = 0
+    met: int = 0
 
     @property
     def parameters(self) -> int:
         return self.packed or self.numel
+
+    @property
+    def computing(self) -> int:
+        """Parameters that a token is multiplied with."""
+        return self.met or self.parameters
 
 
 @dataclass(frozen=True)

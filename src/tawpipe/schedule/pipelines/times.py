@@ -71,7 +71,8 @@ gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3
 
 
 def times_from_sizes(model: ModelSpec) -> PipelineCosts:
-    """Times in proportion to the parameters that compute, for want of measured ones: thousandths of the largest block.
+    """Times in proportion to the parameters that a token meets, for want of measured ones: thousandths of the largest
+    block's.
 
     A forward pass is one product of a micro-batch with every weight, and so is each part of a backward pass; the part
     for inputs begins with the recomputation. The embedding is looked up. The head runs in its backward pass alone,
@@ -87,10 +88,9 @@ def times_from_sizes(model: ModelSpec) -> PipelineCosts:
     sizes, trained = [], []
     for block in model.blocks:
         computes = block.kind != "embedding"
-        sizes.append(sum(model.units[unit].parameters for unit in block.units) * computes)
-        trained.append(
-            sum(model.units[unit].parameters for unit in block.units if model.units[unit].trainable) * computes
-        )
+        units = [model.units[unit] for unit in block.units if computes]
+        sizes.append(sum(unit.computing for unit in units))
+        trained.append(sum(unit.computing for unit in units if unit.trainable))
     largest = max(sizes)
     times = []
     for block, size, own in zip(model.blocks, sizes, trained, strict=True):

@@ -34,7 +34,9 @@ STAGE_PENALTY = 2000
 WIDTH = 6
 """Neighbours played before the search goes on to the best of them."""
 POOL = 100
-"""Neighbours of either kind whose bound is looked at, those with the smallest load."""
+"""Neighbours of either kind whose bound is looked at, those with the smallest load, for which there is memory."""
+UNFIT = 8
+"""Works in whose place a plan is looked at that has no memory."""
 PATIENCE = 8
 """Steps without a better plan before the search goes back to the best one that it has not gone on from."""
 SUNK = 10
@@ -79,7 +81,8 @@ def generate(
     begun = [StagePlan(layout.cuts, layout.places) for layout in fixed]
     for plan in (*begun, *search.moves.starts()) if budget else begun:
         if search.spent <= most or plan in begun:
-            search.score(plan)
+            for eased in search.eased(plan):
+                search.score(eased)
     if not budget and (found := search.best(1)):
         return Layout(len(costs.blocks), *found[0])
     for plan in search.best(SUNK):
@@ -132,6 +135,8 @@ class _Search:
         self.moves = Moves(self.ticks, positions, micro_batches, STAGES * positions)
         whole = self.moves.total[0]
         self.smallest = micro_batches * min(b - a for a, b in pairwise(whole[1:-1]))
+        depths = sorted({1, (positions + 1) // 2, positions})
+        self.memory = [Moves.of_memory(self.ticks, positions, self.moves.most, depth) for depth in depths]
         self.penalty = whole[-1] * micro_batches // positions // positions // STAGE_PENALTY
         self.enough = self._least(micro_batches) * 1001 // 1000 + positions * self.penalty
         self.scores: dict[StagePlan, int | None] = {}
@@ -155,6 +160,17 @@ class _Search:
             self.scores[plan] = timed.makespan + self.penalty * layout.stages
             self._idle[plan] = self._diagnosis(passes, timed)
         return self.scores[plan]
+
+    def holds(self, plan: StagePlan) -> bool:
+        """True if every position has memory for a micro-batch."""
+        return math.isinf(self.ticks.memory) or max(self.memory[0].loads(plan)) <= self.ticks.memory
+
+    def eased(self, plan: StagePlan) -> Iterable[StagePlan]:
+        """A plan and, where memory is too little for some micro-batches in each of its positions, those to which moving
+        its cuts leads there.
+        """
+        eased = [moves.balanced(plan, self.ticks.memory) for moves in self.memory]
+        return dict.fromkeys([plan] * self.holds(plan) + eased)
 
     def time(self, layout: Layout, order: Order) -> int:
         """A score by the clock itself."""
@@ -222,7 +238,15 @@ class _Search:
         return max(whole[-1] * micro_batches // self.moves.positions, *alone)
 
     def _lightest(self, options: Iterable[tuple[int, StagePlan]]) -> list[StagePlan]:
-        return [plan for _, plan in sorted(options)[:POOL]]
+        lightest: list[StagePlan] = []
+        for _, plan in sorted(options):
+            if len(lightest) == POOL:
+                break
+            if self.holds(plan):
+                lightest.append(plan)
+            else:
+                self.spent += UNFIT
+        return lightest
 
     def _key(self, plan: StagePlan) -> tuple[int, StagePlan]:
         return self.scores[plan] or 0, plan

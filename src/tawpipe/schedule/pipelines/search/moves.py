@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import NamedTuple
 
 from tawpipe.schedule.pipelines.search.ticks import Ticks
-from tawpipe.schedule.pipelines.work import TIMES
+from tawpipe.schedule.pipelines.work import TIMES, BlockTimes
 
 
 class StagePlan(NamedTuple):
@@ -37,6 +38,12 @@ class Moves:
             for times in (*kinds[:2], [sum(three) for three in zip(*kinds, strict=True)])
         )
         """By position the time of so many of the first blocks."""
+
+    @classmethod
+    def of_memory(cls, ticks: Ticks, positions: int, most: int, flying: int) -> Moves:
+        """Changes of layouts whose loads are memory: what is resident, and what so many micro-batches keep."""
+        blocks = tuple(BlockTimes(one.resident + flying * one.kept, 0, 0) for one in ticks.blocks)
+        return cls(replace(ticks, blocks=blocks, pace=()), positions, 1, most)
 
     def loads(self, plan: StagePlan) -> list[int]:
         """Time of a micro-batch on every position."""
@@ -155,16 +162,20 @@ class Moves:
                 yield place, other, (first, end), none, StagePlan(fewer, (*before, *after))
                 yield other, place, (end, ends[stage + 1]), none, StagePlan(fewer, (*before, place, *after[1:]))
 
-    def balanced(self, plan: StagePlan) -> StagePlan:
-        """The cuts moved one or two at a time for as long as the largest load, and then the sum of squares, sink."""
-        while True:
-            loads = self.loads(plan)
+    def balanced(self, plan: StagePlan, enough: float = -1) -> StagePlan:
+        """The cuts moved one or two at a time for as long as the largest load, and then the sum of squares, sink.
+
+        Args:
+            enough: the largest load with which it is over.
+        """
+        while max(loads := self.loads(plan)) > enough:
             now = max(loads), sum(load * load for load in loads)
             options = sorted(self.shifts(plan, now[0] + 1))[:40]
             best = min((((most, sum(x * x for x in self.loads(one))), one) for most, one in options), default=None)
             if best is None or best[0] >= now:
                 return plan
             plan = best[1]
+        return plan
 
     def starts(self) -> Iterator[StagePlan]:
         """Balanced plans in which stages go round the positions, or forth and back, with and without a round of single
