@@ -32,12 +32,13 @@ from typing import Any
 
 from prediction import FAR, Emulation, link
 from tawpipe.errors import UserError
+from tawpipe.plan.feasible import fits
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import fits, search
+from tawpipe.plan.search import search
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec

@@ -43,12 +43,12 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Q
 from experts_sides import SIDES, STAY
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width, peak_flops, windows
+from tawpipe.plan.feasible import fits
 from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.memory import estimate_memory
 from tawpipe.plan.predict import bound_of, memory_quickly, predict
 from tawpipe.plan.profile import EFFICIENCY, ESTIMATED_BYTES_PER_S, Profile
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import fits
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec

@@ -39,12 +39,13 @@ from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.settings import LoraSettings
+from tawpipe.plan.feasible import LEAN, fits, unplayed
 from tawpipe.plan.machine import Device, Machine
 from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import LEAN, fits, search, unplayed
+from tawpipe.plan.search import search
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig

@@ -19,6 +19,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.plan import measure as measure_module
 from tawpipe.plan import memory
 from tawpipe.plan.bench import Bench
+from tawpipe.plan.feasible import FILES, fits, lacking, shortage, with_settings
 from tawpipe.plan.longest import NEAR, POSITIONS, PRECISION, _longest_of
 from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
 from tawpipe.plan.measure import Asked, machine_of
@@ -29,7 +30,7 @@ from tawpipe.plan.probe import probe_files
 from tawpipe.plan.profile import measure, size_of
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.request import CHUNKS, PlanRequest
-from tawpipe.plan.search import FILES, _best, fits, lacking, shortage, with_settings
+from tawpipe.plan.search import _best
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds

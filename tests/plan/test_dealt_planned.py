@@ -12,6 +12,7 @@ import pytest
 from plan_requests import LAYERS, plan_request, profile
 from tawpipe.cli import main
 from tawpipe.errors import UserError
+from tawpipe.plan.candidate import Candidate
 from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound
 from tawpipe.plan.dealt_words import as_json, lines, write_dealt_page
 from tawpipe.plan.lengths import Lengths, lengths_of
@@ -20,7 +21,6 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan, record_of, request_from
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import Candidate
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
 

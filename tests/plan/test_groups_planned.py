@@ -8,7 +8,8 @@ import pytest
 
 from plan_requests import plan_request
 from tawpipe.cli import main
-from tawpipe.plan.search import Outlook, _behind
+from tawpipe.plan.candidate import Outlook
+from tawpipe.plan.search import _behind
 from tawpipe.schedule.strategies.groups import Grouped
 
 

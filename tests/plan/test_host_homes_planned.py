@@ -17,6 +17,7 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.plan import probe
+from tawpipe.plan.feasible import lacking, shortage
 from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.pipelines import pipeline_costs
 from tawpipe.plan.place import _Task
@@ -24,7 +25,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings
 from tawpipe.plan.predict import memory_quickly, predict, state_bytes
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import lacking, search, shortage
+from tawpipe.plan.search import search
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak

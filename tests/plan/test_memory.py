@@ -22,6 +22,7 @@ from tawpipe.model.quantized import passing_bytes
 from tawpipe.plan import measure as measure_module
 from tawpipe.plan import profile, would_fit
 from tawpipe.plan.bench import Bench
+from tawpipe.plan.feasible import fits, shortage, with_settings
 from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
 from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, system_of
 from tawpipe.plan.memory import estimate_memory, measure_memory
@@ -29,7 +30,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
 from tawpipe.plan.predict import BETWEEN_BLOCKS, Needs, memory_of, memory_quickly
 from tawpipe.plan.remedy import remedies
-from tawpipe.plan.search import fits, search, shortage, with_settings
+from tawpipe.plan.search import search
 from tawpipe.prove.models import alone
 from tawpipe.runtime import memory as memory_module
 from tawpipe.runtime.memory import Taken, give_back

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from plan_requests import plan_request, step_of
 from schedules import llama, make
 from tawpipe.errors import UserError
+from tawpipe.plan.candidate import Candidate
+from tawpipe.plan.feasible import with_settings
 from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.place import IN_TURN, ONE_BY_ONE, PRECISION, SOLVER, _Task, find_homes
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings, settings_of
 from tawpipe.plan.predict import predict
+from tawpipe.plan.refine import settle
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import Candidate, settle, with_settings
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, parse_homes, spell_homes
 from tawpipe.schedule.strategies.build import build

@@ -26,10 +26,12 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.settings import LoraSettings
-from tawpipe.plan import pipelines
+from tawpipe.plan import feasible, pipelines
 from tawpipe.plan import predict as predicting
 from tawpipe.plan import search as searching
 from tawpipe.plan.bench import Bench
+from tawpipe.plan.candidate import Candidate
+from tawpipe.plan.feasible import with_settings
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of
 from tawpipe.plan.page import memory_parts
@@ -38,7 +40,7 @@ from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, reque
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import Candidate, search, with_settings
+from tawpipe.plan.search import search
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.search import generate as generating
@@ -627,7 +629,7 @@ def test_on_one_node_strategies_that_do_the_same_are_planned_once(monkeypatch):
     table = strategies()
 
     def same(asked: PlanRequest) -> dict[str, str]:
-        kept = {name: searching._same_here(strategy, asked) for name, strategy in table.items()}
+        kept = {name: feasible._same_here(strategy, asked) for name, strategy in table.items()}
         return {name: why for name, why in kept.items() if why}
 
     found = same(plan_request(near))

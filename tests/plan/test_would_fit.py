@@ -13,11 +13,12 @@ from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings
 from tawpipe.plan import would_fit
+from tawpipe.plan.feasible import some_fit
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.profile import size_of
 from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import TOO_LONG, search, some_fit
+from tawpipe.plan.search import TOO_LONG, search
 from tawpipe.plan.would_fit import WouldFit
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.strategies.table import strategies

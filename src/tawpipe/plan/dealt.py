@@ -17,11 +17,13 @@ from functools import cached_property
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
+from tawpipe.plan.candidate import GAIN, Candidate
+from tawpipe.plan.feasible import fits, leanest
 from tawpipe.plan.lengths import Lengths
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_quickly
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate, fits, leanest, search
+from tawpipe.plan.search import search
 from tawpipe.schedule.balance import Bins, deal
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec

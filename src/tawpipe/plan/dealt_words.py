@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.console import columns, span
+from tawpipe.plan.candidate import GAIN
 from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound, DealTried
-from tawpipe.plan.search import GAIN
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import stacked_bars
 from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page

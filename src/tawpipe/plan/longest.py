@@ -16,13 +16,13 @@ from typing import Any
 
 from tawpipe.console import columns, span
 from tawpipe.errors import UserError
+from tawpipe.plan.feasible import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
 from tawpipe.plan.plan import held, of_ranks
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy

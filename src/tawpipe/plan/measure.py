@@ -19,11 +19,11 @@ from tawpipe.model.loss import loss_chunk
 from tawpipe.model.quantized import NONE
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.bench import Bench
+from tawpipe.plan.feasible import whole_rows_fit
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
-from tawpipe.plan.search import whole_rows_fit
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.memory import give_back, taken_outside_torch

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.plan.candidate import GAIN, Candidate
 from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
 from tawpipe.plan.plan import SYSTEM, Plan
 from tawpipe.plan.plan_file import load_plan, replay
 from tawpipe.plan.predict import Prediction, memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
 from tawpipe.report.page import Section, Table, check_page, page_text, timeline_section, write_page

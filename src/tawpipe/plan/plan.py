@@ -12,10 +12,12 @@ import yaml
 
 from tawpipe.console import columns, span
 from tawpipe.errors import UserError
+from tawpipe.plan.candidate import GAIN, Candidate
+from tawpipe.plan.feasible import QUICK_PLAYED, gib, plays, shortage
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import Needs, bound_of, predict
+from tawpipe.plan.refine import settle
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, QUICK_PLAYED, Candidate, gib, plays, settle, shortage
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", span),

@@ -9,11 +9,12 @@ from typing import Any
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
+from tawpipe.plan.feasible import fits, relieved, with_settings
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import fits, relieved, search, with_settings
+from tawpipe.plan.search import search
 from tawpipe.schedule.step import StepSpec
 
 LEANER: tuple[dict[str, Any], ...] = (

@@ -11,9 +11,10 @@ from typing import Any
 
 from tawpipe.console import span
 from tawpipe.options.names import option_of
+from tawpipe.plan.feasible import gib, some_fit
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import gib, search, some_fit
+from tawpipe.plan.search import search
 from tawpipe.simulate import LinkModel
 
 CHANGES: tuple[Mapping[str, tuple[Any, Any]], ...] = (

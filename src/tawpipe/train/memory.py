@@ -11,10 +11,10 @@ import torch
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
+from tawpipe.plan.feasible import shortage
 from tawpipe.plan.predict import Needs, memory_quickly, predict, state_bytes
 from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
-from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import find

@@ -1,0 +1,109 @@
+"""Settings of a step that are changed one by one as long as that gains something, and homes that are found for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.plan import pipelines
+from tawpipe.plan.candidate import GAIN, Candidate, Outlook
+from tawpipe.plan.feasible import QUICK_PLAYED, fits, plays, with_settings
+from tawpipe.plan.place import find_homes
+from tawpipe.plan.predict import (
+    Prediction,
+    bound_of,
+    memory_quickly,
+    predict,
+)
+from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.settings import spell_homes
+from tawpipe.schedule.step import StepSpec
+
+LESS_MEMORY = 0.01
+"""A choice that takes as long and saves as much of the memory is better."""
+PASSES = 3
+NEAR = 1.05
+"""The same beyond which what is long to make is not made anew: another search gains a few per cent."""
+
+
+def improve(
+    request: PlanRequest, step: StepSpec, prediction: Prediction, outlook: Outlook
+) -> tuple[StepSpec, Prediction]:
+    """Change one setting at a time while a step gets faster by ``GAIN``, and memory allows it."""
+    for _ in range(PASSES):
+        before = prediction.step_seconds
+        for change in _changes(request, step, prediction.step_seconds, outlook):
+            outlook.at(f"other settings of {step.strategy.name}")
+            if outlook.over():
+                return step, prediction
+            if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
+                return step, prediction
+            try:
+                other = with_settings(step, **change)
+                if other == step or bound_of(request, other) >= prediction.step_seconds * (1 - GAIN):
+                    continue
+                if not fits(request, memory_quickly(request, other)):
+                    continue
+                outlook.plays -= work if work > QUICK_PLAYED else 0
+                made = predict(request, other)
+            except UserError:  # not for this strategy, or two settings that do not go together
+                continue
+            if made.step_seconds < prediction.step_seconds * (1 - GAIN):
+                step, prediction = other, made
+        if prediction.step_seconds > before * (1 - GAIN):
+            break
+    return step, prediction
+
+
+def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
+    """The candidate with the homes that ``find_homes`` finds, if a step is faster with them or needs less memory."""
+    step, made = candidate.step, candidate.prediction
+    assert step is not None and made is not None
+    homes = find_homes(request, step)
+    if homes is not None and homes.of_unit:
+        other = with_settings(step, homes=spell_homes(homes.of_unit))
+        moved = predict(request, other)
+        gain = GAIN if moved.peak_bytes >= made.peak_bytes * (1 - LESS_MEMORY) else -GAIN
+        if moved.step_seconds < made.step_seconds * (1 - gain) and fits(request, moved.needs):
+            step, made = other, moved
+    return replace(candidate, step=step, prediction=made, homes=homes)
+
+
+def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
+    """Settings that may be worth a try, where a step takes so long; a strategy refuses those that are not for it."""
+    settings, units, layers = step.settings, len(request.model.units), request.model.num_layers
+    strategy = step.strategy
+    if Kind.WEIGHT not in strategy.travels:
+
+        def worth(recompute: str) -> bool:
+            """True if computing alone takes less, so that a step may; and if what is made anew could then be best."""
+            bound = bound_of(request, with_settings(step, recompute=recompute))
+            if bound >= seconds * (1 - GAIN):
+                return False
+            expected = seconds * bound / bound_of(request, step)
+            return not strategy.made or not outlook.why_not(request, strategy, hopeful=expected < outlook.ahead * NEAR)
+
+        budget = pipelines.QUICK if pipelines.long(request, strategy) else pipelines.BUDGET
+        yield from pipelines.changes(request, step, worth, budget=budget)
+        return
+    for name in ("look_ahead", "gradient_buffers"):
+        yield {name: getattr(settings, name) + 1}
+    if request.topology.num_nodes > 1:
+        yield from ({"step_cache": more} for more in (units // 4, units // 2, units) if more > step.step_cache)
+    if settings.gradients_scope == "visit" and step.rounds > 1:
+        yield {"gradients_scope": "step"}
+    offloaded = settings.offloaded_layers
+    for fewer in (0, offloaded // 2, offloaded * 3 // 4):
+        if fewer < offloaded:
+            yield {"offloaded_layers": fewer}
+    if settings.sequence_chunk:
+        yield from ({"sequence_chunk": size} for size in request.chunks if size != settings.sequence_chunk)
+    # What a whole row keeps besides a layer's input stays on the device, and so does its input.
+    if request.of(step).profile.memory.kept.get("attention", 1):  # none where no kernel's result could be kept
+        yield {"recompute": "selective"} | ({} if settings.sequence_chunk else {"offloaded_layers": 0})
+    for share in (4, 2, 1) if layers else ():
+        last = max(1, layers // share)
+        yield {"recompute": f"none:{last},full", "offloaded_layers": min(offloaded, layers - last)}
