@@ -36,6 +36,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE
 from tawpipe.train.batches import Batches
 from tawpipe.train.config import EvaluationConfig, TrainConfig
+from tawpipe.train.decided import BatchShape
 from tawpipe.train.evaluation import Evaluation
 
 FORMS = ["jsonl", "jsonl", "json", "parquet", "csv", "tsv", "txt"]
@@ -458,9 +459,10 @@ def _evaluated(case: dict[str, Any], data: Any, paths: list[str]) -> str:
                     tokens += int((labels != IGNORE).sum())
     bins = {"bin_tokens": 3 * case["length"]} if case["packing"] == "balanced" else {}
     pipeline = make_pipeline(model, world=ALONE, dtype=torch.float64, check="never", **bins)
-    batches = Batches(config, pipeline, data)
+    evaluation, shape = config.evaluation, BatchShape.of(config, config.packing, 1)
+    batches = Batches(shape, pipeline, data, model=config.model, evaluated=evaluation.batches)
     try:
-        found: Any = Evaluation(config, pipeline, data, batches).measure(0)["validation_loss"]
+        found: Any = Evaluation(evaluation, pipeline, data, batches).measure(0)["validation_loss"]
     finally:
         batches.close()
         pipeline.close()
