@@ -193,7 +193,7 @@ def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings)
     strategy, balance = find(settings.schedule.strategy), settings.balance or "layers"
     given = ":" in (settings.schedule.stages or "")
     if strategy.name not in RIVAL_OF or given or not isinstance(work, TimedWorkload):
-        expected = f"none: of ours {', '.join(row for row, own in rows().items() if own in RIVAL_OF)} have it"
+        expected = f"none: of ours {', '.join(row for row, strategy in rows().items() if strategy in RIVAL_OF)} have it"
         raise UserError(f"balance of {name}", balance, f"{expected}, on a timed workload, where no stages are given")
     assert isinstance(strategy, ActivationPipeline)
     positions = strategy.configured(settings.schedule).positions(topology)

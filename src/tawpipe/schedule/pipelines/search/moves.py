@@ -42,7 +42,7 @@ class Moves:
     @classmethod
     def of_memory(cls, ticks: Ticks, positions: int, most: int, flying: int) -> Moves:
         """Changes of layouts whose loads are memory: what is resident, and what so many micro-batches keep."""
-        blocks = tuple(BlockTimes(one.resident + flying * one.kept, 0, 0) for one in ticks.blocks)
+        blocks = tuple(BlockTimes(block.resident + flying * block.kept, 0, 0) for block in ticks.blocks)
         return cls(replace(ticks, blocks=blocks, pace=()), positions, 1, most)
 
     def loads(self, plan: StagePlan) -> list[int]:
