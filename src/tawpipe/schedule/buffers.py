@@ -46,6 +46,8 @@ class Kind(StrEnum):
     """A block's input in the host's memory or a file (micro-batch's place in its round, block)."""
     OFFLOADED_ATTENTION = "hostkept"
     """A block's attention output outside of the device (micro-batch's place in its round, block)."""
+    OFFLOADED_GRAPH = "hostgraph"
+    """What a block's autograd graph saves, in the host's memory (place among those that wait, block)."""
     RELOADED = "reload"
     """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
     KEYS = "kv"
@@ -74,7 +76,13 @@ TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
-OUTSIDE = frozenset({Kind.OFFLOADED, Kind.OFFLOADED_ATTENTION})
+AWAY = {
+    Kind.INPUT: Kind.OFFLOADED,
+    Kind.ATTENTION: Kind.OFFLOADED_ATTENTION,
+    Kind.GRAPH: Kind.OFFLOADED_GRAPH,
+}
+"""What a layer keeps for its backward pass -> the same in the host's memory."""
+OUTSIDE = frozenset(AWAY.values())
 """Activations that are not on the device."""
 KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
 """What selective recomputation keeps of a layer, wherever it is."""

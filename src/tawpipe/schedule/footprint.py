@@ -8,7 +8,7 @@ from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.activations import activations_held, peak_activations
-from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
+from tawpipe.schedule.buffers import AWAY, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.landing import ROOMS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
@@ -141,7 +141,7 @@ class BlockMemory:
         sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
         if ranks > 1:
             sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
-        sizes[Kind.OFFLOADED_ATTENTION] = sizes[Kind.ATTENTION]
+        sizes |= {away: sizes[kind] for kind, away in AWAY.items()}
         if pinned:
             whole, rest = divmod(own, min(chunk, own) or own)
             for kind in OUTSIDE:

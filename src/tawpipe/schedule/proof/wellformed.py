@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.blocks import left_behind
 from tawpipe.schedule.buffers import (
+    AWAY,
     COUNT,
     KEPT,
     NORM,
@@ -277,9 +278,10 @@ class _Checker:
         reads, writes, frees = (tuple(filter(_no_turn, side)) for side in (action.reads, action.writes, action.frees))
         here, away = (reads, writes) if action.op is Op.OFFLOAD else (writes, reads)
         layer = 0 < action.block < len(self.model.blocks) - 1 and action.micro_batch in self.own
-        if not layer or here != (block_input(action.micro_batch, action.block),) or frees != reads:
-            yield "must move the input of a layer, and leave nothing behind"
-        if [(one.kind, one.at[-1]) for one in away] != [(Kind.OFFLOADED, action.block)]:
+        kind = (self.step.saves(action.block) if layer else None) or Kind.INPUT
+        if not layer or here != (Buffer(kind, (action.micro_batch, action.block)),) or frees != reads:
+            yield "must move what a layer keeps, and leave nothing behind"
+        if [(one.kind, one.at[-1]) for one in away] != [(AWAY[kind], action.block)]:
             yield "must move it to the host's memory, or from there"
 
     def _place(self, m: int) -> int:

@@ -51,7 +51,8 @@ def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
         part = min(1.0, share * (1 - room / most)) if most > table.limits[place] else 0.0
         for work in works:
             number = work.micro_batch
-            if work.kind == "F" and math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9):
+            moves = work.kind == "F" and table.moved[work.stage] > 0
+            if moves and math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9):
                 away.add((work.stage, number))
     return away
 
@@ -70,10 +71,13 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
             if work.kind in "FBI":
                 here[key] = table.taken["F", work.stage]
             parts += table.taken["I", work.stage] if work.kind == "I" else 0.0
-            while parts + sum(here.values()) > limit and len(here) > 1:
-                last = max((one for one in here if one != key), key=wanted.__getitem__)
+            while parts + sum(here.values()) > limit:
+                left = [one for one in here if one != key and one not in away and table.moved[one[0]]]
+                if not left:
+                    break
+                last = max(left, key=wanted.__getitem__)
                 away.add(last)
-                del here[last]
+                here[last] -= table.moved[last[0]]
             if work.kind in "BI":
                 del here[key]
             parts -= table.given["W", work.stage] if work.kind == "W" else 0.0
@@ -169,7 +173,9 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
         each = table.micro_batch
         what = "one micro-batch in flight without the host's memory"
     else:
-        each = [max(table.kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size)]
+        stays = [kept - moved for kept, moved in zip(table.kept, table.moved, strict=True)]
+        own = [layout.stages_of(place) for place in range(layout.size)]
+        each = [sum(stays[s] for s in stages) + max(table.moved[s] for s in stages) for stages in own]
         what = "one stage's of one micro-batch, all else in the host's memory"
     least = max(resident + kept for resident, kept in zip(table.resident, each, strict=True))
     if not fits(costs, least):
