@@ -157,7 +157,7 @@ PIPELINES = [
     {"strategy": "1f1b", "rows": 8, "stages": "locals", "delays": 0.003, "dtype": "float32"},
     {"strategy": "zero-bubble", "rows": 6, "stages": "nodes", "delays": 0.003},
     {"strategy": "zero-bubble", "rows": 5, "stages": "locals", "recompute": "none", "tied": False},
-    {"strategy": "solved", "rows": 5, "stages": "world", "block_times": f"{_LAYERS};memory=3;host=3", "delays": 0.003},
+    {"strategy": "solved", "rows": 5, "stages": "world", "block_times": f"{_LAYERS};memory=8;host=3", "delays": 0.003},
     {"strategy": "generated", "rows": 6, "stages": "world:0,2,3,4,6@0,1,2,3,0", "evaluate_first": True},
     {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "delays": 0.003},
     {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "recompute": "none", "delays": 0.003},

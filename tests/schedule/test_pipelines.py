@@ -228,6 +228,31 @@ def test_a_copy_takes_as_long_as_what_it_moves_is_large():
     assert seconds["none"] - seconds["full"] > 30
 
 
+@pytest.mark.parametrize(("memory", "count"), [(8, 8), (10, 80), (13, 8), (20, 8)])
+def test_a_limit_is_what_a_device_holds_with_transfers_under_way(memory, count):
+    """Inputs that wait, those that have come early, those that are yet to go, and gradients."""
+    use = SolvedPipeline("world", f"0/0/0/0,8x10/20/10,0/9/0/0;memory={memory};host=3;hop=2")
+    schedule = build(step_for(llama(8), Topology.grid(4, 1), count, use=use))
+    held = [peak_activations(schedule, rank) for rank in range(4)]
+    assert memory - 2 < max(held) <= memory
+    verify(for_one_thread(schedule), steps=1, one_thread=True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_limit_counts_kept_graphs_as_the_costs_say(recompute):
+    times = "0/0/0/0,8x10/20/10/6/7,0/9/0/0;memory=60;host=1"
+    step = step_for(llama(8), Topology.grid(4, 1), 8, use=SolvedPipeline("world", times), recompute=recompute)
+    sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.GRAPH: 6, Kind.ATTENTION: 6, Kind.LINEAR: 7}
+    held = [peak_activations(build(step), rank, sizes) for rank in range(4)]
+    assert 48 < max(held) <= 60
+
+
+def test_a_limit_that_transfers_leave_too_little_of_says_so():
+    use = SolvedPipeline("world", "0/0/0/0,8x10/20/10,0/9/0/0;memory=3;host=3")
+    with pytest.raises(UserError, match=r"memory of a position: got 3.*with what is on its way between positions"):
+        build(step_for(llama(8), Topology.grid(4, 1), 8, use=use))
+
+
 def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_order():
     """Links as slow as half a forward pass; the other order is made as if they took no time."""
     size, count = 6, 24

@@ -95,6 +95,8 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
+    if strategy.improves:  # it counts what passes between positions itself
+        costs = replace(costs, memory=costs.memory + PASSING)
     boundary = request.profile.memory.boundary * request.size.tokens
     try:
         for _ in range(TRIES):

@@ -129,6 +129,10 @@ class ActivationPipeline(Strategy):
         layout = self.layout_of(model, positions.size)
         return PipelineShape(model, layout, positions, costs, lambda count: _order(self, layout, costs, count))
 
+    def shape_of(self, step: StepSpec) -> PipelineShape:
+        """The same for a step."""
+        return self.shape(step.model, step.topology)
+
     def divided_over(self, topology: Topology) -> int:
         return self.positions(topology).size
 
@@ -155,7 +159,7 @@ class ActivationPipeline(Strategy):
         return self.shape(model, topology).homes
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
-        shape = self.shape(step.model, step.topology)
+        shape = self.shape_of(step) if training else self.shape(step.model, step.topology)
         if not training:
             shape = replace(shape, order_of=lambda count: forward_only(shape.layout, count))
         return build_pipeline(shape, step, training=training, ranks=ranks)

@@ -114,4 +114,4 @@ def _held(total: float, saved: list[tuple[float, float]], limit: float) -> float
         if time <= spent + link:
             return max(time, spent)
         left, spent = left - rate * link, spent + link
-    return left / limit
+    return left / limit if limit > 0 else math.inf

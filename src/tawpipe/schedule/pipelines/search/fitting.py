@@ -84,6 +84,15 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
     return away
 
 
+def patterns(
+    layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts
+) -> list[frozenset[tuple[int, int]]]:
+    """(stage, micro-batch) pairs that may go to the host's memory, so that the rest fits."""
+    options = [_evenly(layout, compute, costs, share) for share in SHARES]
+    options += [_latest(layout, compute, costs, margin) for margin in MARGINS]
+    return [*dict.fromkeys(frozenset(one) for one in options if one)]
+
+
 def one_by_one(layout: Layout, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
     """Compute orders with one micro-batch in flight."""
     works = [
@@ -134,9 +143,7 @@ def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, spli
                 if wide is None or wide in seen:
                     continue
                 seen.add(wide)
-                patterns = [_evenly(layout, wide, costs, share) for share in SHARES]
-                patterns += [_latest(layout, wide, costs, margin) for margin in MARGINS]
-                for away in list(dict.fromkeys(frozenset(one) for one in patterns if one))[: max(1, left)]:
+                for away in patterns(layout, wide, costs)[: max(1, left)]:
                     left -= 1
                     most = best[f"{name}-offload"][0] if f"{name}-offload" in best else math.inf
                     offer(f"{name}-offload", with_host(layout, wide, away, costs, most))
