@@ -161,7 +161,7 @@ PIPELINES = [
     {"strategy": "generated", "rows": 6, "stages": "world:0,2,3,4,6@0,1,2,3,0", "evaluate_first": True},
     {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "delays": 0.003},
     {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "recompute": "none", "delays": 0.003},
-    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "recompute": "none:1,selective"},
+    {"strategy": "solved", "rows": 6, "stages": "nodes", "pipeline_order": _ANOTHER, "recompute": "none:1,selective"},
 ]
 
 

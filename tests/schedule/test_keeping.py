@@ -12,7 +12,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.keep import Choice, choose
+from tawpipe.schedule.pipelines.search.keep import Keeping, choose
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import recompute_of_blocks
 
@@ -57,7 +57,7 @@ def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
 
 
 def test_a_choice_is_a_setting():
-    choice = Choice(LAYOUTS[0], ("full", "none", "none", "selective", "full", "none", "none", "full"))
+    choice = Keeping(LAYOUTS[0], ("full", "none", "none", "selective", "full", "none", "none", "full"))
     assert choice.recompute == "none:2,full:1,selective:1,none"
     assert recompute_of_blocks(choice.recompute, llama(LAYERS))[1:-1] == choice.keeps[1:-1]
 

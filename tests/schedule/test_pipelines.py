@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -251,6 +252,35 @@ def test_a_limit_that_transfers_leave_too_little_of_says_so():
     use = SolvedPipeline("world", "0/0/0/0,8x10/20/10,0/9/0/0;memory=3;host=3")
     with pytest.raises(UserError, match=r"memory of a position: got 3.*with what is on its way between positions"):
         build(step_for(llama(8), Topology.grid(4, 1), 8, use=use))
+
+
+def test_an_order_that_is_given_is_played():
+    order = "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0;;"
+    knobs: dict[str, Any] = {"strategy": "solved", "stages": "world", "pipeline_order": order}
+    step = step_for(llama(4), Topology.grid(2, 1), 2, **knobs)
+    last = [action.micro_batch for action in build(step).programs[1] if action.op is Op.BACKWARD and action.block == 5]
+    assert last == [1, 0]
+    other = build(step_for(llama(4), Topology.grid(2, 1), 3, **knobs))  # for as many as it has no order
+    verify(for_one_thread(other), steps=1, one_thread=True)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "F0.0 F0.1 B0.0 B0.1",
+        "F0.x|;;",
+        "F0.0 B0.0 F0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F0.0 F0.1 B0.0 B0.1 B0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F1.0 F1.1 B1.1 B1.0|F0.0 F0.1 B0.0 B0.1;;",
+        "B0.0 F0.0 F0.1 B0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F0.0 F0.1 I0.0 B0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0;O0.1|;",
+        "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0|F2.0 F2.1 B2.0 B2.1;;",
+    ],
+)
+def test_an_order_of_something_else_is_refused(order):
+    with pytest.raises(UserError, match=r"schedule.pipeline_order: got .*; .*or nothing"):
+        build(step_for(llama(4), Topology.grid(2, 1), 2, strategy="solved", stages="world", pipeline_order=order))
 
 
 def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_order():

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -18,6 +19,7 @@ from tawpipe.plan.predict import memory_of, memory_quickly, short_schedule
 from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -30,6 +32,8 @@ from tawpipe.simulate import LinkModel
 MICRO = 1e6
 QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
+ORDERS, WITH_HOST, SOLVE_S = 16, 4, 4.0
+"""For a choice layer by layer: orders that are made on the device, and with the host's memory; the solver's seconds."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
 PASSING = 3
@@ -89,6 +93,57 @@ def changes(
         with suppress(UserError):  # memory for no order of what layers would keep
             made = _made(request, strategy, recompute, budget=budget) if strategy.made else None
             yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
+    if strategy.improves and request.memory_bytes and worth("none"):
+        with suppress(UserError):  # memory for no choice
+            yield from _layer_by_layer(request, strategy)
+
+
+def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Iterator[dict[str, Any]]:
+    """Settings in which every layer keeps, offloads or computes again what suits it, on stages that are made for that,
+    in an order that a solver has had some seconds for, where it is installed.
+    """
+    from tawpipe.schedule.pipelines.search.keep import choose
+    from tawpipe.schedule.pipelines.search.solve import solve
+
+    positions = strategy.positions(request.topology)
+    count = -(-request.micro_batches // positions.replicas)
+    if count > searched(positions.size):
+        return
+    options = {how: pipeline_costs(request, positions, how) for how in RECOMPUTE}
+    boundary = request.profile.memory.boundary * request.size.tokens
+    memory = min(costs.memory for costs in options.values())
+    blocks = len(request.model.blocks)
+    layouts = [Layout.even(blocks, positions.size)]
+    if blocks - 2 >= 2 * positions.size:
+        layouts.append(Layout.even(blocks, positions.size, 2, folded=True))
+    for _ in range(2):
+        limited = {how: replace(costs, memory=memory) for how, costs in options.items()}
+        kept = choose(limited, layouts, count, orders=ORDERS, with_host=WITH_HOST)
+        layout, order = kept.choice.layout, kept.order
+        if has_solver():
+            order = solve(layout, kept.costs, count, order, seconds=SOLVE_S).order
+        changes = {
+            "recompute": kept.choice.recompute,
+            "stages": f"{positions.axis}:{layout}",
+            "block_times": spell_times(kept.costs),
+            "pipeline_order": str(order),
+        }
+        settings = replace(request.settings, strategy=strategy.name, **changes)
+        over = memory_quickly(request, request.step(settings)).device - request.memory_bytes
+        if over <= 0:
+            yield changes
+            return
+        memory -= over // boundary + 1
+
+
+def solved(step: StepSpec) -> bool:
+    """True if a solver has had some seconds for the order of a step."""
+    return bool(step.settings.pipeline_order) and has_solver()
+
+
+def has_solver() -> bool:
+    """True if orders are given to a solver."""
+    return find_spec("ortools") is not None
 
 
 def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int) -> ActivationPipeline:

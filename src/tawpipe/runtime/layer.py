@@ -87,9 +87,9 @@ def _keeps(action: Action, given: StepInput) -> bool:
 
 def _alone(saved: Saved, output: Tensor, calls: tuple[LayerCall, ...]) -> Saved:
     """Those tensors whose memory is of this layer and micro-batch alone: what all layers are called with stays."""
-    others = [one for one in tree_leaves([vars(call) for call in calls]) if isinstance(one, Tensor)]
-    shared = {one.untyped_storage()._cdata for one in (output, *others)}
-    return [one for one in saved if one.untyped_storage()._cdata not in shared]
+    others = (leaf for leaf in tree_leaves([vars(call) for call in calls]) if isinstance(leaf, Tensor))
+    shared = {tensor.untyped_storage()._cdata for tensor in (output, *others)}
+    return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in shared]
 
 
 def _deferred(blocks: Blocks, block: int) -> DeferredProducts:

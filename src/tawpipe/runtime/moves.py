@@ -79,7 +79,7 @@ def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
     """Let what a layer keeps wait in the host's memory, or bring it back: its graph stays where it is, and finds the
     same numbers in other memory.
     """
-    source, target = (next(one for one in side if one.kind is not Kind.TURN) for side in (action.reads, action.writes))
+    source, target = (next(x for x in side if x.kind is not Kind.TURN) for side in (action.reads, action.writes))
     kept = blocks.held.kept[source]
     if to_host:
         assert isinstance(kept, LayerGraph)
@@ -98,7 +98,7 @@ def _leave(graph: LayerGraph, room: Room) -> WaitingGraph:
     storages, end = [], 0
     for tensors in by_storage.values():
         begin, end = end, end + tensors[0].untyped_storage().nbytes()
-        storages.append((begin, end, tuple((one, one.shape, one.stride(), one.storage_offset()) for one in tensors)))
+        storages.append((begin, end, tuple((t, t.shape, t.stride(), t.storage_offset()) for t in tensors)))
         end = -(-end // ALIGNED) * ALIGNED
     memory = room.of((end,))
     for begin, end, tensors in storages:

@@ -93,19 +93,19 @@ def keep_attention(
         again: makes what the recomputation runs in, so that it draws the random numbers of the forward pass.
         saved: takes the results of attention.
     """
-    made: list[Any] = []
+    modes: list[Any] = []
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         first, second = create_selective_checkpoint_contexts(_policy)
-        made.append(first)
+        modes.append(first)
         return first, _both(again, second)
 
     with torch.enable_grad():
         output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     assert isinstance(output, Tensor)
     if saved is not None:  # torch has no other way to them
-        wrapped = [getattr(one, "val", None) for one in tree_leaves([[*one.storage.values()] for one in made])]
-        saved += [one for one in wrapped if isinstance(one, Tensor)]
+        results = [getattr(kept, "val", None) for kept in tree_leaves([[*mode.storage.values()] for mode in modes])]
+        saved += [result for result in results if isinstance(result, Tensor)]
     return output
 
 

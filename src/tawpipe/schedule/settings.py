@@ -38,6 +38,9 @@ class ScheduleSettings:
     """Under zero-bubble, generated and solved, the times of blocks for which stages and orders are made: forward,
     backward for inputs, backward for weights, from the embedding to the head, as in 0/0/0,32x10/20/10,5/15/0. A plan
     fills it in; what the sizes of the blocks say if empty."""
+    pipeline_order: str = ""
+    """Under pipelines, what every position does, in order, for as many micro-batches as are in it. A plan fills it in
+    under solved; made anew if empty."""
     micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""

@@ -34,7 +34,7 @@ NEUTRAL: dict[str, Any] = {
     "host_homes": "none",
 }
 """What the settings that may be left open are for strategies that have no word on them."""
-SPECIAL = ("stages", "block_times")
+SPECIAL = ("stages", "block_times", "pipeline_order")
 """Settings that some strategies alone have a use for, see ``Strategy.uses``."""
 
 

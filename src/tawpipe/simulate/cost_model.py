@@ -322,7 +322,8 @@ class CostModel:
 
     def waiting(self, action: Action) -> float:
         """Bytes that an OFFLOAD or RELOAD moves."""
-        kind = next((one.kind for one in (*action.reads, *action.writes) if one.kind in OUTSIDE), Kind.OFFLOADED)
+        used = (*action.reads, *action.writes)
+        kind = next((buffer.kind for buffer in used if buffer.kind in OUTSIDE), Kind.OFFLOADED)
         each = {Kind.OFFLOADED_ATTENTION: self.kept_bytes, Kind.OFFLOADED_GRAPH: self.graph_bytes}
         return each.get(kind, self.boundary_bytes) * self._size(action.micro_batch).tokens
 

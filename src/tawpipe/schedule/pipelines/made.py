@@ -6,6 +6,7 @@ What makes them (search/) is imported when something is made: a run of any other
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,8 +20,8 @@ from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.periodic import Periodic
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
-from tawpipe.schedule.pipelines.strategy import KEPT, ActivationPipeline
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts
+from tawpipe.schedule.pipelines.strategy import KEPT, ActivationPipeline, order_of_layout, parse_order
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
 
@@ -44,7 +45,7 @@ def _within(step: StepSpec) -> PipelineCosts:
     count, given, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
     for _ in range(TRIES):
         try:
-            most = held_at_once(step, shape, strategy.order(shape.layout, given, count))
+            most = held_at_once(step, shape, order_of_layout(strategy, shape.layout, given, count))
         except UserError:
             if given is shape.costs:
                 raise
@@ -64,7 +65,7 @@ def held_at_once(step: StepSpec, shape: PipelineShape, order: Order) -> float:
     ranks = [shape.positions.rank(place, 0) for place in range(shape.layout.size)]
     schedule = build_pipeline(replace(shape, order_of=lambda _: order), step, training=True, ranks=ranks)
     sizes, resident = activation_sizes(step, shape.costs), shape.costs.stages(shape.layout).resident
-    return max(peak_activations(schedule, rank, sizes) + own for rank, own in zip(ranks, resident, strict=True))
+    return max(peak_activations(schedule, rank, sizes) + there for rank, there in zip(ranks, resident, strict=True))
 
 
 def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:
@@ -160,17 +161,22 @@ class SolvedPipeline(Made):
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
         shape, count = self.shape(step.model, step.topology), max(map(len, step.micro_batches))
-        if self.given or not count or math.isinf(shape.costs.memory):
+        given = bool(self.given) and parse_order(self.given).micro_batches == count
+        if given or not count or math.isinf(shape.costs.memory):
             return shape
         costs = _within(replace(step, micro_batches=shape.positions.share(count * shape.positions.replicas)))
-        return replace(shape, costs=costs, order_of=lambda many: self.order(shape.layout, costs, many))
+        return replace(shape, costs=costs, order_of=lambda many: order_of_layout(self, shape.layout, costs, many))
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
+        from tawpipe.schedule.pipelines.search.arrange import arrange
         from tawpipe.schedule.pipelines.search.fitting import fastest
 
-        return (
-            self.continuing(layout, costs).of(count) if count > searched(layout.size) else fastest(layout, costs, count)
-        )
+        if count > searched(layout.size):
+            return self.continuing(layout, costs).of(count)
+        orders = [fastest(layout, costs, count)]
+        with suppress(UserError):  # memory for no order without the host's
+            orders += [arrange(layout, costs, count, split=split) for split in (True, False)]
+        return min(orders, key=lambda order: makespan(play(layout, order, costs)))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
         from tawpipe.schedule.pipelines.search.fitting import continuing

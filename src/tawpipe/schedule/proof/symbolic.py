@@ -316,8 +316,8 @@ class Contents:
         if not self.schedule.step.strategy.orders_host:
             return
         if action.op is Op.OFFLOAD:
-            here[next(one for one in action.writes if one.kind in OUTSIDE)] = action.micro_batch
-        elif (there := here.pop(next(one for one in action.reads if one.kind in OUTSIDE))) != action.micro_batch:
+            here[next(buffer for buffer in action.writes if buffer.kind in OUTSIDE)] = action.micro_batch
+        elif (there := here.pop(next(b for b in action.reads if b.kind in OUTSIDE))) != action.micro_batch:
             raise ScheduleError(f"brings back micro-batch {there}: {running}")
 
     def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:

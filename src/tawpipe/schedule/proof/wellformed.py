@@ -281,7 +281,7 @@ class _Checker:
         kind = (self.step.saves(action.block) if layer else None) or Kind.INPUT
         if not layer or here != (Buffer(kind, (action.micro_batch, action.block)),) or frees != reads:
             yield "must move what a layer keeps, and leave nothing behind"
-        if [(one.kind, one.at[-1]) for one in away] != [(AWAY[kind], action.block)]:
+        if [(buffer.kind, buffer.at[-1]) for buffer in away] != [(AWAY[kind], action.block)]:
             yield "must move it to the host's memory, or from there"
 
     def _place(self, m: int) -> int:

@@ -212,7 +212,7 @@ class Model:
             return
         stays = {stage: kept[stage] - moved[stage] for stage in stages}
         sizes = (*kept.values(), *moved.values(), *stays.values(), *parts.values())
-        unit = unit_of([one for one in sizes if one > 0], room / GRAINS)
+        unit = unit_of([size for size in sizes if size > 0], room / GRAINS)
         held, demands = [], []
 
         def hold(first: Work, last: Work, memory: float, present: Any = True) -> None:

@@ -72,7 +72,7 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
                 here[key] = table.taken["F", work.stage]
             parts += table.taken["I", work.stage] if work.kind == "I" else 0.0
             while parts + sum(here.values()) > limit:
-                left = [one for one in here if one != key and one not in away and table.moved[one[0]]]
+                left = [other for other in here if other != key and other not in away and table.moved[other[0]]]
                 if not left:
                     break
                 last = max(left, key=wanted.__getitem__)
@@ -90,7 +90,7 @@ def patterns(
     """(stage, micro-batch) pairs that may go to the host's memory, so that the rest fits."""
     options = [_evenly(layout, compute, costs, share) for share in SHARES]
     options += [_latest(layout, compute, costs, margin) for margin in MARGINS]
-    return [*dict.fromkeys(frozenset(one) for one in options if one)]
+    return [*dict.fromkeys(map(frozenset, filter(None, options)))]
 
 
 def one_by_one(layout: Layout, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
@@ -181,8 +181,8 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
         what = "one micro-batch in flight without the host's memory"
     else:
         stays = [kept - moved for kept, moved in zip(table.kept, table.moved, strict=True)]
-        own = [layout.stages_of(place) for place in range(layout.size)]
-        each = [sum(stays[s] for s in stages) + max(table.moved[s] for s in stages) for stages in own]
+        stages = map(layout.stages_of, range(layout.size))
+        each = [sum(stays[s] for s in there) + max(table.moved[s] for s in there) for there in stages]
         what = "one stage's of one micro-batch, all else in the host's memory"
     least = max(resident + kept for resident, kept in zip(table.resident, each, strict=True))
     if not fits(costs, least):

@@ -38,7 +38,7 @@ GAIN = 1e-4
 
 
 @dataclass(frozen=True)
-class Choice:
+class Keeping:
     """What layers keep, and the stages that they are in.
 
     Args:
@@ -66,7 +66,7 @@ class Kept:
         makespan: by ``play``.
     """
 
-    choice: Choice
+    choice: Keeping
     costs: PipelineCosts
     order: Order
     makespan: float
@@ -79,7 +79,7 @@ def choose(
     *,
     orders: int,
     with_host: int = 0,
-    begin: Choice | None = None,
+    begin: Keeping | None = None,
 ) -> Kept:
     """The shortest step that a search finds; never longer than the best with all layers alike in one of the layouts.
 
@@ -98,10 +98,10 @@ def choose(
     if begin is not None:
         search.judge(begin)
         layouts = ()
-    beginnings = [one for given in layouts for one in (given, search.balanced(given))]
-    for layout in dict.fromkeys(beginnings):
-        uniform = [Choice(layout, (how,) * layout.blocks) for how in options]
-        for choice in dict.fromkeys((*uniform, *search.fitted(layout))):
+    beginnings = [layout for given in layouts for layout in (given, search.balanced(given))]
+    for begun in dict.fromkeys(beginnings):
+        uniform = [Keeping(begun, (how,) * begun.blocks) for how in options]
+        for choice in dict.fromkeys((*uniform, *search.fitted(begun))):
             try:
                 search.judge(choice)
             except UserError as error:
@@ -109,9 +109,9 @@ def choose(
     if not search.found:
         assert refused is not None
         raise refused
-    begun, before = search.best(BEGINNINGS), search.made
-    for number, choice in enumerate(begun, 1):
-        search.walk(choice, search.neighbours, before + orders * number // (2 * len(begun)))
+    hopeful, before = search.best(BEGINNINGS), search.made
+    for number, choice in enumerate(hopeful, 1):
+        search.walk(choice, search.neighbours, before + orders * number // (2 * len(hopeful)))
     if orders:
         search.walk(search.laid_out(search.best(1)[0]), search.neighbours, before + orders)
     if with_host and math.isfinite(search.costs.host):
@@ -126,14 +126,14 @@ class _Choosing:
         self.options, self.micro_batches = options, micro_batches
         self.costs = next(iter(options.values()))
         self.names = [*options]
-        self.found: dict[Choice, Kept] = {}
-        self.seen: set[Choice] = set()
+        self.found: dict[Keeping, Kept] = {}
+        self.seen: set[Keeping] = set()
         self.made = 0
 
-    def best(self, number: int) -> list[Choice]:
-        return sorted(self.found, key=lambda one: self.found[one].makespan)[:number]
+    def best(self, number: int) -> list[Keeping]:
+        return sorted(self.found, key=lambda choice: self.found[choice].makespan)[:number]
 
-    def costs_of(self, choice: Choice) -> PipelineCosts:
+    def costs_of(self, choice: Keeping) -> PipelineCosts:
         blocks = []
         for number, how in enumerate(choice.keeps):
             block = self.options[how].blocks[number]
@@ -141,7 +141,7 @@ class _Choosing:
         host = self.costs.host if choice.moving else math.inf
         return replace(self.costs, blocks=tuple(blocks), host=host)
 
-    def judge(self, choice: Choice, most: float = math.inf) -> float:
+    def judge(self, choice: Keeping, most: float = math.inf) -> float:
         """The time of a step with a choice; no end where that is ``most`` or more for sure.
 
         Raises:
@@ -160,7 +160,7 @@ class _Choosing:
         if not orders:
             return math.inf
         length, order = min(
-            ((makespan(play(choice.layout, one, costs)), one) for one in orders), key=lambda pair: pair[0]
+            ((makespan(play(choice.layout, order, costs)), order) for order in orders), key=lambda pair: pair[0]
         )
         self.found[choice] = Kept(choice, costs, order, length)
         return length
@@ -182,13 +182,13 @@ class _Choosing:
         moves = Moves(Ticks.of(self.costs), layout.size, self.micro_batches, layout.stages)
         return Layout(layout.blocks, *moves.balanced(StagePlan(layout.cuts, layout.places)))
 
-    def laid_out(self, choice: Choice) -> Choice:
+    def laid_out(self, choice: Keeping) -> Keeping:
         """The choice with stages that are made for it, if a step is shorter then."""
         layout = generate(self.costs_of(choice), choice.layout.size, self.micro_batches, budget=QUICK)
         other = replace(choice, layout=layout)
         return min((choice, other), key=self.judge)
 
-    def fitted(self, layout: Layout) -> Iterator[Choice]:
+    def fitted(self, layout: Layout) -> Iterator[Keeping]:
         """Of two options as many layers of every position with the one that keeps more as 1F1B leaves room for, or
         orders with more under way.
         """
@@ -198,16 +198,17 @@ class _Choosing:
         for factor, more, less in product(FLYING, self.names, self.names):
             keeps = [more] * layout.blocks
             for place in range(layout.size):
-                own = [(factor * flying[s], block) for s in layout.stages_of(place) for block in layout.blocks_of(s)]
-                total = sum(times * table[more][block].kept for times, block in own)
-                for times, block in own:
+                stages = layout.stages_of(place)
+                there = [(factor * flying[stage], block) for stage in stages for block in layout.blocks_of(stage)]
+                total = sum(times * table[more][block].kept for times, block in there)
+                for times, block in there:
                     saved = times * (table[more][block].kept - table[less][block].kept)
                     if total > rooms[place] and saved > 0:
                         keeps[block], total = less, total - saved
             if less in keeps:
-                yield Choice(layout, tuple(keeps))
+                yield Keeping(layout, tuple(keeps))
 
-    def neighbours(self, choice: Choice) -> Iterator[Choice]:
+    def neighbours(self, choice: Keeping) -> Iterator[Keeping]:
         """A layer that keeps otherwise, on a stage, on all or on two positions; a layer in the stage beside its own."""
         layout, keeps = choice.layout, choice.keeps
         layers = range(1, layout.blocks - 1)
@@ -215,7 +216,7 @@ class _Choosing:
         for a, b in product(self.names, repeat=2):
             if a == b:
                 continue
-            firsts = [next((block for block in own if keeps[block] == a), None) for own in stages]
+            firsts = [next((block for block in blocks if keeps[block] == a), None) for blocks in stages]
             there = [block for block in firsts if block is not None]
             yield from (self._changed(choice, [block], b) for block in there)
             if len(there) > 1:
@@ -227,14 +228,14 @@ class _Choosing:
                 if cuts[border - 1] < cuts[border] < (*cuts, layout.blocks - 1)[border + 1] and cuts[border] > 1:
                     yield replace(choice, layout=replace(layout, cuts=tuple(cuts)))
 
-    def with_more_moving(self, choice: Choice) -> Iterator[Choice]:
+    def with_more_moving(self, choice: Keeping) -> Iterator[Keeping]:
         """A layer of a stage, or of all but the last, more whose memory may go, and which keeps more then."""
         layout, keeps = choice.layout, choice.keeps
-        size = {how: sum(one.kept for one in self.options[how].blocks) for how in self.names}
+        size = {how: sum(block.kept for block in self.options[how].blocks) for how in self.names}
         firsts = []
         for stage in range(layout.stages - 1):
-            own = [block for block in layout.blocks_of(stage) if block > 0 and block not in choice.moving]
-            firsts += [min(own, key=lambda block: size[keeps[block]])] if own else []
+            left = [block for block in layout.blocks_of(stage) if block > 0 and block not in choice.moving]
+            firsts += [min(left, key=lambda block: size[keeps[block]])] if left else []
         for blocks in (*([block] for block in firsts), *([firsts] if len(firsts) > 1 else [])):
             moving = replace(choice, moving=choice.moving | set(blocks))
             yield moving
@@ -242,23 +243,23 @@ class _Choosing:
                 if any(size[how] > size[keeps[block]] for block in blocks):
                     yield self._changed(moving, blocks, how)
 
-    def _changed(self, choice: Choice, blocks: Sequence[int], how: str) -> Choice:
-        return replace(choice, keeps=tuple(how if b in blocks else own for b, own in enumerate(choice.keeps)))
+    def _changed(self, choice: Keeping, blocks: Sequence[int], how: str) -> Keeping:
+        return replace(choice, keeps=tuple(how if b in blocks else before for b, before in enumerate(choice.keeps)))
 
-    def walk(self, choice: Choice, around: Callable[[Choice], Iterable[Choice]], until: int) -> None:
+    def walk(self, choice: Keeping, around: Callable[[Keeping], Iterable[Keeping]], until: int) -> None:
         """On to the best neighbour, as long as there is a better one and fewer orders have been made."""
         while self.made < until:
             length = self.found[choice].makespan
-            better: list[tuple[float, Choice]] = []
-            for one in around(choice):
+            better: list[tuple[float, Keeping]] = []
+            for other in around(choice):
                 if self.made >= until:
                     break
                 try:
-                    time = self.judge(one, length * (1 - GAIN))
+                    time = self.judge(other, length * (1 - GAIN))
                 except UserError:
                     continue
                 if time < length * (1 - GAIN):
-                    better.append((time, one))
+                    better.append((time, other))
             if not better:
                 return
             choice = min(better, key=lambda pair: pair[0])[1]
