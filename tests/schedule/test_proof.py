@@ -223,6 +223,14 @@ BASES = {
         "micro_batches_per_visit": 2,
         "offloaded_layers": 2,
     },
+    "whole, kept graphs in the host": {
+        "strategy": "tawpipe-whole",
+        "nodes": 2,
+        "local": 1,
+        "micro_batches_per_visit": 2,
+        "offloaded_layers": 3,
+        "recompute": "none:2,selective",
+    },
     "pipeline, kept graphs in the host": {"order": IN_THE_HOST, "recompute": "none:2,selective"},
 }
 

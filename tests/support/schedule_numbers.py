@@ -406,7 +406,7 @@ class Numbers:
         found = {
             self.held[head.rank][name]
             for name in head.action.reads
-            if name.startswith("reload.") or (name.split(".")[0] in (*INPUTS, *KEPT) and name.split(".")[-1] == at)
+            if name.startswith("reload") or (name.split(".")[0] in (*INPUTS, *KEPT) and name.split(".")[-1] == at)
         }
         if len(found) != 1:
             raise WrongNumbers(f"a pass starts from {len(found)} inputs")

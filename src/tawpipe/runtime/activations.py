@@ -23,7 +23,9 @@ SAVED = (Kind.GRAPH, Kind.ATTENTION)
 """Kinds of what a layer on whole rows keeps for its backward pass instead of its input."""
 ROWS = (Kind.INPUT, Kind.OFFLOADED, Kind.RELOADED)
 """Kinds of a block's input."""
-READ = frozenset((*SAVED, *ROWS))
+RETURNED = (Kind.RELOADED_GRAPH, Kind.RELOADED_ATTENTION)
+"""The same, come back from the host's memory."""
+READ = frozenset((*SAVED, *RETURNED, *ROWS))
 """Kinds of what the backward pass of a layer on whole rows starts from."""
 
 
@@ -98,7 +100,7 @@ class Activations:
         self.tables: dict[Kind, dict[Buffer, Any]] = {
             Kind.CONTEXT: self.batches,
             **dict.fromkeys(ROWS, self.inputs),
-            **dict.fromkeys((*SAVED, *KEPT, Kind.OFFLOADED_GRAPH), self.kept),
+            **dict.fromkeys((*SAVED, *KEPT, *RETURNED, Kind.OFFLOADED_GRAPH), self.kept),
             Kind.INPUT_GRADIENT: self.gradients,
             Kind.KEYS: self.keys,
             Kind.KEY_GRADIENTS: self.key_gradients,

@@ -149,7 +149,7 @@ def make_places(
     width = blocks.chain.config.get_text_config().hidden_size
     shapes = {m: (1, tokens, width) if tokens else (*blocks.shape(given, m), width) for m in given.micro_batches}
     for action in program:
-        if action.op in (Op.OFFLOAD, Op.RELOAD):
+        if action.op in (Op.OFFLOAD, Op.RELOAD) and action.reads[0].kind in ROWS:
             room = _room(blocks, action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)
             room.reserve(shapes[action.micro_batch])
         for buffer in action.writes:

@@ -50,6 +50,10 @@ class Kind(StrEnum):
     """What a block's autograd graph saves, in the host's memory (place among those that wait, block)."""
     RELOADED = "reload"
     """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
+    RELOADED_ATTENTION = "reloadkept"
+    """The same of attention's output, on whole rows."""
+    RELOADED_GRAPH = "reloadgraph"
+    """The same of a graph."""
     KEYS = "kv"
     """A layer's keys and values: of this rank's tokens until they are gathered, then of all (micro-batch, block)."""
     KEY_GRADIENTS = "dkv"
@@ -82,6 +86,12 @@ AWAY = {
     Kind.GRAPH: Kind.OFFLOADED_GRAPH,
 }
 """What a layer keeps for its backward pass -> the same in the host's memory."""
+BACK = {
+    Kind.INPUT: Kind.RELOADED,
+    Kind.ATTENTION: Kind.RELOADED_ATTENTION,
+    Kind.GRAPH: Kind.RELOADED_GRAPH,
+}
+"""The same -> what it is where it has come back, under strategies whose blocks take turns in two places."""
 OUTSIDE = frozenset(AWAY.values())
 """Activations that are not on the device."""
 KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
@@ -218,15 +228,15 @@ def loss(micro_batch: int) -> Buffer:
 
 
 @cache
-def offloaded(place: int, block: int) -> Buffer:
-    """Where a block's input waits in the host's memory, for the micro-batch at this place of its round."""
-    return Buffer(Kind.OFFLOADED, (place, block))
+def offloaded(place: int, block: int, kind: Kind = Kind.INPUT) -> Buffer:
+    """Where what a block keeps waits in the host's memory, for the micro-batch at this place of its round."""
+    return Buffer(AWAY[kind], (place, block))
 
 
 @cache
-def reloaded(place: int, block: int) -> Buffer:
+def reloaded(place: int, block: int, kind: Kind = Kind.INPUT) -> Buffer:
     """Where it comes back: blocks take turns in two buffers a micro-batch."""
-    return Buffer(Kind.RELOADED, (block % 2, place))
+    return Buffer(BACK[kind], (block % 2, place))
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class ScheduleSettings:
     keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
     default a run with uneven documents (packing balanced) takes what is left, unless --plan is none; otherwise 0."""
     offloaded_layers: int = bounded(0, minimum=0)
-    """The inputs of so many first layers wait for their backward pass in the host's memory; under sequence_chunk they
-    come and go by chunk, and what selective recomputation keeps of these layers does so as well."""
+    """What so many first layers keep for their backward pass waits in the host's memory: their inputs, or what
+    recompute lets them keep; under sequence_chunk it comes and goes by chunk."""
     offload_dir: str = ""
     """Under sequence_chunk, a folder on every machine's own disk (NVMe) in whose files they wait instead. The files
     have no names: they go with the process."""

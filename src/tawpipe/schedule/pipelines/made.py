@@ -75,7 +75,7 @@ def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:
     kept = dict[Kind, float]()
     for number, block in enumerate(costs.blocks):
         if step.model.blocks[number].kind == "layer":
-            kind = step.saves(number) or Kind.INPUT
+            kind = step.keeps(number)
             kept[kind] = max(kept.get(kind, 0.0), block.kept)
     boundary = kept.setdefault(Kind.INPUT, 1.0)
     waiting = max(block.kept_for_weights for block in costs.blocks)

@@ -359,7 +359,7 @@ class _StageProgram:
 
     def _kept(self, block: int, m: int, slot: int) -> tuple[tuple[Buffer], tuple[Buffer]]:
         """What a layer keeps, on the device and at a place in the host's memory."""
-        kind = self.step.saves(block) or Kind.INPUT
+        kind = self.step.keeps(block)
         return (Buffer(kind, (m, block)),), (Buffer(AWAY[kind], (slot, block)),)
 
 
