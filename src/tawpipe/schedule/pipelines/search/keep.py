@@ -28,7 +28,9 @@ from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
 BEGINNINGS = 3
-"""Choices from which the search goes on."""
+"""Shapes from which the search goes on: the best choices of different ones."""
+FIRST = 0.8
+"""Of the orders, those that are made before stages are made anew."""
 FLYING = (1.0, 1.3)
 """Times as many micro-batches under way as 1F1B has, for which beginnings are made."""
 LENT = (1.05, 1.15, 1.3)
@@ -109,9 +111,12 @@ def choose(
     if not search.found:
         assert refused is not None
         raise refused
-    hopeful, before = search.best(BEGINNINGS), search.made
+    by_places: dict[tuple[int, ...], Keeping] = {}
+    for choice in search.best(len(search.found)):
+        by_places.setdefault(choice.layout.places, choice)
+    hopeful, before = [*by_places.values()][:BEGINNINGS], search.made
     for number, choice in enumerate(hopeful, 1):
-        search.walk(choice, search.neighbours, before + orders * number // (2 * len(hopeful)))
+        search.walk(choice, search.neighbours, before + int(orders * FIRST * number / len(hopeful)))
     if orders:
         search.walk(search.laid_out(search.best(1)[0]), search.neighbours, before + orders)
     if with_host and math.isfinite(search.costs.host):
@@ -186,7 +191,7 @@ class _Choosing:
         """The choice with stages that are made for it, if a step is shorter then."""
         layout = generate(self.costs_of(choice), choice.layout.size, self.micro_batches, budget=QUICK)
         other = replace(choice, layout=layout)
-        return min((choice, other), key=self.judge)
+        return min((choice, other), key=lambda one: self._judged(one, math.inf))
 
     def fitted(self, layout: Layout) -> Iterator[Keeping]:
         """Of two options as many layers of every position with the one that keeps more as 1F1B leaves room for, or
@@ -247,19 +252,24 @@ class _Choosing:
         return replace(choice, keeps=tuple(how if b in blocks else before for b, before in enumerate(choice.keeps)))
 
     def walk(self, choice: Keeping, around: Callable[[Keeping], Iterable[Keeping]], until: int) -> None:
-        """On to the best neighbour, as long as there is a better one and fewer orders have been made."""
+        """On to a better neighbour, as long as there is one and fewer orders have been made. What was better is tried
+        again first.
+        """
+        first = 0
         while self.made < until:
-            length = self.found[choice].makespan
-            better: list[tuple[float, Keeping]] = []
-            for other in around(choice):
-                if self.made >= until:
+            length = self.found[choice].makespan * (1 - GAIN)
+            options = [*around(choice)]
+            for number in range(len(options)):
+                place = (first + number) % len(options)
+                if self.made < until and self._judged(options[place], length) < length:
+                    choice, first = options[place], place
                     break
-                try:
-                    time = self.judge(other, length * (1 - GAIN))
-                except UserError:
-                    continue
-                if time < length * (1 - GAIN):
-                    better.append((time, other))
-            if not better:
+            else:
                 return
-            choice = min(better, key=lambda pair: pair[0])[1]
+
+    def _judged(self, choice: Keeping, most: float) -> float:
+        """The same as ``judge``, with no end where there is no memory."""
+        try:
+            return self.judge(choice, most)
+        except UserError:
+            return math.inf
