@@ -132,6 +132,7 @@ def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, nodes, local
             ("tawpipe-spread", 3, "none", 0),
             ("tawpipe-spread", 1, "selective", 0),
             ("tawpipe-whole", 2, "none:2,selective:1,full", 2),
+            ("tawpipe-spread", 2, "none:1,selective:2,none:1,full", 4),
             ("tawpipe-striped", 2, "full", 5),
         ]
     ]
@@ -173,15 +174,48 @@ PIPELINES = [
     {"strategy": "1f1b", "rows": 8, "stages": "locals", "delays": 0.003, "dtype": "float32"},
     {"strategy": "zero-bubble", "rows": 6, "stages": "nodes", "delays": 0.003},
     {"strategy": "zero-bubble", "rows": 5, "stages": "locals", "recompute": "none", "tied": False},
-    {"strategy": "solved", "rows": 5, "stages": "world", "block_times": f"{_LAYERS};memory=3;host=3", "delays": 0.003},
+    {"strategy": "solved", "rows": 5, "stages": "world", "block_times": f"{_LAYERS};memory=8;host=3", "delays": 0.003},
     {"strategy": "generated", "rows": 6, "stages": "world:0,2,3,4,6@0,1,2,3,0", "evaluate_first": True},
     {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "delays": 0.003},
+    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "recompute": "none", "delays": 0.003},
+    {"strategy": "solved", "rows": 6, "stages": "nodes", "pipeline_order": _ANOTHER, "recompute": "none:1,selective"},
 ]
 
 
 def test_pipelines_keep_the_numbers(pool):
     """Side by side with uneven shares or none, uneven stages, tied ends, kept graphs, evaluations in between."""
     check(pool, 2, 2, [{"dtype": "float64", "tied": True} | one for one in PIPELINES])
+
+
+def test_kept_graphs_that_wait_change_no_bit_where_weights_travel(pool):
+    knobs = {
+        "strategy": "tawpipe-spread",
+        "rows": 4,
+        "micro_batches_per_visit": 2,
+        "recompute": "none:3,selective:1,full",
+    }
+    plain, moved, delayed = (
+        pool.run("cases:weights_after", 2, 1, **knobs, **more)[0]
+        for more in ({}, {"offloaded_layers": 5}, {"offloaded_layers": 5, "delays": 0.003})
+    )
+    for losses, weights in (moved, delayed):
+        assert losses == plain[0]
+        assert all(torch.equal(weights[name], value) for name, value in plain[1].items())
+
+
+def test_what_waits_in_the_host_s_memory_changes_no_bit(pool):
+    """Kept graphs, attention's results and inputs, in one order with them and without, and with delays."""
+    knobs = {"strategy": "solved", "stages": "nodes", "rows": 3, "block_times": f"{_LAYERS};host=1"}
+    order = Order.parse(_ANOTHER)
+    on_device = str(Order(order.compute))
+    for recompute in ("none", "selective:1,none:1,full"):
+        plain, moved, delayed = (
+            pool.run("cases:weights_after", 2, 1, reorder=text, recompute=recompute, **knobs, **more)[0]
+            for text, more in ((on_device, {}), (_ANOTHER, {}), (_ANOTHER, {"delays": 0.003}))
+        )
+        for losses, weights in (moved, delayed):
+            assert losses == plain[0]
+            assert all(torch.equal(weights[name], value) for name, value in plain[1].items())
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ CASES = [
     {"strategy": "interleaved-1f1b", "stages": "nodes:0,2,3,4@0,1,0,1", "rows": 8, "rank": 2},
     {"strategy": "zero-bubble", "stages": "locals", "rows": 6, "rank": 1},
     {"strategy": "generated", "stages": "world:0,1,2,3,4@0,1,2,3,0", "rows": 6},
-    {"strategy": "solved", "stages": "world", "rows": 5, "rank": 1, "block_times": f"{_LAYERS};memory=3;host=3"},
+    {"strategy": "solved", "stages": "world", "rows": 5, "rank": 1, "block_times": f"{_LAYERS};memory=8;host=3"},
 ]
 
 

@@ -80,9 +80,10 @@ def test_groups_that_cannot_be_are_refused(groups, expected):
         step_for(llama(3), Topology.grid(3, 4), 12, strategy="tawpipe-groups", groups=groups)
 
 
-def test_others_have_no_groups():
-    with pytest.raises(UserError, match="nothing under tawpipe-step"):
-        step_for(llama(3), Topology.grid(2, 2), 4, strategy="tawpipe-step", groups="2/2/4")
+@pytest.mark.parametrize("name", ["tawpipe-step", "1f1b"])
+def test_others_have_no_groups(name):
+    with pytest.raises(UserError, match=f"nothing under {name}"):
+        step_for(llama(4), Topology.grid(2, 2), 4, strategy=name, groups="2/2/4")
 
 
 def test_a_plan_looks_at_groups_that_no_other_strategy_has():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from schedules import laid_out, llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.activations import peak_activations
-from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.buffers import AWAY, Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.made import SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.memory import peak
@@ -35,6 +36,17 @@ from tawpipe.topology import Topology
 
 FAST = LinkModel(1e12)
 FIXED = ("1f1b", "interleaved-1f1b", "zero-bubble")
+
+
+COPIES = CostModel(
+    (BlockCost(), *[BlockCost(Seconds(1.0), Seconds(3.0))] * 8, BlockCost()),
+    FAST,
+    FAST,
+    boundary_bytes=1,
+    kept_bytes=3.0,
+    graph_bytes=20.0,
+    host=LinkModel(1.0),
+)
 
 
 def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, stages: str = "world", **more):
@@ -179,15 +191,96 @@ def test_what_waits_in_the_host_s_memory_is_proved():
         verify(build_pipeline(replace(shape, order_of=lambda _: bad), step, training=True))
 
 
-def test_what_is_kept_in_the_place_of_inputs_is_not_offloaded():
-    """Schedules move inputs alone, and these are gone."""
-    blocks = (BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0))
-    costs = PipelineCosts(blocks, 20, memory=9.0, host=7.0)
-    use = SolvedPipeline(block_times=spell_times(costs))
-    step = step_for(llama(8), Topology.grid(2, 1), 6, use=use)
-    assert any(action.op.name == "OFFLOAD" for action in build(step).programs[0])
-    with pytest.raises(UserError, match=r"schedule.recompute: got 'none'; full under solved where inputs wait"):
-        build(replace(step, settings=replace(step.settings, recompute="none")))
+@pytest.mark.parametrize(
+    ("recompute", "kinds"),
+    [
+        ("none", {"graph"}),
+        ("selective", {"kept"}),
+        ("none:6,selective:1,full", {"graph", "kept", "x"}),
+    ],
+)
+def test_what_layers_keep_waits_in_the_host_s_memory(recompute, kinds):
+    """Whatever they keep, but for layers that say that it stays."""
+    blocks = [BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97)] * 8, BlockTimes(0, 300, 0)]
+    blocks[3] = replace(blocks[3], stays=1)
+    compute = "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2|F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
+    orders = (f"{compute};O0.1 O0.2 R0.1 R0.2|;F0.2>O0.1 R0.1>B0.0 R0.2>B0.1", f"{compute};;")
+    model, topology, times = llama(8), Topology.grid(2, 1), spell_times(PipelineCosts(tuple(blocks), host=7.0))
+    uses = [SolvedPipeline("world", times, given) for given in orders]
+    moved, plain = (build(step_for(model, topology, 3, use=use, recompute=recompute)) for use in uses)
+    verify(for_one_thread(moved), steps=2, one_thread=True)
+    away = [action for action in moved.programs[0] if action.op is Op.OFFLOAD]
+    assert {action.reads[0].kind.value for action in away} == kinds
+    assert {action.block for action in away} == {1, 2, 4}
+    sizes = {Kind.GRAPH: 20, Kind.ATTENTION: 3, Kind.INPUT: 1}
+    each = sum(sizes[moved.step.saves(block) or Kind.INPUT] for block in (1, 2, 4))
+    saved = [peak_activations(one, 0, sizes) for one in (plain, moved)]
+    assert each // 2 < saved[0] - saved[1] <= each  # two micro-batches wait, of which one comes back
+    assert peak_activations(moved, 0, {AWAY[kind]: size for kind, size in sizes.items()}) == 2 * each
+
+
+def test_a_copy_takes_as_long_as_what_it_moves_is_large():
+    seconds: dict[str, float] = {}
+    for recompute in ("none", "selective", "full"):
+        use = SolvedPipeline("world", "0/0/0,2x1/2/1,0/1/0;host=1", "F0.0 B0.0|F1.0 B1.0;O0.0 R0.0|;")
+        schedule = build(step_for(llama(2), Topology.grid(2, 1), 1, use=use, recompute=recompute))
+        timeline = play(schedule, COPIES, steps=1)
+        seconds[recompute] = timeline.makespan
+    assert seconds["none"] - seconds["full"] > 30
+
+
+@pytest.mark.parametrize(("memory", "count"), [(8, 8), (10, 80), (13, 8), (20, 8)])
+def test_a_limit_is_what_a_device_holds_with_transfers_under_way(memory, count):
+    """Inputs that wait, those that have come early, those that are yet to go, and gradients."""
+    use = SolvedPipeline("world", f"0/0/0/0,8x10/20/10,0/9/0/0;memory={memory};host=3;hop=2")
+    schedule = build(step_for(llama(8), Topology.grid(4, 1), count, use=use))
+    held = [peak_activations(schedule, rank) for rank in range(4)]
+    assert memory - 2 < max(held) <= memory
+    verify(for_one_thread(schedule), steps=1, one_thread=True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_limit_counts_kept_graphs_as_the_costs_say(recompute):
+    times = "0/0/0/0,8x10/20/10/6/7,0/9/0/0;memory=60;host=1"
+    step = step_for(llama(8), Topology.grid(4, 1), 8, use=SolvedPipeline("world", times), recompute=recompute)
+    sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.GRAPH: 6, Kind.ATTENTION: 6, Kind.LINEAR: 7}
+    held = [peak_activations(build(step), rank, sizes) for rank in range(4)]
+    assert 48 < max(held) <= 60
+
+
+def test_a_limit_that_transfers_leave_too_little_of_says_so():
+    use = SolvedPipeline("world", "0/0/0/0,8x10/20/10,0/9/0/0;memory=3;host=3")
+    with pytest.raises(UserError, match=r"memory of a position: got 3.*with what is on its way between positions"):
+        build(step_for(llama(8), Topology.grid(4, 1), 8, use=use))
+
+
+def test_an_order_that_is_given_is_played():
+    order = "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0;;"
+    knobs: dict[str, Any] = {"strategy": "solved", "stages": "world", "pipeline_order": order}
+    step = step_for(llama(4), Topology.grid(2, 1), 2, **knobs)
+    last = [action.micro_batch for action in build(step).programs[1] if action.op is Op.BACKWARD and action.block == 5]
+    assert last == [1, 0]
+    other = build(step_for(llama(4), Topology.grid(2, 1), 3, **knobs))  # for as many as it has no order
+    verify(for_one_thread(other), steps=1, one_thread=True)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "F0.0 F0.1 B0.0 B0.1",
+        "F0.x|;;",
+        "F0.0 B0.0 F0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F0.0 F0.1 B0.0 B0.1 B0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F1.0 F1.1 B1.1 B1.0|F0.0 F0.1 B0.0 B0.1;;",
+        "B0.0 F0.0 F0.1 B0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F0.0 F0.1 I0.0 B0.1|F1.0 F1.1 B1.1 B1.0;;",
+        "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0;O0.1|;",
+        "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0|F2.0 F2.1 B2.0 B2.1;;",
+    ],
+)
+def test_an_order_of_something_else_is_refused(order):
+    with pytest.raises(UserError, match=r"schedule.pipeline_order: got .*; .*or nothing"):
+        build(step_for(llama(4), Topology.grid(2, 1), 2, strategy="solved", stages="world", pipeline_order=order))
 
 
 def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_order():

@@ -10,11 +10,14 @@ from dataclasses import replace
 import pytest
 
 from schedule_numbers import WrongNumbers, check_numbers
-from schedules import llama, make
+from schedules import llama, make, step_for
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.buffers import Buffer, Kind
+from tawpipe.schedule.pipelines.made import SolvedPipeline
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.strategies.build import build
+from tawpipe.topology import Topology
 
 Program = list[Action]
 
@@ -156,6 +159,9 @@ def mutant(schedule: Schedule, seed: int) -> tuple[str, Schedule]:
     return what, replace(schedule, programs=tuple(map(tuple, programs)))
 
 
+IN_THE_HOST = (
+    "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2|F1.0 B1.0 F1.1 B1.1 F1.2 B1.2;O0.1 O0.2 R0.1 R0.2|;F0.2>O0.1 R0.1>B0.0 R0.2>B0.1"
+)
 BASES = {
     "spread": {"strategy": "tawpipe-spread", "nodes": 2, "local": 2},
     "spread, scope step": {
@@ -219,11 +225,24 @@ BASES = {
         "micro_batches_per_visit": 2,
         "offloaded_layers": 2,
     },
+    "whole, kept graphs in the host": {
+        "strategy": "tawpipe-whole",
+        "nodes": 2,
+        "local": 1,
+        "micro_batches_per_visit": 2,
+        "offloaded_layers": 3,
+        "recompute": "none:2,selective",
+    },
+    "pipeline, kept graphs in the host": {"order": IN_THE_HOST, "recompute": "none:2,selective"},
 }
 
 
 def base(name: str) -> Schedule:
     knobs = dict(BASES[name])
+    if "order" in knobs:
+        times = "0/0/0,2x1/2/1,1/2/1/1/0/0/1,0/1/0;host=1"
+        use = SolvedPipeline("world:0,3@0,1", times, knobs.pop("order"))
+        return build(step_for(llama(3, tied=True), Topology.grid(2, 1), 3, use=use, **knobs))
     nodes, local = knobs.pop("nodes"), knobs.pop("local")
     model = llama(3, tied=True) if name != "flat" else llama(3, lora=True)
     count = knobs.pop("micro_batches", 2 * nodes * local // knobs.get("sequence_ranks", 1) - 1)

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from tawpipe.schedule.balance import Bin, Bins, LayerKind, LayerTime, deal
+from tawpipe.schedule.blocks import offload
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_bins
 from tawpipe.schedule.step import Schedule
@@ -82,7 +83,7 @@ def test_what_moves_with_a_micro_batch_is_as_large_as_its_bin() -> None:
     assert step.shared == 2
     model = model.in_sets(2, step.shared)
     assert [model.boundary(m) for m in range(6)] == [400, 300, 500, 300, 0, 0]
-    assert [model.host_s(m) for m in (0, 2)] == [0.4, 0.5]
+    assert [model.host_s(offload(1, m, 0)) for m in (0, 2)] == [0.4, 0.5]
     assert [model.keys_bytes(m, gradients=False) for m in (0, 1)] == [8 * 7 * 4, 6 * 7 * 4]
     assert model.forward_s(0, 1, 0) == pytest.approx((TOKEN_S * 8 + PAIR_S * 64) / 2)
     assert model.forward_s(0, 1, 2) == pytest.approx(TOKEN_S * 5 + PAIR_S * 25)

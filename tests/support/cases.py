@@ -176,8 +176,10 @@ def _exact(
     return worst
 
 
-def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, rows: int = 5, **knobs: Any) -> Any:
-    """Losses and weights (rank 0) after some steps; with dropout, or with random delays in every lane."""
+def weights_after(
+    world: World, *, dropout: float = 0.0, delays: float = 0.0, rows: int = 5, reorder: str = "", **knobs: Any
+) -> Any:
+    """Losses and weights (rank 0) after some steps; with dropout, with random delays in every lane, in an order."""
     delay: Callable | None = (lambda lane: random_delays(hash(lane) + world.rank, delays)) if delays else None
     pipeline = make_pipeline(
         llama(torch.float64, dropout=dropout),
@@ -188,6 +190,8 @@ def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, ro
         delay=delay,
         **knobs,
     )
+    if reorder:
+        pipeline.reorder(rows, Order.parse(reorder))
     losses = [result.loss for result in [pipeline.step(batch) for batch in batches(rows)]]
     pipeline.drain()
     weights = {name: pipeline.parameter(name) for name in pipeline.parameter_names}

@@ -21,7 +21,7 @@ from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule
 
 PRIME = 2**31 - 1
-INPUTS, KEPT = ("x", "host"), ("graph", "kept", "hostkept")
+INPUTS, KEPT = ("x", "host"), ("graph", "kept", "hostkept", "hostgraph")
 """The beginnings of buffers that hold a block's input, and what a block keeps besides or in its place."""
 
 
@@ -118,6 +118,10 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
     return weights, norms
 
 
+def _is_turn(name: str) -> bool:
+    return name.startswith("turn.")
+
+
 def in_texts(action: Action) -> Any:
     """An action with texts for its buffers: what they are called is all that is known of them here."""
     texts = {name: [str(one) for one in getattr(action, name)] for name in ("reads", "writes", "frees")}
@@ -202,6 +206,7 @@ class Numbers:
     def _end(self, *ended: Issued) -> None:
         for issued in ended:
             issued.done = True
+            self.held[issued.rank].update(dict.fromkeys(filter(_is_turn, issued.action.writes), 0))
             assert self.lanes[issued.rank, issued.action.lane].popleft() is issued
 
     # transfers
@@ -218,7 +223,10 @@ class Numbers:
 
     def _copy(self, way: tuple) -> None:
         (source, give), (target, take) = self.posted[way].popleft(), self.posted[(*way[:4], False)].popleft()
-        self._fill(self.buffers[way[3]], take.buffer, self.buffers[way[2]][give.buffer])
+        if give.buffer in self.held[way[2]]:
+            self.held[way[3]][take.buffer] = self.held[way[2]].pop(give.buffer)
+        else:
+            self._fill(self.buffers[way[3]], take.buffer, self.buffers[way[2]][give.buffer])
         for issued, transfer in ((source, give), (target, take)):
             issued.open.remove(transfer)
             if not issued.open:
@@ -336,6 +344,8 @@ class Numbers:
             self._forward(head)
         elif action.op is Op.BACKWARD:
             self._backward(head)
+        elif action.op is Op.PREPARE:
+            self.held[head.rank][action.writes[0]] = self._own(head)
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
             self.held[head.rank][action.writes[0]] = self.held[head.rank][action.reads[0]]
             self._free(head)
@@ -396,7 +406,7 @@ class Numbers:
         found = {
             self.held[head.rank][name]
             for name in head.action.reads
-            if name.startswith("reload.") or (name.split(".")[0] in (*INPUTS, *KEPT) and name.split(".")[-1] == at)
+            if name.startswith("reload") or (name.split(".")[0] in (*INPUTS, *KEPT) and name.split(".")[-1] == at)
         }
         if len(found) != 1:
             raise WrongNumbers(f"a pass starts from {len(found)} inputs")

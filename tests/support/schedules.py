@@ -161,7 +161,9 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
     ranks = 1 if ring else draw(st.sampled_from([size for size in range(1, local + 1) if local % size == 0]))
     allowed = ("full", "selective") if chunk else tuple(RECOMPUTE) if ranks == 1 else ("full",)
     recompute = draw(st.lists(st.sampled_from(allowed), min_size=others, max_size=others))
-    first = draw(st.sampled_from(allowed)) if chunk else "full"
+    first = [draw(st.sampled_from(allowed))] * offloaded
+    if not chunk:
+        first = draw(st.lists(st.sampled_from(allowed), min_size=offloaded, max_size=offloaded))
     step = step_for(
         model,
         topology,
@@ -171,7 +173,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        recompute=spell_recompute([first] * offloaded + recompute),
+        recompute=spell_recompute(first + recompute),
         offloaded_layers=offloaded,
         sequence_chunk=chunk,
         early_updates=draw(st.booleans()),

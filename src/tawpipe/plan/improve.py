@@ -88,7 +88,7 @@ def measured(
             total = sum(getattr(one, part) for one in own)
             own = [replace(one, **{part: times[kind] * getattr(one, part) / total if total else 0.0}) for one in own]
         blocks += own
-    links = [value / table.kept[stage] for (kind, stage), value in known.items() if kind in "OR"]
+    links = [value / table.moved[stage] for (kind, stage), value in known.items() if kind in "OR"]
     return replace(
         costs,
         blocks=tuple(blocks),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -19,6 +20,7 @@ from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import home_bytes
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, filling, searched
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import Positions
@@ -33,6 +35,8 @@ from tawpipe.simulate import LinkModel
 MICRO = 1e6
 QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
+ORDERS, WITH_HOST, SOLVE_S = 16, 4, 4.0
+"""For a choice layer by layer: orders that are made on the device, and with the host's memory; the solver's seconds."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
 LESS = 0.8
@@ -98,6 +102,57 @@ def changes(
             if made and thorough and recompute == "full":
                 less = _made(request, strategy, recompute, budget=budget, memory=_less(request, made))
                 yield {"recompute": recompute} | _found(less)
+    if strategy.improves and request.memory_bytes and worth("none"):
+        with suppress(UserError):  # memory for no choice
+            yield from _layer_by_layer(request, strategy)
+
+
+def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Iterator[dict[str, Any]]:
+    """Settings in which every layer keeps, offloads or computes again what suits it, on stages that are made for that,
+    in an order that a solver has had some seconds for, where it is installed.
+    """
+    from tawpipe.schedule.pipelines.search.keep import choose
+    from tawpipe.schedule.pipelines.search.solve import solve
+
+    positions = strategy.positions(request.topology)
+    count = -(-request.micro_batches // positions.replicas)
+    if count > searched(positions.size):
+        return
+    options = {how: pipeline_costs(request, positions, how) for how in RECOMPUTE}
+    boundary = request.profile.memory.boundary * request.size.tokens
+    memory = min(costs.memory for costs in options.values())
+    blocks = len(request.model.blocks)
+    layouts = [Layout.even(blocks, positions.size)]
+    if blocks - 2 >= 2 * positions.size:
+        layouts.append(Layout.even(blocks, positions.size, 2, folded=True))
+    for _ in range(2):
+        limited = {how: replace(costs, memory=memory) for how, costs in options.items()}
+        kept = choose(limited, layouts, count, orders=ORDERS, with_host=WITH_HOST)
+        layout, order = kept.choice.layout, kept.order
+        if has_solver():
+            order = solve(layout, kept.costs, count, order, seconds=SOLVE_S).order
+        changes = {
+            "recompute": kept.choice.recompute,
+            "stages": f"{positions.axis}:{layout}",
+            "block_times": spell_times(kept.costs),
+            "pipeline_order": str(order),
+        }
+        settings = replace(request.settings, strategy=strategy.name, **changes)
+        over = memory_quickly(request, request.step(settings)).device - request.memory_bytes
+        if over <= 0:
+            yield changes
+            return
+        memory -= over // boundary + 1
+
+
+def solved(step: StepSpec) -> bool:
+    """True if a solver has had some seconds for the order of a step."""
+    return bool(step.settings.pipeline_order) and has_solver()
+
+
+def has_solver() -> bool:
+    """True if orders are given to a solver."""
+    return find_spec("ortools") is not None
 
 
 def _found(made: ActivationPipeline) -> dict[str, Any]:
@@ -127,6 +182,8 @@ def _made(
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     costs = replace(costs, memory=min(costs.memory, memory))
+    if strategy.improves:  # it counts what passes between positions itself
+        costs = replace(costs, memory=costs.memory + PASSING)
     boundary = request.profile.memory.boundary * request.size.tokens
     each = -(-request.micro_batches // positions.replicas)
     try:

@@ -12,8 +12,10 @@ import yaml
 
 from tawpipe.console import columns, span
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.plan.candidate import GAIN, Candidate
 from tawpipe.plan.feasible import QUICK_PLAYED, gib, plays, shortage
+from tawpipe.plan.pipelines import has_solver, solved
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import Needs, bound_of, predict
 from tawpipe.plan.refine import settle
@@ -189,13 +191,15 @@ class Plan:
         """Lines of text, in columns; or with a separator between the cells."""
         rows: list[tuple[str, ...]] = [("strategy", *(title for title, _ in COLUMNS.values()), "")]
         for one in self.listed(everything=everything):
-            row, note = self.row(one), ""
+            row, notes = self.row(one), list[str]()
             if one is self.chosen or not one.fits:
-                note = "chosen" if one.fits else "does not fit"
+                notes.append("chosen" if one.fits else "does not fit")
             elif any(one is other for other in self.as_fast):
-                note = "as fast"
+                notes.append("as fast")
+            if one.step is not None and one.step.strategy.made and not solved(one.step):
+                notes.append("heuristic order")
             cells = ["-" if row[name] is None else text(row[name]) for name, (_, text) in COLUMNS.items()]
-            rows.append((one.strategy, *cells, note))
+            rows.append((one.strategy, *cells, ", ".join(notes)))
         if separator:
             yield from (separator.join(row) for row in rows)
             return
@@ -210,6 +214,9 @@ class Plan:
         yield from (f"{', '.join(names)}: {why}" for why, names in reasons.items())
         shown = {candidate.strategy for candidate in self.listed(everything=everything)}
         shown.update(*reasons.values())
+        improved = any(one.step and one.step.strategy.improves for one in self.candidates)
+        if improved and not has_solver():
+            yield f"solved: without a solver, as OR-tools is not installed ({install_hint('plan')})"
         hidden = [candidate.strategy for candidate in self.candidates if candidate.strategy not in shown]
         if hidden:
             yield f"with --all: {', '.join(hidden)}"

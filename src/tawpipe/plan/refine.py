@@ -101,7 +101,8 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
             yield {"offloaded_layers": fewer}
     if settings.sequence_chunk:
         yield from ({"sequence_chunk": size} for size in request.chunks if size != settings.sequence_chunk)
-    # What a whole row keeps besides a layer's input stays on the device, and so does its input.
+    if offloaded and not settings.sequence_chunk:  # what layers keep waits there in the place of their inputs
+        yield from ({"recompute": recompute} for recompute in ("selective", "none"))
     if request.of(step).profile.memory.kept.get("attention", 1):  # none where no kernel's result could be kept
         yield {"recompute": "selective"} | ({} if settings.sequence_chunk else {"offloaded_layers": 0})
     for share in (4, 2, 1) if layers else ():

@@ -161,6 +161,7 @@ class PlanRequest:
             boundary_bytes=profile.memory.boundary,
             key_elements=round(profile.memory.keys) // self.widths.weight,
             kept_bytes=profile.memory.kept.get("kept", 0.0),
+            graph_bytes=profile.memory.kept.get("graph", 0.0),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import KeptAttention
+from tawpipe.runtime.recompute import Saved
 from tawpipe.runtime.rows import Rows
 from tawpipe.runtime.sets import SetTokens
 from tawpipe.runtime.split import DeferredProducts
@@ -22,7 +23,9 @@ SAVED = (Kind.GRAPH, Kind.ATTENTION)
 """Kinds of what a layer on whole rows keeps for its backward pass instead of its input."""
 ROWS = (Kind.INPUT, Kind.OFFLOADED, Kind.RELOADED)
 """Kinds of a block's input."""
-READ = frozenset((*SAVED, *ROWS))
+RETURNED = (Kind.RELOADED_GRAPH, Kind.RELOADED_ATTENTION)
+"""The same, come back from the host's memory."""
+READ = frozenset((*SAVED, *RETURNED, *ROWS))
 """Kinds of what the backward pass of a layer on whole rows starts from."""
 
 
@@ -34,6 +37,27 @@ class LayerGraph:
     edge: GradientEdge
     deferred: DeferredProducts | None
     """Where its backward pass may be in two parts."""
+    saved: Saved = field(default_factory=list)
+    """What it holds besides and nobody else does, until the backward pass begins; each goes then as soon as it can."""
+
+    def forget(self) -> None:
+        """Leave what is saved to the graph alone."""
+        self.saved.clear()
+
+
+@dataclass(frozen=True)
+class WaitingGraph:
+    """A ``LayerGraph`` whose tensors wait in the host's memory.
+
+    Args:
+        memory: what waits, byte by byte, one storage after the other.
+        storages: of every storage where it begins and ends there, and the tensors in it: each with its size, its stride
+            and its place in the storage.
+    """
+
+    graph: LayerGraph
+    memory: Tensor
+    storages: tuple[tuple[int, int, tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...]], ...]
 
 
 @dataclass
@@ -63,7 +87,7 @@ class Activations:
         self.batches: dict[Buffer, DeviceBatch] = table()
         self.inputs: dict[Buffer, Tensor | Rows | LayerGraph] = table()
         """Of blocks, on the device or where they wait."""
-        self.kept: dict[Buffer, LayerGraph | KeptAttention] = table()
+        self.kept: dict[Buffer, LayerGraph | WaitingGraph | KeptAttention] = table()
         """Of layers that keep more than their input: on whole rows a graph, in chunks what attention gave."""
         self.gradients: dict[Buffer, Tensor] = table()
         """Of inputs of blocks."""
@@ -76,7 +100,7 @@ class Activations:
         self.tables: dict[Kind, dict[Buffer, Any]] = {
             Kind.CONTEXT: self.batches,
             **dict.fromkeys(ROWS, self.inputs),
-            **dict.fromkeys((*SAVED, *KEPT), self.kept),
+            **dict.fromkeys((*SAVED, *KEPT, *RETURNED, Kind.OFFLOADED_GRAPH), self.kept),
             Kind.INPUT_GRADIENT: self.gradients,
             Kind.KEYS: self.keys,
             Kind.KEY_GRADIENTS: self.key_gradients,

@@ -7,11 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.activations import READ, SAVED, LayerGraph
 from tawpipe.runtime.blocks import Blocks
-from tawpipe.runtime.recompute import keep_attention, keep_graph
+from tawpipe.runtime.recompute import Saved, keep_attention, keep_graph
 from tawpipe.runtime.split import DeferredProducts
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Op
@@ -31,20 +32,20 @@ def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCa
     if kept is None and not _keeps(action, given):
         with torch.no_grad():
             return blocks.drawing(action, given, lambda: layer(hidden))
-    leaf = hidden.detach().requires_grad_(b > blocks.spec.first_backward)
+    leaf, saved = hidden.detach().requires_grad_(b > blocks.spec.first_backward), Saved()
     deferred = _deferred(blocks, b) if blocks.split_backward else None
     layer = deferred.around(layer) if deferred else layer
     if kept is None or kept.kind is Kind.GRAPH:
         units = blocks.spec.blocks[b].units
-        output = blocks.drawing(action, given, lambda: keep_graph(layer, leaf, units, blocks.bound))
+        output = blocks.drawing(action, given, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
         if kept is None:  # the input stays for the backward pass anyway; now with what it gave
             held.inputs[block_input(m, b)] = LayerGraph(leaf, get_gradient_edge(output), deferred)
             return output.detach()
     else:
         again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, given))
-        output = blocks.drawing(action, given, lambda: keep_attention(layer, leaf, again=again))
+        output = blocks.drawing(action, given, lambda: keep_attention(layer, leaf, again=again, saved=saved))
     # Not the output: its memory belongs to the next block's input, and goes with that.
-    held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred)
+    held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls))
     return output.detach()
 
 
@@ -61,6 +62,7 @@ def backward(
     with torch.enable_grad():
         if isinstance(kept, LayerGraph):
             leaf, graph, deferred = kept.leaf, kept.edge, kept.deferred
+            kept.forget()
         else:
             leaf, deferred = kept.detach().requires_grad_(wanted), None
             layer = partial(blocks.chain.layer, b, calls=calls)
@@ -81,6 +83,13 @@ def _keeps(action: Action, given: StepInput) -> bool:
     """True if a layer that would compute all again keeps it for this micro-batch."""
     stays = block_input(action.micro_batch, action.block) not in action.frees and given.seed is not None
     return stays and action.block in given.kept.get(action.micro_batch, ())
+
+
+def _alone(saved: Saved, output: Tensor, calls: tuple[LayerCall, ...]) -> Saved:
+    """Those tensors whose memory is of this layer and micro-batch alone: what all layers are called with stays."""
+    others = (leaf for leaf in tree_leaves([vars(call) for call in calls]) if isinstance(leaf, Tensor))
+    shared = {tensor.untyped_storage()._cdata for tensor in (output, *others)}
+    return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in shared]
 
 
 def _deferred(blocks: Blocks, block: int) -> DeferredProducts:

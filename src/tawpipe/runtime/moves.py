@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
+from tawpipe.runtime.activations import ROWS, LayerGraph, WaitingGraph
 from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.chunks import spans_of
 from tawpipe.runtime.rows import Room
@@ -20,6 +21,9 @@ from tawpipe.schedule.buffers import (
     Kind,
 )
 from tawpipe.schedule.footprint import TRAVELLING
+
+ALIGNED = 512
+"""Bytes at multiples of which storages begin in the host's memory."""
 
 
 def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInput) -> None:
@@ -53,7 +57,12 @@ def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInpu
 
 
 def copy(blocks: Blocks, action: Action, *, to_host: bool) -> None:
-    """Copy a block's input, which is a tensor, between the device and the host."""
+    """Copy what a block's backward pass starts from between the device and the host: its input, which is a tensor, or
+    what it keeps instead.
+    """
+    if action.reads[0].kind not in ROWS:
+        move(blocks, action, to_host=to_host)
+        return
     source: Any = blocks.held.inputs[action.reads[0]]
     target = action.writes[0]
     if target.kind is Kind.INPUT:  # back to where any input is
@@ -64,6 +73,54 @@ def copy(blocks: Blocks, action: Action, *, to_host: bool) -> None:
     if blocks.chain.device.type == "cuda" and action.frees:
         (source if to_host else room).record_stream(torch.cuda.current_stream() if to_host else blocks.stream)
     blocks.held.free(action)
+
+
+def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
+    """Let what a layer keeps wait in the host's memory, or bring it back: its graph stays where it is, and finds the
+    same numbers in other memory.
+    """
+    source, target = (next(x for x in side if x.kind is not Kind.TURN) for side in (action.reads, action.writes))
+    kept = blocks.held.kept[source]
+    if to_host:
+        assert isinstance(kept, LayerGraph)
+        kept = _leave(kept, _room(blocks, target, torch.uint8, to_host=True))
+    else:
+        assert isinstance(kept, WaitingGraph)
+        kept = _return(kept, blocks)
+    blocks.held.kept[target] = kept
+    blocks.held.free(action)
+
+
+def _leave(graph: LayerGraph, room: Room) -> WaitingGraph:
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in (graph.leaf, *graph.saved):
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    storages, end = [], 0
+    for tensors in by_storage.values():
+        begin, end = end, end + tensors[0].untyped_storage().nbytes()
+        storages.append((begin, end, tuple((t, t.shape, t.stride(), t.storage_offset()) for t in tensors)))
+        end = -(-end // ALIGNED) * ALIGNED
+    memory = room.of((end,))
+    for begin, end, tensors in storages:
+        first = tensors[0][0]
+        here = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+        memory[begin:end].copy_(here, non_blocking=True)
+        if here.is_cuda:
+            here.record_stream(torch.cuda.current_stream())
+        for tensor, *_ in tensors:
+            tensor.data = tensor.new_empty(0)
+    return WaitingGraph(graph, memory, tuple(storages))
+
+
+def _return(waiting: WaitingGraph, blocks: Blocks) -> LayerGraph:
+    for begin, end, tensors in waiting.storages:
+        back = torch.empty(end - begin, dtype=torch.uint8, device=blocks.chain.device)
+        back.copy_(waiting.memory[begin:end], non_blocking=True)
+        if back.is_cuda:  # or its memory would be given away before the other lane has read it
+            back.record_stream(blocks.stream)
+        for tensor, size, stride, offset in tensors:
+            tensor.data = tensor.new_empty(0).set_(back.untyped_storage(), offset, size, stride)
+    return waiting.graph
 
 
 def place(blocks: Blocks, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
@@ -92,7 +149,7 @@ def make_places(
     width = blocks.chain.config.get_text_config().hidden_size
     shapes = {m: (1, tokens, width) if tokens else (*blocks.shape(given, m), width) for m in given.micro_batches}
     for action in program:
-        if action.op in (Op.OFFLOAD, Op.RELOAD):
+        if action.op in (Op.OFFLOAD, Op.RELOAD) and action.reads[0].kind in ROWS:
             room = _room(blocks, action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)
             room.reserve(shapes[action.micro_batch])
         for buffer in action.writes:

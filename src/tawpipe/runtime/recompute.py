@@ -31,6 +31,10 @@ from tawpipe.runtime.split import DeferredProducts
 PROBED_TOKENS = 32
 T = TypeVar("T")
 Layer = Callable[[Tensor], Tensor]
+Saved = list[Tensor]
+"""Tensors of a graph that are nobody else's, each under a name of its own: whoever gives one other memory with the same
+numbers changes nothing for the backward pass.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class _Weight:
     stride: tuple[int, ...]
 
 
-def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mapping[int, Tensor]) -> Tensor:
+def keep_graph(
+    layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mapping[int, Tensor], saved: Saved | None = None
+) -> Tensor:
     """``layer(hidden)`` with its whole graph, but without its weights.
 
     Args:
@@ -51,16 +57,20 @@ def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mappin
         units: whose parameters the layer uses.
         bound: unit -> the flat buffer that its parameters are views of. It is read again in the backward pass, when
             the same units must be bound, wherever they are then.
+        saved: takes what the graph saves besides weights.
     """
     weights = [(unit, bound[unit], bound[unit].untyped_storage().data_ptr()) for unit in units]
 
-    def pack(saved: Tensor) -> Any:
-        storage = saved.untyped_storage().data_ptr()
+    def pack(tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage().data_ptr()
         for unit, flat, place in weights:
-            offset = int(saved.storage_offset() - flat.storage_offset())
+            offset = int(tensor.storage_offset() - flat.storage_offset())
             if storage == place and 0 <= offset < flat.numel():
-                return _Weight(unit, offset, tuple(saved.shape), saved.stride())
-        return saved
+                return _Weight(unit, offset, tuple(tensor.shape), tensor.stride())
+        if saved is None:
+            return tensor
+        saved.append(tensor.data)
+        return saved[-1]
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Weight):
@@ -72,22 +82,30 @@ def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mappin
         return layer(hidden)
 
 
-def keep_attention(layer: Layer, hidden: Tensor, *, again: Callable[[], AbstractContextManager[object]]) -> Tensor:
+def keep_attention(
+    layer: Layer, hidden: Tensor, *, again: Callable[[], AbstractContextManager[object]], saved: Saved | None = None
+) -> Tensor:
     """``layer(hidden)`` with a graph that keeps the results of attention and computes the rest again.
 
     Attention is the part that grows with the square of a document's length, and its result is small.
 
     Args:
         again: makes what the recomputation runs in, so that it draws the random numbers of the forward pass.
+        saved: takes the results of attention.
     """
+    modes: list[Any] = []
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         first, second = create_selective_checkpoint_contexts(_policy)
+        modes.append(first)
         return first, _both(again, second)
 
     with torch.enable_grad():
         output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     assert isinstance(output, Tensor)
+    if saved is not None:  # torch has no other way to them
+        results = [getattr(kept, "val", None) for kept in tree_leaves([[*mode.storage.values()] for mode in modes])]
+        saved += [result for result in results if isinstance(result, Tensor)]
     return output
 
 

@@ -1,9 +1,9 @@
-"""What a rank computes, as actions: a block on its micro-batches, and the inputs that wait in the host's memory.
+"""What a rank computes, as actions: a block on its micro-batches, and what waits in the host's memory.
 
 Rows that are computed in chunks come from there and go there within FORWARD and BACKWARD (``StepSpec.streams``): no
 other rank waits for a chunk, and an action for each would make programs hundreds of times as long.
 
-Otherwise they have actions of their own. A device's copy of an input that waits in the host's memory goes two blocks
+Otherwise they have actions of their own. A device's copy of what waits in the host's memory goes two blocks
 later, with the action that then computes: a device waits for its link to the host rather than pile up what should have
 left. And what comes back waits for its buffer, which is free when the block two before it is done.
 """
@@ -56,31 +56,32 @@ def kept(step: StepSpec, saved: Kind, block: int, m: int, place: int) -> Buffer:
     return Buffer(Kind.OFFLOADED_ATTENTION, (place, block)) if step.streams(block) else Buffer(saved, (m, block))
 
 
-def offload(block: int, m: int, place: int) -> Action:
-    """OFFLOAD of a block's input, once its forward pass has read it.
+def offload(block: int, m: int, place: int, kind: Kind = Kind.INPUT) -> Action:
+    """OFFLOAD of what a block keeps, once its forward pass is over.
 
     Args:
         place: of the micro-batch in its round.
+        kind: of what it keeps.
     """
-    reads, writes = (block_input(m, block),), (offloaded(place, block),)
+    reads, writes = (Buffer(kind, (m, block)),), (offloaded(place, block, kind),)
     return Action(Op.OFFLOAD, Lane.HOST, reads, writes, block=block, micro_batch=m)
 
 
-def reload(block: int, m: int, place: int) -> Action:
-    """RELOAD of a block's input for its backward pass."""
-    there, back = (offloaded(place, block),), (reloaded(place, block),)
+def reload(block: int, m: int, place: int, kind: Kind = Kind.INPUT) -> Action:
+    """RELOAD of what a block keeps for its backward pass."""
+    there, back = (offloaded(place, block, kind),), (reloaded(place, block, kind),)
     return Action(Op.RELOAD, Lane.HOST, there, back, there, block=block, micro_batch=m)
 
 
 def left_behind(step: StepSpec, block: int, m: int) -> tuple[Buffer, ...]:
-    """Inputs that are in the host's memory by then, and whose place on the device is given up when ``block`` computes:
+    """What is in the host's memory by then, and whose place on the device is given up when ``block`` computes:
     in its forward pass, or in the backward pass of the head, which has no other.
     """
     last = len(step.model.blocks) - 1
     if step.settings.sequence_chunk or not step.settings.offloaded_layers:
         return ()
     before = (last - 2, last - 1) if block == last else (block - 2,)
-    return tuple(block_input(m, b) for b in before if b >= step.model.first_backward and step.offloads(b))
+    return tuple(Buffer(step.keeps(b), (m, b)) for b in before if b >= step.model.first_backward and step.offloads(b))
 
 
 def backward(
@@ -135,5 +136,5 @@ def _sources(step: StepSpec, block: int, m: int, place: int) -> list[Buffer]:
         own = [boundary(step, block, m, place, training=True)]
         return [*own, kept(step, saved, block, m, place)] if saved else own
     if step.offloads(block):
-        return [reloaded(place, block)]
-    return [Buffer(saved or Kind.INPUT, (m, block))]
+        return [reloaded(place, block, step.keeps(block))]
+    return [Buffer(step.keeps(block), (m, block))]

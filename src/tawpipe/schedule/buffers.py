@@ -46,8 +46,14 @@ class Kind(StrEnum):
     """A block's input in the host's memory or a file (micro-batch's place in its round, block)."""
     OFFLOADED_ATTENTION = "hostkept"
     """A block's attention output outside of the device (micro-batch's place in its round, block)."""
+    OFFLOADED_GRAPH = "hostgraph"
+    """What a block's autograd graph saves, in the host's memory (place among those that wait, block)."""
     RELOADED = "reload"
     """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
+    RELOADED_ATTENTION = "reloadkept"
+    """The same of attention's output, on whole rows."""
+    RELOADED_GRAPH = "reloadgraph"
+    """The same of a graph."""
     KEYS = "kv"
     """A layer's keys and values: of this rank's tokens until they are gathered, then of all (micro-batch, block)."""
     KEY_GRADIENTS = "dkv"
@@ -74,7 +80,19 @@ TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
-OUTSIDE = frozenset({Kind.OFFLOADED, Kind.OFFLOADED_ATTENTION})
+AWAY = {
+    Kind.INPUT: Kind.OFFLOADED,
+    Kind.ATTENTION: Kind.OFFLOADED_ATTENTION,
+    Kind.GRAPH: Kind.OFFLOADED_GRAPH,
+}
+"""What a layer keeps for its backward pass -> the same in the host's memory."""
+BACK = {
+    Kind.INPUT: Kind.RELOADED,
+    Kind.ATTENTION: Kind.RELOADED_ATTENTION,
+    Kind.GRAPH: Kind.RELOADED_GRAPH,
+}
+"""The same -> what it is where it has come back, under strategies whose blocks take turns in two places."""
+OUTSIDE = frozenset(AWAY.values())
 """Activations that are not on the device."""
 KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
 """What selective recomputation keeps of a layer, wherever it is."""
@@ -210,15 +228,15 @@ def loss(micro_batch: int) -> Buffer:
 
 
 @cache
-def offloaded(place: int, block: int) -> Buffer:
-    """Where a block's input waits in the host's memory, for the micro-batch at this place of its round."""
-    return Buffer(Kind.OFFLOADED, (place, block))
+def offloaded(place: int, block: int, kind: Kind = Kind.INPUT) -> Buffer:
+    """Where what a block keeps waits in the host's memory, for the micro-batch at this place of its round."""
+    return Buffer(AWAY[kind], (place, block))
 
 
 @cache
-def reloaded(place: int, block: int) -> Buffer:
+def reloaded(place: int, block: int, kind: Kind = Kind.INPUT) -> Buffer:
     """Where it comes back: blocks take turns in two buffers a micro-batch."""
-    return Buffer(Kind.RELOADED, (block % 2, place))
+    return Buffer(BACK[kind], (block % 2, place))
 
 
 @dataclass(frozen=True)

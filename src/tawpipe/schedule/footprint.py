@@ -8,7 +8,7 @@ from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.activations import activations_held, peak_activations
-from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
+from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.landing import ROOMS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
@@ -141,7 +141,7 @@ class BlockMemory:
         sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
         if ranks > 1:
             sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
-        sizes[Kind.OFFLOADED_ATTENTION] = sizes[Kind.ATTENTION]
+        sizes |= {other: sizes[kind] for places in (AWAY, BACK) for kind, other in places.items()}
         if pinned:
             whole, rest = divmod(own, min(chunk, own) or own)
             for kind in OUTSIDE:
@@ -155,7 +155,7 @@ class BlockMemory:
         if action.block < 0 or action.micro_batch < 0 or action.op is Op.BACKWARD_WEIGHT:
             return 0
         kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
-        recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
+        recompute = next((name for name, kind in RECOMPUTE.items() if kind and kinds & {kind, BACK[kind]}), "full")
         block = schedule.model.blocks[action.block].kind
         of_kind = self.working.get(block, {})
         forward, settings = action.op in (Op.FORWARD, Op.KEYS), schedule.step.settings

@@ -42,6 +42,9 @@ class ScheduleSettings:
     """Under zero-bubble, generated and solved, the times of blocks for which stages and orders are made: forward,
     backward for inputs, backward for weights, from the embedding to the head, as in 0/0/0,32x10/20/10,5/15/0. A plan
     fills it in; what the sizes of the blocks say if empty."""
+    pipeline_order: str = ""
+    """Under pipelines, what every position does, in order, for as many micro-batches as are in it. A plan fills it in
+    under solved; made anew if empty."""
     micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""
@@ -70,8 +73,8 @@ class ScheduleSettings:
     keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
     default a run with uneven documents (packing balanced) takes what is left, unless --plan is none; otherwise 0."""
     offloaded_layers: int = bounded(0, minimum=0)
-    """The inputs of so many first layers wait for their backward pass in the host's memory; under sequence_chunk they
-    come and go by chunk, and what selective recomputation keeps of these layers does so as well."""
+    """What so many first layers keep for their backward pass waits in the host's memory: their inputs, or what
+    recompute lets them keep; under sequence_chunk it comes and goes by chunk."""
     offload_dir: str = ""
     """Under sequence_chunk, a folder on every machine's own disk (NVMe) in whose files they wait instead. The files
     have no names: they go with the process."""

@@ -34,7 +34,7 @@ NEUTRAL: dict[str, Any] = {
     "host_homes": "none",
 }
 """What the settings that may be left open are for strategies that have no word on them."""
-SPECIAL = ("stages", "block_times", "groups")
+SPECIAL = ("stages", "block_times", "groups", "pipeline_order")
 """Settings that some strategies alone have a use for, see ``Strategy.uses``."""
 
 
@@ -76,6 +76,10 @@ class StepSpec:
         """The kind of activation that a block keeps for its backward pass besides its input."""
         return RECOMPUTE[self._recompute[block]]
 
+    def keeps(self, block: int) -> Kind:
+        """The kind of activation that the backward pass of a block on whole rows starts from."""
+        return self.saves(block) or Kind.INPUT
+
     def losses_of(self, rank: int) -> tuple[int, ...]:
         """The micro-batches whose loss a rank computes."""
         return (self.losses or self.micro_batches)[rank]
@@ -85,11 +89,11 @@ class StepSpec:
         return self.sequence_ranks if self.shared is None or micro_batch < self.shared else 1
 
     def offloads(self, block: int) -> bool:
-        """True if the input of a block waits in the host's memory. Layers are the blocks from 1 on."""
+        """True if what a block keeps waits in the host's memory. Layers are the blocks from 1 on."""
         return 1 <= block <= self.settings.offloaded_layers
 
     def moves(self, block: int) -> bool:
-        """True if OFFLOAD and RELOAD move the input of a block."""
+        """True if OFFLOAD and RELOAD move what a block keeps."""
         return self.offloads(block) and not self.settings.sequence_chunk
 
     def streams(self, block: int) -> bool:

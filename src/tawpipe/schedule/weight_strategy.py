@@ -160,7 +160,7 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
         for soon in visits[position + 1 : position + 2]:  # a visit ahead, so that it comes back while this one computes
             if soon.backward and step.moves(soon.block):
                 coming = step.in_round(route.rank, soon.round)
-                yield from (reload(soon.block, m, place) for place, m in enumerate(coming))
+                yield from (reload(soon.block, m, place, step.keeps(soon.block)) for place, m in enumerate(coming))
         if visit.backward:
             gradients = route.gradient_buffers(visit) if visit.gradient_index is not None else {}
             yield from backward(step, visit.block, own, weights, gradients)
@@ -168,7 +168,7 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
             for place, m in enumerate(own):
                 yield forward(step, visit.block, m, weights, place=place, training=training)
                 if training and visit.block >= model.first_backward and step.moves(visit.block):
-                    yield offload(visit.block, m, place)
+                    yield offload(visit.block, m, place, step.keeps(visit.block))
         if visit.gradient_index is not None:
             yield from route.push(visit)
     yield from route.finish()

@@ -291,7 +291,7 @@ class Player:
         elif action.op is Op.ADD:
             work = costs.add_s * self.transfers.elements(rank, action.writes[0])
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
-            work = costs.host_s(action.micro_batch)
+            work = costs.host_s(action)
         elif action.op in (Op.ZERO, Op.PREPARE, Op.RAISE):
             work = 0.0
         else:

@@ -178,7 +178,7 @@ class CostModel:
         homes: between a device and homes in its host's memory, while all devices of the node use it.
         master_bytes, optimizer_states: see ``Widths``; for homes in the host's memory.
         boundary_bytes: of a boundary activation, for every token.
-        kept_bytes: of what selective recomputation keeps of a layer in chunks, for every token.
+        kept_bytes, graph_bytes: of what selective recomputation, or none, keeps of a layer, for every token.
         key_elements: of a layer's keys and values, for every token.
         ranks: that compute a micro-batch together, see ``in_sets``.
         shared: only those below this number; None for all.
@@ -205,6 +205,7 @@ class CostModel:
     optimizer_states: float | tuple[float, ...] = 2.0
     boundary_bytes: int = 0
     kept_bytes: float = 0.0
+    graph_bytes: float = 0.0
     key_elements: int = 0
     ranks: int = 1
     shared: int | None = None
@@ -319,9 +320,16 @@ class CostModel:
         """Bytes of a boundary activation: a block's input, or its gradient."""
         return self.boundary_bytes * self._size(micro_batch).tokens
 
-    def host_s(self, micro_batch: int) -> float:
-        """Seconds in which a boundary activation passes between a device and its host."""
-        return self.host.latency_s + self.boundary(micro_batch) / self.host.bytes_per_s
+    def waiting(self, action: Action) -> float:
+        """Bytes that an OFFLOAD or RELOAD moves."""
+        used = (*action.reads, *action.writes)
+        kind = next((buffer.kind for buffer in used if buffer.kind in OUTSIDE), Kind.OFFLOADED)
+        each = {Kind.OFFLOADED_ATTENTION: self.kept_bytes, Kind.OFFLOADED_GRAPH: self.graph_bytes}
+        return each.get(kind, self.boundary_bytes) * self._size(action.micro_batch).tokens
+
+    def host_s(self, action: Action) -> float:
+        """Seconds in which it passes between a device and its host."""
+        return self.host.latency_s + self.waiting(action) / self.host.bytes_per_s
 
     def streaming_s(self, action: Action, *, passes: int = 1) -> float:
         """Seconds in which rows come and go by chunk while an action computes.

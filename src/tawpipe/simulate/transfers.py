@@ -185,7 +185,7 @@ class Transfers:
         if not self.step.homes_in_host or action.group:
             return None
         if action.op in (Op.OFFLOAD, Op.RELOAD):
-            link, amount = costs.host, costs.boundary(action.micro_batch)
+            link, amount = costs.host, costs.waiting(action)
             up, down = (amount, 0.0) if action.op is Op.RELOAD else (0.0, amount)
         elif action.op is Op.UPDATE:
             lands = not any(buffer.kind is Kind.LANDING for buffer in action.reads)

@@ -16,6 +16,7 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
 from tawpipe.runtime.faults import Fault, parse_faults
+from tawpipe.schedule.pipelines.strategy import parse_order
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import ScheduleSettings, parse_homes
 from tawpipe.schedule.strategies.table import strategies
@@ -93,6 +94,8 @@ def check_plannable(config: TrainConfig) -> None:
     known[config.schedule.strategy].configured(config.schedule)
     if config.schedule.block_times:
         parse_times(config.schedule.block_times)
+    if config.schedule.pipeline_order:
+        parse_order(config.schedule.pipeline_order)
     _check_optimizer(config)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")

@@ -18,6 +18,8 @@ from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.made import held_at_once
+from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.strategies.table import strategies
@@ -77,7 +79,7 @@ class Improving:
         schedule = pipeline.schedule(self._rows)
         strategy = schedule.step.strategy
         assert isinstance(strategy, ActivationPipeline)
-        shape = strategy.shape(schedule.model, schedule.topology)
+        shape = strategy.shape_of(schedule.step)
         mine = seconds_of([recording.spans() for recording in self._recordings], shape.layout)
         self._recordings.clear()
         everyone = self._world.together(lambda: [[*key, value] for key, value in mine.items()])
@@ -92,7 +94,7 @@ class Improving:
 
     def _look(self, step: int) -> None:
         improved = self._search.poll() if self._search else None
-        worth = improved is not None and improved.gain >= WORTH
+        worth = improved is not None and improved.gain >= WORTH and self._fits(Order.parse(improved.order))
         ended = self._search is not None and (improved is not None or not self._search.running)
         word = "" if not ended else improved.order if worth and improved is not None else "nothing"
         word = self._world.broadcast_text(word)
@@ -107,6 +109,13 @@ class Improving:
         elif self._world.rank == 0:
             status = f": {improved.status}" if improved is not None else ""
             self._console.line(f"step {step}: the pipeline's order stays, no better one was found{status}")
+
+    def _fits(self, order: Order) -> bool:
+        """True within the limit of memory, what is on its way between positions included."""
+        step = self._pipeline.schedule(self._rows).step
+        assert isinstance(step.strategy, ActivationPipeline)
+        shape = step.strategy.shape(step.model, step.topology)
+        return fits(shape.costs, held_at_once(step, shape, order))
 
     def _say(self, step: int, improved: Improved | None, took_s: float) -> None:
         if improved is not None:

@@ -5,16 +5,81 @@ What makes them (search/) is imported when something is made: a run of any other
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
+from tawpipe.errors import UserError
+from tawpipe.schedule.activations import peak_activations
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import QUICK, searched
+from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.periodic import Periodic
 from tawpipe.schedule.pipelines.positions import Positions
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts
+from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
+from tawpipe.schedule.pipelines.strategy import KEPT, ActivationPipeline, order_of_layout, parse_order
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
+
+TRIES = 8
+"""Limits of memory, each lower by what the order for the one before held too much, after which none is found."""
+
+
+@lru_cache(KEPT)
+def _within(step: StepSpec) -> PipelineCosts:
+    """The costs of a step with as much less memory for what waits for backward passes as transfers need besides.
+
+    Raises:
+        UserError: a limit that nothing meets.
+    """
+    strategy = step.strategy
+    assert isinstance(strategy, SolvedPipeline)
+    shape = strategy.shape(step.model, step.topology)
+    positions, few = shape.positions, searched(shape.layout.size) + 1
+    if len(step.micro_batches[positions.rank(0, 0)]) > few:  # the rest is the same again
+        step = replace(step, micro_batches=positions.share(few * positions.replicas))
+    count, given, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
+    for _ in range(TRIES):
+        try:
+            most = held_at_once(step, shape, order_of_layout(strategy, shape.layout, given, count))
+        except UserError:
+            if given is shape.costs:
+                raise
+            break
+        if fits(shape.costs, most):
+            return given
+        least = min(least, most)
+        given = replace(given, memory=given.memory - (most - shape.costs.memory))
+    expected = f"more: {least:.6g} was the least, with what is on its way between positions"
+    raise UserError("memory of a position", shape.costs.memory, expected)
+
+
+def held_at_once(step: StepSpec, shape: PipelineShape, order: Order) -> float:
+    """The most memory of a position at any time of a step in an order, with what is resident, what has come for works
+    that are yet to start, and what is yet to go.
+    """
+    ranks = [shape.positions.rank(place, 0) for place in range(shape.layout.size)]
+    schedule = build_pipeline(replace(shape, order_of=lambda _: order), step, training=True, ranks=ranks)
+    sizes, resident = activation_sizes(step, shape.costs), shape.costs.stages(shape.layout).resident
+    return max(peak_activations(schedule, rank, sizes) + there for rank, there in zip(ranks, resident, strict=True))
+
+
+def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:
+    """Of every kind of activation the memory of one, in the unit of the costs: that of a boundary is what a layer
+    keeps which computes all again, or 1.
+    """
+    kept = dict[Kind, float]()
+    for number, block in enumerate(costs.blocks):
+        if step.model.blocks[number].kind == "layer":
+            kind = step.keeps(number)
+            kept[kind] = max(kept.get(kind, 0.0), block.kept)
+    boundary = kept.setdefault(Kind.INPUT, 1.0)
+    waiting = max(block.kept_for_weights for block in costs.blocks)
+    return kept | {Kind.INPUT_GRADIENT: boundary, Kind.LINEAR: waiting}
 
 
 class Made(ActivationPipeline):
@@ -94,12 +159,24 @@ class SolvedPipeline(Made):
     def usual_layout(self, model: ModelSpec, size: int) -> Layout:
         return Layout.even(len(model.blocks), size)
 
+    def shape_of(self, step: StepSpec) -> PipelineShape:
+        shape, count = self.shape(step.model, step.topology), max(map(len, step.micro_batches))
+        given = bool(self.given) and parse_order(self.given).micro_batches == count
+        if given or not count or math.isinf(shape.costs.memory):
+            return shape
+        costs = _within(replace(step, micro_batches=shape.positions.share(count * shape.positions.replicas)))
+        return replace(shape, costs=costs, order_of=lambda many: order_of_layout(self, shape.layout, costs, many))
+
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
+        from tawpipe.schedule.pipelines.search.arrange import arrange
         from tawpipe.schedule.pipelines.search.fitting import fastest
 
-        return (
-            self.continuing(layout, costs).of(count) if count > searched(layout.size) else fastest(layout, costs, count)
-        )
+        if count > searched(layout.size):
+            return self.continuing(layout, costs).of(count)
+        orders = [fastest(layout, costs, count)]
+        with suppress(UserError):  # memory for no order without the host's
+            orders += [arrange(layout, costs, count, split=split) for split in (True, False)]
+        return min(orders, key=lambda order: makespan(play(layout, order, costs)))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
         from tawpipe.schedule.pipelines.search.fitting import continuing

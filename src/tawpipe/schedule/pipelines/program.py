@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.blocks import backward, forward
 from tawpipe.schedule.buffers import (
+    AWAY,
     Buffer,
     Kind,
     Pool,
@@ -32,7 +32,6 @@ from tawpipe.schedule.buffers import (
     home_weight,
     input_gradient,
     linear,
-    offloaded,
     pooled,
     turn,
 )
@@ -337,29 +336,31 @@ class _StageProgram:
             yield whole
 
     def _host(self, work: Work, slots: dict[Work, int]) -> Iterator[Action]:
-        """OFFLOAD or RELOAD of the inputs of a stage's layers, of which none is kept for others.
+        """OFFLOAD or RELOAD of what a stage's layers keep: their inputs, or what is in the place of these.
 
         Args:
             slots: places in the host's memory that are taken, by the work that took them.
         """
         m, own = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
         first = max(1, self.model.first_backward)
-        layers = [block for block in own if block >= first and self.model.blocks[block].kind == "layer"]
-        if any(self.step.saves(block) for block in layers):  # it is in the place of the input
-            expected = f"full under {self.step.strategy.name} where inputs wait in the host's memory: nothing else does"
-            raise UserError("schedule.recompute", self.step.settings.recompute, expected)
+        layers = [b for b in own if b >= first and self.model.blocks[b].kind == "layer" and self.shape.costs.moves(b)]
         there = work._replace(kind="O")
         if work.kind == "O":
             taken = {slot for other, slot in slots.items() if other.stage == work.stage}
             slots[there] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             for block in layers:
-                x, away = (block_input(m, block),), (offloaded(slots[there], block),)
-                yield Action(Op.OFFLOAD, Lane.HOST, x, away, x, block=block, micro_batch=m)
+                here, away = self._kept(block, m, slots[there])
+                yield Action(Op.OFFLOAD, Lane.HOST, here, away, here, block=block, micro_batch=m)
             return
         for block in reversed(layers):
-            x, away = (block_input(m, block),), (offloaded(slots[there], block),)
-            yield Action(Op.RELOAD, Lane.HOST, away, x, away, block=block, micro_batch=m)
+            here, away = self._kept(block, m, slots[there])
+            yield Action(Op.RELOAD, Lane.HOST, away, here, away, block=block, micro_batch=m)
         del slots[there]
+
+    def _kept(self, block: int, m: int, slot: int) -> tuple[tuple[Buffer], tuple[Buffer]]:
+        """What a layer keeps, on the device and at a place in the host's memory."""
+        kind = self.step.keeps(block)
+        return (Buffer(kind, (m, block)),), (Buffer(AWAY[kind], (slot, block)),)
 
 
 def _with_contexts(program: Sequence[Action]) -> tuple[Action, ...]:

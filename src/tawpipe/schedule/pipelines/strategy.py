@@ -5,9 +5,11 @@ stages, are looked for.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.buffers import Kind
@@ -16,11 +18,11 @@ from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_g
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts
+from tawpipe.schedule.pipelines.work import KINDS, BlockTimes, Order, PipelineCosts, play
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.topology import Topology
 
 KEPT = 64
@@ -45,7 +47,7 @@ class ActivationPipeline(Strategy):
     Args:
         stages: see ``ScheduleSettings.stages``.
         block_times: see ``ScheduleSettings.block_times``.
-        given: an order for as many micro-batches as it has, as ``Order`` spells it.
+        given: see ``ScheduleSettings.pipeline_order``.
     """
 
     stages: str = ""
@@ -53,7 +55,7 @@ class ActivationPipeline(Strategy):
     given: str = ""
 
     travels = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT))
-    uses = SPECIAL
+    uses = ("stages", "block_times", "pipeline_order")
     orders_host = True
     refusals = {
         **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _STAY),
@@ -88,14 +90,17 @@ class ActivationPipeline(Strategy):
 
     def configured(self, settings: ScheduleSettings) -> ActivationPipeline:
         stages, times = settings.stages or self.stages, settings.block_times or self.block_times
-        if (stages, times) == (self.stages, self.block_times):
+        order = settings.pipeline_order or self.given
+        if (stages, times, order) == (self.stages, self.block_times, self.given):
             return self
-        return replace(self, stages=stages, block_times=times)
+        return replace(self, stages=stages, block_times=times, given=order)
 
     def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
         stages = settings.stages or self.stages or "world"
         times = settings.block_times or self.block_times
-        return super().settle(replace(settings, micro_batches_per_visit=1, stages=stages, block_times=times))
+        order = settings.pipeline_order or self.given
+        settings = replace(settings, stages=stages, block_times=times, pipeline_order=order)
+        return super().settle(replace(settings, micro_batches_per_visit=1))
 
     def positions(self, topology: Topology) -> Positions:
         """Where the positions are.
@@ -127,7 +132,11 @@ class ActivationPipeline(Strategy):
                 expected = f"{positions.size} numbers, one for every position"
                 raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, found))}", expected)
         layout = self.layout_of(model, positions.size)
-        return PipelineShape(model, layout, positions, costs, lambda count: _order(self, layout, costs, count))
+        return PipelineShape(model, layout, positions, costs, lambda count: order_of_layout(self, layout, costs, count))
+
+    def shape_of(self, step: StepSpec) -> PipelineShape:
+        """The same for a step."""
+        return self.shape(step.model, step.topology)
 
     def divided_over(self, topology: Topology) -> int:
         return self.positions(topology).size
@@ -155,7 +164,7 @@ class ActivationPipeline(Strategy):
         return self.shape(model, topology).homes
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
-        shape = self.shape(step.model, step.topology)
+        shape = self.shape_of(step) if training else self.shape(step.model, step.topology)
         if not training:
             shape = replace(shape, order_of=lambda count: forward_only(shape.layout, count))
         return build_pipeline(shape, step, training=training, ranks=ranks)
@@ -235,10 +244,44 @@ def _layout(strategy: ActivationPipeline, model: ModelSpec, size: int) -> Layout
 
 
 @lru_cache(KEPT)
-def _order(strategy: ActivationPipeline, layout: Layout, costs: PipelineCosts, count: int) -> Order:
-    if strategy.given and (order := Order.parse(strategy.given)).micro_batches == count:
+def order_of_layout(strategy: ActivationPipeline, layout: Layout, costs: PipelineCosts, count: int) -> Order:
+    """The order that is given for so many micro-batches, or the one that the strategy makes; remembered."""
+    if strategy.given and (order := parse_order(strategy.given)).micro_batches == count:
+        check_order(layout, order)
         return order
     return strategy.order(layout, costs, count) if count else Order(((),) * layout.size)
+
+
+def parse_order(text: str) -> Order:
+    """``ScheduleSettings.pipeline_order`` as an order.
+
+    Raises:
+        UserError: something else.
+    """
+    try:
+        return Order.parse(text)
+    except ValueError as error:
+        expected = "works of every position, those of its host, and what waits, as a plan writes them; or nothing"
+        raise UserError("schedule.pipeline_order", text[:40], expected) from error
+
+
+def check_order(layout: Layout, order: Order) -> None:
+    """Raise UserError if an order is none of a layout: works are missing, twice or elsewhere, or wait for ever."""
+    works = Counter((place, work) for place, lane in order.lanes for work in lane)
+    done = {kind: {work[1:] for _, work in works if work.kind == kind} for kind in KINDS}
+    everything = set(product(range(layout.stages), range(order.micro_batches)))
+    there = len(order.compute) == layout.size and all(work.stage < layout.stages for _, work in works)
+    good = there and all(layout.places[work.stage] == place for place, work in works) and max(works.values()) == 1
+    good = (
+        good and done["F"] == everything == done["B"] ^ done["I"] and done["I"] == done["W"] and done["O"] == done["R"]
+    )
+    try:
+        if good:
+            play(layout, order, PipelineCosts((BlockTimes(1, 1, 1),) * layout.blocks))
+            return
+    except ValueError:
+        pass
+    raise UserError("schedule.pipeline_order", str(order)[:40], f"an order for the stages {layout}; or nothing")
 
 
 class OneForwardOneBackward(ActivationPipeline):

@@ -20,7 +20,7 @@ EXPECTED = "times of all blocks (forward/input gradient/weight gradient), as in 
 
 def spell_times(costs: PipelineCosts) -> str:
     """Costs as text: for every block forward/backward_input/backward_weight, and as much of /kept/kept_for_weights
-    and /resident as is not usual; equal blocks in a row once; then what else there is.
+    and /resident and /stays as is not usual; equal blocks in a row once; then what else there is.
 
     >>> spell_times(PipelineCosts((BlockTimes(1, 2.5, 0), *[BlockTimes(10, 20, 10, 1, 4)] * 32), hop=3))
     '1/2.5/0,32x10/20/10/1/4;hop=3'

@@ -108,6 +108,7 @@ class BlockTimes:
         kept: memory from its forward pass to its backward pass (B or I).
         kept_for_weights: memory from I to W.
         resident: memory of its weights, gradients and optimizer state.
+        stays: of ``kept``, what never goes to the host's memory: all of a block or nothing.
     """
 
     forward: float
@@ -116,6 +117,12 @@ class BlockTimes:
     kept: float = 1.0
     kept_for_weights: float = 0.0
     resident: float = 0.0
+    stays: float = 0.0
+
+    @property
+    def moves(self) -> float:
+        """Of ``kept``, what may go to the host's memory."""
+        return self.kept - self.stays
 
 
 TIMES: dict[str, Callable[[BlockTimes], float]] = {
@@ -136,7 +143,7 @@ class PipelineCosts:
             other's way.
         pace: multiplies the times of every position; empty for 1.
         memory: of a position, in which its blocks' weights are resident and inputs are kept.
-        host: time of a unit of kept memory on a position's link to its host; one transfer at a time, either way.
+        host: time of a unit of memory on a position's link to its host; one transfer at a time, either way.
         near_hop: like ``hop``, between two positions of one node.
         nodes: the node of every position; empty where each is on one of its own.
     """
@@ -159,6 +166,10 @@ class PipelineCosts:
         """A time of blocks on a position."""
         return (self.pace[position] if self.pace else 1.0) * time
 
+    def moves(self, block: int) -> bool:
+        """True if what a block keeps may go to the host's memory."""
+        return self.blocks[block].moves > 0
+
     def stages(self, layout: Layout) -> StageCosts:
         """By stage of a layout."""
         return StageCosts(layout, self)
@@ -170,20 +181,22 @@ class StageCosts:
     Args:
         seconds: time by (kind, stage).
         kept, kept_for_weights: by stage, memory of a micro-batch from F to B or I, and from I to W.
+        moved: by stage, of what is kept the part that O takes away and R brings back.
         resident: by position, memory of weights, gradients and optimizer state.
     """
 
     def __init__(self, layout: Layout, costs: PipelineCosts) -> None:
         self.layout, self.costs = layout, costs
         self.kept, self.kept_for_weights = self._sums(attrgetter("kept")), self._sums(attrgetter("kept_for_weights"))
+        self.moved = self._sums(attrgetter("moves"))
         resident = self._sums(attrgetter("resident"))
         self.resident = [sum(resident[stage] for stage in layout.stages_of(p)) for p in range(layout.size)]
         self.seconds: dict[tuple[str, int], Any] = {}
         for kind, time in TIMES.items():
             for stage, total in enumerate(self._sums(time)):
                 self.seconds[kind, stage] = costs.paced(total, layout.places[stage])
-        for stage, kept in enumerate(self.kept):
-            self.seconds["O", stage] = self.seconds["R", stage] = costs.host * kept
+        for stage, moved in enumerate(self.moved):
+            self.seconds["O", stage] = self.seconds["R", stage] = costs.host * moved if moved else 0
 
     def _sums(self, of: Callable[[BlockTimes], float]) -> list[Any]:
         layout, blocks = self.layout, self.costs.blocks
@@ -192,13 +205,13 @@ class StageCosts:
     @cached_property
     def taken(self) -> dict[tuple[str, int], Any]:
         """Memory from the start of a work on, by (kind, stage)."""
-        kinds = {"F": self.kept, "R": self.kept, "I": self.kept_for_weights}
+        kinds = {"F": self.kept, "R": self.moved, "I": self.kept_for_weights}
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
     @cached_property
     def given(self) -> dict[tuple[str, int], Any]:
         """Memory that is free again after the end of a work, by (kind, stage)."""
-        kinds = {"B": self.kept, "I": self.kept, "O": self.kept, "W": self.kept_for_weights}
+        kinds = {"B": self.kept, "I": self.kept, "O": self.moved, "W": self.kept_for_weights}
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
     @cached_property

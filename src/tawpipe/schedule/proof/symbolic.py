@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import Buffer, Kind, home_gradient, home_weight
+from tawpipe.schedule.buffers import OUTSIDE, Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.step import Schedule
 
 COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -95,7 +95,7 @@ class Contents:
         }
         """(block, micro-batch) pairs whose backward pass is in two parts."""
         self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
-        """Of every rank's places in the host's memory the micro-batches whose inputs are there, in pipelines."""
+        """Of every rank's places in the host's memory the micro-batches that are there, in pipelines."""
         self._everything = {
             unit: frozenset(
                 part
@@ -316,8 +316,8 @@ class Contents:
         if not self.schedule.step.strategy.orders_host:
             return
         if action.op is Op.OFFLOAD:
-            here[next(one for one in action.writes if one.kind is Kind.OFFLOADED)] = action.micro_batch
-        elif (there := here.pop(next(one for one in action.reads if one.kind is Kind.OFFLOADED))) != action.micro_batch:
+            here[next(buffer for buffer in action.writes if buffer.kind in OUTSIDE)] = action.micro_batch
+        elif (there := here.pop(next(b for b in action.reads if b.kind in OUTSIDE))) != action.micro_batch:
             raise ScheduleError(f"brings back micro-batch {there}: {running}")
 
     def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:

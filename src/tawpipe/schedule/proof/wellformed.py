@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.blocks import left_behind
 from tawpipe.schedule.buffers import (
+    AWAY,
     COUNT,
     KEPT,
     NORM,
@@ -187,9 +188,10 @@ class _Checker:
             reads, writes = reads | {input_gradient(m, b + 1)}, set()
             if self.step.settings.sequence_chunk:
                 reads |= {self._kept(saved, b, m)} if saved else set()
-            elif saved or self.step.offloads(b):
-                source = Buffer(saved, (m, b)) if saved else reloaded(self._place(m), b)
-                reads = reads - {block_input(m, b)} | {source}
+            else:
+                kept, moved = self.step.keeps(b), self.step.offloads(b)
+                source = reloaded(self._place(m), b, kept) if moved else Buffer(kept, (m, b))
+                reads = reads - {block_input(m, b)} | ({source} if b > 0 else set())
         elif saved:
             writes |= {self._kept(saved, b, m)}
         if backward and b > self.model.first_backward:
@@ -262,12 +264,13 @@ class _Checker:
             yield from self._ordered_host(action)
             return
         if not self.schedule.training or not self.step.moves(b) or m not in self.own:
-            yield "moves the input of a block that does not wait in the host's memory"
+            yield "moves what a block keeps that does not wait in the host's memory"
             return
-        there = (offloaded(self._place(m), b),)
-        expected = ((block_input(m, b),), there, ())
+        kept, place = self.step.keeps(b), self._place(m)
+        there = (offloaded(place, b, kept),)
+        expected = ((Buffer(kept, (m, b)),), there, ())
         if action.op is Op.RELOAD:
-            expected = (there, (reloaded(self._place(m), b),), there)
+            expected = (there, (reloaded(place, b, kept),), there)
         if (action.reads, action.writes, action.frees) != expected:
             reads, writes, frees = map(_texts, expected)
             yield f"must read {reads}, write {writes} and free {frees}"
@@ -277,9 +280,10 @@ class _Checker:
         reads, writes, frees = (tuple(filter(_no_turn, side)) for side in (action.reads, action.writes, action.frees))
         here, away = (reads, writes) if action.op is Op.OFFLOAD else (writes, reads)
         layer = 0 < action.block < len(self.model.blocks) - 1 and action.micro_batch in self.own
-        if not layer or here != (block_input(action.micro_batch, action.block),) or frees != reads:
-            yield "must move the input of a layer, and leave nothing behind"
-        if [(one.kind, one.at[-1]) for one in away] != [(Kind.OFFLOADED, action.block)]:
+        kind = self.step.keeps(action.block) if layer else Kind.INPUT
+        if not layer or here != (Buffer(kind, (action.micro_batch, action.block)),) or frees != reads:
+            yield "must move what a layer keeps, and leave nothing behind"
+        if [(buffer.kind, buffer.at[-1]) for buffer in away] != [(AWAY[kind], action.block)]:
             yield "must move it to the host's memory, or from there"
 
     def _place(self, m: int) -> int:

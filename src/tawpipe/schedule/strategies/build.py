@@ -68,9 +68,6 @@ def step_of(
     if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
         expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
         raise UserError("schedule.recompute", settings.recompute, expected)
-    if not settings.sequence_chunk and any(step.saves(block) for block in range(1, offloaded + 1)):
-        expected = "layers that recompute everything: what the others keep instead of their input stays on the device"
-        raise UserError("schedule.offloaded_layers", offloaded, expected)
     if step.step_cache and not settings.reuse:
         raise UserError("schedule.step_cache", settings.step_cache, "0 without reuse: nothing is used again")
     assert len(micro_batches) == topology.world_size and step.topology.is_even

@@ -89,7 +89,7 @@ def _memory(table: StageCosts, micro_batches: int, place: int, *, split: bool) -
             inputs, weights = (table.seconds[kind, stage] for kind in "IW")
             parts = table.kept_for_weights[stage]
             more += micro_batches * min(parts * (inputs + weights), kept * weights)
-        if (gain := (trip - own - link) * kept) > 0:
+        if (gain := (trip - own - link) * table.moved[stage]) > 0:
             saved.append((gain / max(link, 1e-12), micro_batches * link))
     saved.sort(reverse=True)
     limit = table.limits[place]
@@ -114,4 +114,4 @@ def _held(total: float, saved: list[tuple[float, float]], limit: float) -> float
         if time <= spent + link:
             return max(time, spent)
         left, spent = left - rate * link, spent + link
-    return left / limit
+    return left / limit if limit > 0 else math.inf

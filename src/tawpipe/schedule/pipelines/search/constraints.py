@@ -205,11 +205,14 @@ class Model:
         layout, costs, model = self.layout, self.costs, self.model
         stages = layout.stages_of(place)
         kept = {stage: self.table.kept[stage] for stage in stages}
+        moved = {stage: self.table.moved[stage] for stage in stages}
         parts = {stage: self.table.kept_for_weights[stage] if self._apart(stage) else 0.0 for stage in stages}
         room = self.table.rooms[place]
         if fits(costs, self.table.resident[place] + self.micro_batches * sum([*kept.values(), *parts.values()])):
             return
-        unit = unit_of([one for one in (*kept.values(), *parts.values()) if one > 0], room / GRAINS)
+        stays = {stage: kept[stage] - moved[stage] for stage in stages}
+        sizes = (*kept.values(), *moved.values(), *stays.values(), *parts.values())
+        unit = unit_of([size for size in sizes if size > 0], room / GRAINS)
         held, demands = [], []
 
         def hold(first: Work, last: Work, memory: float, present: Any = True) -> None:
@@ -245,16 +248,22 @@ class Model:
                     hold(back, rest, parts[stage], True if whole is False else ~whole)
                 if not kept[stage]:
                     continue
-                away = False if math.isinf(costs.host) or stage == layout.stages - 1 else self._transfers(*key)
-                if away is not False:
-                    hold(front, out, kept[stage], away)
-                    hold(into, back, kept[stage], away)
+                away = self._transfers(*key) if moved[stage] and stage < layout.stages - 1 else False
+                if away is False:
+                    hold(front, back, kept[stage])
+                    continue
+                if stays[stage]:
+                    hold(front, back, stays[stage])
+                hold(front, out, moved[stage], away)
+                hold(into, back, moved[stage], away)
                 if away is not True:
-                    hold(front, back, kept[stage], True if away is False else ~away)
+                    hold(front, back, moved[stage], ~away)
         model.add_cumulative(held, demands, math.floor(room / unit + 1e-6))
 
     def _transfers(self, stage: int, number: int) -> Any:
         """O and R, if they are there: true, false or a variable."""
+        if math.isinf(self.costs.host):
+            return False
         model, key = self.model, (stage, number)
         out, into, back = (Work(kind, stage, number) for kind in "ORI")
         time, now = self._time("O", stage), self.now[out] is not None

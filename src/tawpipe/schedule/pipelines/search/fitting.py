@@ -51,7 +51,8 @@ def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
         part = min(1.0, share * (1 - room / most)) if most > table.limits[place] else 0.0
         for work in works:
             number = work.micro_batch
-            if work.kind == "F" and math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9):
+            moves = work.kind == "F" and table.moved[work.stage] > 0
+            if moves and math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9):
                 away.add((work.stage, number))
     return away
 
@@ -70,14 +71,26 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
             if work.kind in "FBI":
                 here[key] = table.taken["F", work.stage]
             parts += table.taken["I", work.stage] if work.kind == "I" else 0.0
-            while parts + sum(here.values()) > limit and len(here) > 1:
-                last = max((one for one in here if one != key), key=wanted.__getitem__)
+            while parts + sum(here.values()) > limit:
+                left = [other for other in here if other != key and other not in away and table.moved[other[0]]]
+                if not left:
+                    break
+                last = max(left, key=wanted.__getitem__)
                 away.add(last)
-                del here[last]
+                here[last] -= table.moved[last[0]]
             if work.kind in "BI":
                 del here[key]
             parts -= table.given["W", work.stage] if work.kind == "W" else 0.0
     return away
+
+
+def patterns(
+    layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts
+) -> list[frozenset[tuple[int, int]]]:
+    """(stage, micro-batch) pairs that may go to the host's memory, so that the rest fits."""
+    options = [_evenly(layout, compute, costs, share) for share in SHARES]
+    options += [_latest(layout, compute, costs, margin) for margin in MARGINS]
+    return [*dict.fromkeys(map(frozenset, filter(None, options)))]
 
 
 def one_by_one(layout: Layout, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
@@ -130,9 +143,7 @@ def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, spli
                 if wide is None or wide in seen:
                     continue
                 seen.add(wide)
-                patterns = [_evenly(layout, wide, costs, share) for share in SHARES]
-                patterns += [_latest(layout, wide, costs, margin) for margin in MARGINS]
-                for away in list(dict.fromkeys(frozenset(one) for one in patterns if one))[: max(1, left)]:
+                for away in patterns(layout, wide, costs)[: max(1, left)]:
                     left -= 1
                     most = best[f"{name}-offload"][0] if f"{name}-offload" in best else math.inf
                     offer(f"{name}-offload", with_host(layout, wide, away, costs, most))
@@ -169,7 +180,9 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
         each = table.micro_batch
         what = "one micro-batch in flight without the host's memory"
     else:
-        each = [max(table.kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size)]
+        stays = [kept - moved for kept, moved in zip(table.kept, table.moved, strict=True)]
+        stages = map(layout.stages_of, range(layout.size))
+        each = [sum(stays[s] for s in there) + max(table.moved[s] for s in there) for there in stages]
         what = "one stage's of one micro-batch, all else in the host's memory"
     least = max(resident + kept for resident, kept in zip(table.resident, each, strict=True))
     if not fits(costs, least):

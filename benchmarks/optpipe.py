@@ -1,0 +1,209 @@
+"""Llama 8B in less memory than 1F1B wants: what layers keep, offload or compute again, beside the best uniform way.
+
+    python benchmarks/optpipe.py --out benchmarks/results/DATE-optpipe
+
+Twelve cells, written down here before anything was solved: costs as ``tawpipe plan`` has them for Llama 8B on H100s,
+four nodes of eight devices with 400 Gbit/s between nodes, a pipeline of four stages over the nodes (eight side by side)
+with 16 micro-batches of one row; memory of a position 0.7, 0.5 and 0.35 of what 1F1B keeps without recomputation; a
+link to the host of 25 or 12.5 GB/s each way, shared by the eight devices of a node; rows of 4,096 and 16,384 tokens.
+
+The baseline is the shortest of 1f1b, interleaved-1f1b, zero-bubble and generated, with no, selective or full
+recomputation of all layers, that fits. Beside it, one after the other: a choice layer by layer without the host's
+memory (search/keep.py), with it, and the solver from there on. Times are those of schedule/pipelines/work.py, and so is
+memory, the worst of all timings. Weights and optimizer state are left out of both. Nothing computes here. Writes
+``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.plan.machine import Device, Machine
+from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
+from tawpipe.plan.pipelines import pipeline_costs
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import fits, peak
+from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
+from tawpipe.schedule.pipelines.positions import Positions
+from tawpipe.schedule.pipelines.search.arrange import arrange
+from tawpipe.schedule.pipelines.search.generate import generate
+from tawpipe.schedule.pipelines.search.keep import Kept, choose
+from tawpipe.schedule.pipelines.search.solve import solve
+from tawpipe.schedule.pipelines.times import spell_times
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+from tawpipe.schedule.settings import RECOMPUTE
+from tawpipe.simulate import LinkModel
+
+STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
+LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
+ORDERS, WITH_HOST = 300, 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem."""
+
+    tokens: int
+    share: float
+    link: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.tokens:,} tokens, memory {self.share:g}, host {self.link / 1e9:g} GB/s"
+
+
+CELLS = [Cell(tokens, share, link) for tokens in LENGTHS for share in SHARES for link in LINKS]
+
+
+@cache
+def costs_of(tokens: int, link: float) -> dict[str, PipelineCosts]:
+    """The costs of a plan by what layers compute again, with any memory."""
+    host = LinkModel(link / LOCAL, 1e-5, shared=False)
+    machine = Machine((LOCAL,) * STAGES, LinkModel(BETWEEN, LATENCY_S), INSIDE["GPU"], host=host, device=Device("H100"))
+    asked = Asked(tokens, MICRO_BATCHES * LOCAL, 1)
+    built = build_model("llama-8b", max_positions=asked.row, longest=asked.longest)
+    request = request_of(Chain(built.model), machine, asked)
+    positions = Positions(request.topology, "nodes")
+    return {how: pipeline_costs(request, positions, how) for how in RECOMPUTE}
+
+
+def problem(cell: Cell) -> dict[str, PipelineCosts]:
+    """The costs of a cell with its limit."""
+    free = costs_of(cell.tokens, cell.link)
+    even = Layout.even(len(free["none"].blocks), STAGES)
+    wanted = max(peak(even, one_f_one_b(even, MICRO_BATCHES), free["none"]))
+    return {how: replace(costs, memory=cell.share * wanted) for how, costs in free.items()}
+
+
+def ways(costs: PipelineCosts) -> Iterator[tuple[str, Layout, Order]]:
+    """Published orders, and the generated one."""
+    blocks = len(costs.blocks)
+    even, twice = Layout.even(blocks, STAGES), Layout.even(blocks, STAGES, 2)
+    folded = Layout.even(blocks, STAGES, 2, folded=True)
+    yield "1f1b", even, one_f_one_b(even, MICRO_BATCHES)
+    yield "interleaved-1f1b", twice, interleaved(twice, MICRO_BATCHES)
+    yield "zero-bubble", folded, arrange(folded, costs, MICRO_BATCHES)
+    made = generate(costs, STAGES, MICRO_BATCHES)
+    yield "generated", made, arrange(made, costs, MICRO_BATCHES)
+
+
+@cache
+def uniform(tokens: int, share: float) -> tuple[dict[str, float], list[Layout]]:
+    """Times of all ways that fit, and the layouts that were looked at. No link to the host takes part."""
+    found, layouts = dict[str, float](), list[Layout]()
+    for how, costs in problem(Cell(tokens, share, LINKS[0])).items():
+        try:
+            for name, layout, order in ways(costs):
+                layouts.append(layout)
+                if all(fits(costs, most) for most in peak(layout, order, costs)):
+                    found[f"{name}, {how}"] = makespan(play(layout, order, costs))
+        except UserError:  # memory for no order
+            continue
+    return found, layouts
+
+
+@cache
+def on_device(tokens: int, share: float) -> Kept:
+    """The choice without the host's memory."""
+    options = problem(Cell(tokens, share, LINKS[0]))
+    return choose(options, uniform(tokens, share)[1], MICRO_BATCHES, orders=ORDERS)
+
+
+def measure(cell: Cell, seconds: float) -> dict[str, Any]:
+    """A cell's baseline, and what is found."""
+    begin = time.perf_counter()
+    options, (fixed, _) = problem(cell), uniform(cell.tokens, cell.share)
+    alone = on_device(cell.tokens, cell.share)
+    hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, orders=0, with_host=WITH_HOST, begin=alone.choice)
+    found = solve(hosted.choice.layout, hosted.costs, MICRO_BATCHES, hosted.order, seconds=seconds)
+    best = min(fixed, key=lambda name: fixed[name])
+    choice, limit = hosted.choice, hosted.costs.memory
+    return {
+        "name": cell.name,
+        "limit": limit,
+        "held": max(peak(choice.layout, found.order, hosted.costs)),
+        "fixed_s": {name: value / 1e6 for name, value in fixed.items()},
+        "best": best,
+        "chosen_s": alone.makespan / 1e6,
+        "with_host_s": hosted.makespan / 1e6,
+        "solved_s": found.makespan / 1e6,
+        "bound_s": found.bound / 1e6,
+        "shorter": 1 - found.makespan / fixed[best],
+        "layout": str(choice.layout),
+        "recompute": choice.recompute,
+        "moving": sorted(choice.moving),
+        "offloads": sum(map(len, found.order.host)) // 2,
+        "costs": spell_times(hosted.costs),
+        "order": str(found.order),
+        "took_s": time.perf_counter() - begin,
+    }
+
+
+def page(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "# Llama 8B in less memory than 1F1B wants",
+        "",
+        f"{environment['date']}, `{environment['command']}`, OR-tools {environment['ortools']}, Python "
+        f"{environment['python']}, {environment['machine']}. By the clock; nothing computed.",
+        "",
+    ]
+    for link in LINKS:
+        own = [row["shorter"] for row in rows if row["name"].endswith(f"host {link / 1e9:g} GB/s")]
+        if own:
+            median, least = statistics.median(own), min(own)
+            lines.append(f"At {link / 1e9:g} GB/s a step is {median:.1%} shorter in the median of {len(own)} cells, ")
+            lines[-1] += f"from {least:.1%} to {max(own):.1%}."
+    lines += [
+        "",
+        "| cell | best uniform way | s | layer by layer | with the host | solved | shorter by | held of the limit "
+        "| offloads | recompute |",
+        "| --- | --- " + "| ---: " * 7 + "| --- |",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['name']} | {row['best']} | {row['fixed_s'][row['best']]:.3f} | {row['chosen_s']:.3f} "
+            f"| {row['with_host_s']:.3f} | {row['solved_s']:.3f} | {row['shorter']:.1%} "
+            f"| {row['held'] / row['limit']:.1%} | {row['offloads']} | {row['recompute']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the solver, for every cell")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+    environment |= {"ortools": importlib.metadata.version("ortools"), "python": platform.python_version()}
+    environment |= {"machine": platform.machine(), "seconds": args.seconds}
+    file = args.out / "optpipe.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["cells"] if file.is_file() else []
+    for cell in CELLS:
+        if cell.name in {row["name"] for row in rows}:
+            continue
+        rows.append(measure(cell, args.seconds))
+        content = json.dumps({"environment": environment, "cells": rows}, indent=1)
+        file.write_text(content + "\n", encoding="utf-8")
+        (args.out / "table.md").write_text(page(environment, rows), encoding="utf-8")
+        print(f"{cell.name}: {rows[-1]['shorter']:.1%} shorter, {rows[-1]['took_s']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

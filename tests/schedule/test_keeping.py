@@ -1,0 +1,78 @@
+"""What layers keep, chosen with stages and order: within the memory, never longer than all layers alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from schedules import llama
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import fits, peak
+from tawpipe.schedule.pipelines.search.arrange import arrange
+from tawpipe.schedule.pipelines.search.keep import Keeping, choose
+from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
+from tawpipe.schedule.settings import recompute_of_blocks
+
+LAYERS, MICRO_BATCHES = 6, 6
+LAYOUTS = [Layout.even(LAYERS + 2, 2), Layout.even(LAYERS + 2, 2, 2, folded=True)]
+
+
+def options(memory: float, host: float = math.inf) -> dict[str, PipelineCosts]:
+    """Nothing computed again: ten times the memory and a quarter less time; or all but a tenth of it, for twice one."""
+    ways = {"none": (10.0, 10.0), "selective": (2.0, 19.0), "full": (1.0, 20.0)}
+    end = BlockTimes(0.0, 0.0, 0.0, 0.0)
+    head = BlockTimes(0.0, 15.0, 0.0, 1.0)
+    return {
+        how: PipelineCosts((end, *[BlockTimes(10.0, back, 10.0, kept, 4.0)] * LAYERS, head), 1.0, (), memory, host)
+        for how, (kept, back) in ways.items()
+    }
+
+
+def alike(given: dict[str, PipelineCosts]) -> float:
+    """The shortest step with all layers alike."""
+    found = []
+    for layout in LAYOUTS:
+        for costs in given.values():
+            try:
+                found.append(makespan(play(layout, arrange(layout, costs, MICRO_BATCHES), costs)))
+            except UserError:
+                continue
+    return min(found)
+
+
+@pytest.mark.parametrize("memory", [7.0, 40.0, 80.0])
+def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
+    given = options(memory)
+    made = choose(given, LAYOUTS, MICRO_BATCHES, orders=20)
+    choice, costs = made.choice, made.costs
+    assert all(fits(costs, most) for most in peak(choice.layout, made.order, costs))
+    assert made.makespan == makespan(play(choice.layout, made.order, costs)) <= alike(given) * (1 + 1e-9)
+    for block in range(1, LAYERS + 1):
+        assert replace(costs.blocks[block], stays=0.0) == given[choice.keeps[block]].blocks[block]
+    if memory == 40.0:  # between what all would keep and what none does
+        assert len(set(choice.keeps[1:-1])) > 1 and made.makespan < 0.97 * alike(given)
+
+
+def test_a_choice_is_a_setting():
+    choice = Keeping(LAYOUTS[0], ("full", "none", "none", "selective", "full", "none", "none", "full"))
+    assert choice.recompute == "none:2,full:1,selective:1,none"
+    assert recompute_of_blocks(choice.recompute, llama(LAYERS))[1:-1] == choice.keeps[1:-1]
+
+
+def test_some_memory_goes_to_a_host_that_is_near():
+    alone = choose(options(30.0), LAYOUTS[:1], MICRO_BATCHES, orders=20)
+    given = options(30.0, host=0.2)
+    made = choose(given, [], MICRO_BATCHES, orders=0, with_host=30, begin=alone.choice)
+    assert made.makespan < alone.makespan and made.choice.moving and any(made.order.host)
+    assert all(fits(made.costs, most) for most in peak(made.choice.layout, made.order, made.costs))
+    assert all(
+        (block.moves > 0) == (n in made.choice.moving) for n, block in enumerate(made.costs.blocks) if block.kept
+    )
+
+
+def test_memory_for_no_choice_is_refused():
+    with pytest.raises(UserError, match="memory of a position"):
+        choose(options(2.0), LAYOUTS[:1], MICRO_BATCHES, orders=5)
