@@ -51,7 +51,7 @@ from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
-ORDERS, WITH_HOST = 300, 8
+ORDERS, WITH_HOST = 120, 8
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def page(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the solver, for every cell")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the solver, for every cell")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}

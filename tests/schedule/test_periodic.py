@@ -105,7 +105,7 @@ def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
 
 
 def test_an_order_that_offloads_and_goes_on_is_proved_as_a_schedule():
-    use = SolvedPipeline(block_times=spell_times(replace(COSTS, memory=5.0, host=10.0)))
+    use = SolvedPipeline(block_times=spell_times(replace(COSTS, memory=8.0, host=10.0)))
     step = step_for(llama(8), Topology.grid(2, 1), searched(2) + 2, use=use)
     made = for_one_thread(build(step))
     assert any(action.op is Op.OFFLOAD for action in made.programs[0])

@@ -43,17 +43,21 @@ def _within(step: StepSpec) -> PipelineCosts:
     if len(step.micro_batches[positions.rank(0, 0)]) > few:  # the rest is the same again
         step = replace(step, micro_batches=positions.share(few * positions.replicas))
     count, given, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
+    low, high = -math.inf, given.memory
     for _ in range(TRIES):
+        lower = low
         try:
             most = held_at_once(step, shape, order_of_layout(strategy, shape.layout, given, count))
-        except UserError:
+        except UserError:  # memory for no order
             if given is shape.costs:
                 raise
-            break
-        if fits(shape.costs, most):
-            return given
-        least = min(least, most)
-        given = replace(given, memory=given.memory - (most - shape.costs.memory))
+            low = given.memory
+        else:
+            if fits(shape.costs, most):
+                return given
+            least, high = min(least, most), given.memory
+            lower = high - (most - shape.costs.memory)
+        given = replace(given, memory=lower if lower > low else (low + high) / 2)
     expected = f"more: {least:.6g} was the least, with what is on its way between positions"
     raise UserError("memory of a position", shape.costs.memory, expected)
 
