@@ -40,7 +40,6 @@ CASES = [
     {"strategy": "flat", "weights_compression": "int8", "rank": 3},
     {"strategy": "hsdp", "recompute": "none", "rows": 8, "micro_batches_per_visit": 2},
     {"strategy": "weipipe"},
-    {"strategy": "tawpipe-groups", "groups": "1/2/4", "rank": 2},
     {"strategy": "tawpipe-spread", "sequence_ranks": 2, "rank": 1},
     {"strategy": "tawpipe-whole", "sequence_ranks": 2, "rank": 2, **IN_CHUNKS},
     {"strategy": "tawpipe-spread", "rows": 8, "micro_batches_per_visit": 2, **IN_CHUNKS},
@@ -53,6 +52,7 @@ CASES = [
     {"strategy": "zero-bubble", "stages": "locals", "rows": 6, "rank": 1},
     {"strategy": "generated", "stages": "world:0,1,2,3,4@0,1,2,3,0", "rows": 6},
     {"strategy": "solved", "stages": "world", "rows": 5, "rank": 1, "block_times": f"{_LAYERS};memory=8;host=3"},
+    {"strategy": "tawpipe-groups", "groups": "1/2/4", "rank": 2},
 ]
 
 
