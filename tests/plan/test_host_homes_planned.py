@@ -272,10 +272,10 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
         sequence_length=8192,
         global_batch=2,
     )
-    seconds, gib = re.search(r"^generated +([\d.]+) .* ([\d.]+) +chosen", said, flags=re.MULTILINE).groups()  # pyright: ignore
+    seconds, gib = re.search(r"^solved +([\d.]+) .* ([\d.]+) +chosen", said, flags=re.MULTILINE).groups()  # pyright: ignore
     assert 1400 < 2 * 8192 / float(seconds) < 2000 and 19 < float(gib) < 24
     host = re.search(r"of a node's host \(schedule.host_homes state.*\) ([\d.]+) of 91.20", said)
-    assert host and 58 < float(host[1]) < 66
+    assert host and 58 < float(host[1]) < 80
 
 
 @pytest.mark.slow
