@@ -103,8 +103,9 @@ def keep_attention(
     with torch.enable_grad():
         output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     assert isinstance(output, Tensor)
-    if saved is not None:  # torch has no other way to them
-        results = [getattr(kept, "val", None) for kept in tree_leaves([[*mode.storage.values()] for mode in modes])]
+    if saved is not None:  # torch has no public way to them; where there is none of these names, they stay
+        tables = [[*getattr(mode, "storage", {}).values()] for mode in modes]
+        results = [getattr(kept, "val", None) for kept in tree_leaves(tables)]
         saved += [result for result in results if isinstance(result, Tensor)]
     return output
 
