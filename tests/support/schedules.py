@@ -110,7 +110,7 @@ def group_sizes(topology: Topology) -> list[str]:
     ]
 
 
-def grouped(name: str, topology: Topology) -> st.SearchStrategy[dict[str, str]]:
+def grouped(name: str, topology: Topology) -> st.SearchStrategy[dict[str, Any]]:
     """The groups of a strategy that has some."""
     if "groups" not in find(name).uses:
         return st.just({})
