@@ -57,7 +57,7 @@ def test_another_learning_rate_is_found(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_plans_that_name_nothing_or_say_what_no_user_knows_are_found(monkeypatch: pytest.MonkeyPatch, capsys):
     number = numbers("plans", 2)[1]  # the first does not fit
-    monkeypatch.setattr(plans, "search", lambda request: [])
+    monkeypatch.setattr(plans, "search", lambda request, **_: [])
     assert hunt.find(1, number, "plans")[0] == "WRONG"
     said = capsys.readouterr().out
     assert "names nothing, and tawpipe-" in said and f'ARGS="--case 1.{number}:plans"' in said
