@@ -210,7 +210,8 @@ def test_equal_strategies_are_named_and_the_chosen_one_comes_first(plan):
     assert [one.strategy for one in both.candidates[:2]] == [plan.chosen.strategy, "twin"]
     assert both.as_fast == (twin,)
     table = [line.split("\t") for line in both.table(separator="\t")]
-    assert (table[1][0], table[1][-1], table[2][-1]) == (plan.chosen.strategy, "chosen", "as fast")
+    assert (table[1][0], table[1][-1].split(",")[0]) == (plan.chosen.strategy, "chosen")
+    assert table[2][-1].split(",")[0] == "as fast"
     assert both.runner_up is twin
 
 
