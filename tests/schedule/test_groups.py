@@ -76,7 +76,7 @@ def test_two_nodes_of_four_share_what_crosses_the_links():
     ],
 )
 def test_groups_that_cannot_be_are_refused(groups, expected):
-    with pytest.raises(UserError, match=f"schedule.groups: got .*{expected}"):
+    with pytest.raises(UserError, match=f"schedule.groups: got '{groups}'.*{expected}"):
         step_for(llama(3), Topology.grid(3, 4), 12, strategy="tawpipe-groups", groups=groups)
 
 

@@ -40,14 +40,16 @@ _ROUNDED = "numbers pass several hops, and would be rounded at each"
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Ranks of the three groups, none larger than that of the state."""
+    """Ranks of the three groups, none larger than that of the state.
+
+    Args:
+        said: how the user wrote them.
+    """
 
     weights: int
     gradients: int
     state: int
-
-    def __str__(self) -> str:
-        return f"{self.weights}/{self.gradients}/{self.state}"
+    said: str = ""
 
     def cuts(self, topology: Topology) -> tuple[int, ...]:
         """1, the sizes, the node and the world, ascending.
@@ -62,7 +64,7 @@ class GroupSizes:
             usable += [local * n for n in range(1, nodes + 1) if nodes % n == 0]
             numbers = ", ".join(map(str, usable))
             expected = f"numbers of {numbers}, of which the smaller divide the larger and the last is the largest"
-            raise UserError("schedule.groups", str(self), expected)
+            raise UserError("schedule.groups", self.said, expected)
         return tuple(cuts)
 
 
@@ -107,7 +109,7 @@ class Grouped(WeightStrategy):
         if len(numbers) != 3 or len(words) != 3 or not all(numbers):
             expected = "the processes or nodes of three groups: weights, gradients, state, as in 4/8/16 or 1n/1n/2n"
             raise UserError("schedule.groups", self.groups, expected)
-        return GroupSizes(*numbers)
+        return GroupSizes(*numbers, said=self.groups)
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         """Stripes in the order in which hops put them together: the place in the smallest block counts most."""
