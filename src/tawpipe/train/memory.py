@@ -12,9 +12,11 @@ import torch
 from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.plan.feasible import shortage
+from tawpipe.plan.measure import system_of
 from tawpipe.plan.predict import Needs, memory_quickly, predict, state_bytes
 from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
+from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import find
@@ -72,7 +74,9 @@ def check_memory(
     if copies:
         machine = _beside(machine, measured, schedule, copies)
     if not measured.has_host:  # no two processes have loaded and read as much
-        system = max(world.gather_numbers(float(measured.system_bytes)))
+        give_back(world.device)
+        loaded, _ = system_of(machine, world.device)  # a plan may have loaded the solver's libraries, 90 MiB
+        system = max(world.gather_numbers(float(max(loaded, measured.system_bytes))))
         measured = replace(measured, system_bytes=int(system))
         parts = dict(needs.parts) | {"system": int(system)}
         if not goes_on_saving:  # the last copy takes the place of what computing has given back
