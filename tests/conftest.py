@@ -16,6 +16,7 @@ from cuda_kernels import FlashKernels, as_on_cuda
 from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
+from tawpipe.plan import pipelines
 
 # How long an example takes says nothing on a machine that is shared.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -53,6 +54,12 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def quickly_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's solver has a moment for an order, where a user's has some seconds."""
+    monkeypatch.setattr(pipelines, "SOLVE_S", 0.1)
 
 
 @pytest.fixture

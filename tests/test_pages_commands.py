@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pages import PAGES, ROOT, Command, commands, complaint, inline_options, inline_scripts, known_options
 from tawpipe.cli import main
+from tawpipe.commands import plan
 from tawpipe.data.chat import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 
@@ -154,6 +155,7 @@ def test_commands_of_the_page_run(page: str, place: Path, tmp_path: Path, monkey
     """In their order, because some use what others have made."""
     folder = shutil.copytree(place, tmp_path / "page")
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(plan, "MOST_S", 1.0)
     for number, command in enumerate(one for one in TO_RUN if one.page == page):
         words = [STAND_INS.get(word, word) for word in command.tawpipe or []]
         words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]

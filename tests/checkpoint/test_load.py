@@ -247,7 +247,7 @@ def test_state_of_another_optimizer_is_refused_by_name(tmp_path, first, second, 
     other.close()
 
 
-@pytest.mark.parametrize("strategy", ["tawpipe-spread", "hsdp"])
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_frozen_values_come_out_as_they_came_in(pool, tmp_path, strategy):
     """In a run that computes in bf16: collected, saved, resumed, also by a run whose own source is exact."""
     for worst in pool.run("test_load:frozen_values", 2, 2, folder=str(tmp_path), strategy=strategy):

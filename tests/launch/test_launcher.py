@@ -246,13 +246,12 @@ def start_family(
     return launcher, [[int(pid) for pid in line.split()] for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
 @pytest.mark.parametrize(
-    ("number", "expected", "words"),
+    ("number", "expected", "words", "stubborn"),
     [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 143, "told to end (SIGTERM)"),
-        (signal.SIGHUP, 129, "ended, as the terminal is gone"),
+        (signal.SIGINT, 130, "interrupted", False),
+        (signal.SIGTERM, 143, "told to end (SIGTERM)", True),
+        (signal.SIGHUP, 129, "ended, as the terminal is gone", False),
     ],
 )
 def test_a_signal_ends_workers_and_their_children(

@@ -46,9 +46,8 @@ def test_packed_documents_are_cut_anywhere(size):
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"sequence_chunk": 3},
         {"sequence_chunk": 5, "recompute": "selective"},
-        pytest.param({"sequence_chunk": 7}, marks=pytest.mark.slow),
+        *(pytest.param({"sequence_chunk": size}, marks=pytest.mark.slow) for size in (3, 7)),
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
@@ -94,8 +93,16 @@ def test_with_other_settings(knobs, files, tmp_path):
     assert not list(tmp_path.iterdir()), "files without names leave nothing behind"
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        ("llama", "selective"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("llama", "full"), ("gpt2", "full"), ("gpt2", "selective"))
+        ),
+    ],
+)
 def test_dropout_repeats_in_the_recomputation(family, recompute):
     """In attention and behind it: the gradient is the slope of the loss that the forward pass has drawn."""
     drops: dict[str, dict[str, Any]] = {

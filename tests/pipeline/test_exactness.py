@@ -123,7 +123,7 @@ def test_a_ring_keeps_the_numbers(pool, nodes, local):
     )
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 2)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("nodes", "local"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)], ids=lambda n: str(n))
 def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, nodes, local):
     settings = [
         setting(nodes, local, strategy, rounds, 2, True, "float64")
@@ -182,9 +182,10 @@ PIPELINES = [
 ]
 
 
-def test_pipelines_keep_the_numbers(pool):
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_pipelines_keep_the_numbers(pool, first):
     """Side by side with uneven shares or none, uneven stages, tied ends, kept graphs, evaluations in between."""
-    check(pool, 2, 2, [{"dtype": "float64", "tied": True} | one for one in PIPELINES])
+    check(pool, 2, 2, [{"dtype": "float64", "tied": True} | case for case in PIPELINES[first::2]])
 
 
 def test_kept_graphs_that_wait_change_no_bit_where_weights_travel(pool):

@@ -277,7 +277,7 @@ def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_c
     asked = replace(asked, size=size_of([4096]))
     assert asked.chunks
     memory = memory_quickly(asked, step_of(asked, "1f1b", stages="world")).device
-    plan = Plan.of(asked, search(tight := replace(asked, memory_bytes=memory)))
+    plan = Plan.of(asked, search(tight := replace(asked, memory_bytes=memory), most_s=lambda _: 2.0))
     assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.axis
     assert not any(one.fits for one in plan.candidates if one.step and not one.step.strategy.axis)
     nothing = Plan.of(tight, search(replace(asked, memory_bytes=memory // 3)))

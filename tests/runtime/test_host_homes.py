@@ -35,7 +35,7 @@ def test_no_bit_depends_on_where_homes_are(pool) -> None:
     """Every value of every choice."""
     cases = pairwise(every_case(), among=("strategy",))
     assert len(cases) <= 15
-    check(pool, cases)
+    check(pool, [case | {"steps": 2} for case in cases])
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_no_bit_depends_on_where_homes_are_in_any_two_choices(pool) -> None:
 
 @pytest.mark.slow
 def test_no_bit_depends_on_where_homes_are_in_a_draw_from_the_whole_grid(pool) -> None:
-    check(pool, random.Random(34).sample(every_case(), 20))
+    check(pool, random.Random(34).sample(every_case(), 8))
 
 
 OTHERS = {
@@ -78,7 +78,7 @@ OTHERS = {
 }
 
 
-USUAL = "counts of its own", "adapters on 4 bits"
+USUAL = ("adapters on 4 bits",)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tawpipe.topology import Topology
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_documents_of_every_family(pool, tied):
     for family, difference in pool.run("cases:families", 2, 2, names=FAMILIES, tied=tied)[0].items():
         # transformers computes the router's softmax in fp32, also in an fp64 model.

@@ -60,7 +60,11 @@ def named(case: dict) -> str:
     return " ".join(str(value) for value in case.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (number % 2)) for number, case in enumerate(CASES)],
+    ids=named,
+)
 def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
     """A use waits for those that it must come after; freed memory is recorded on other streams that used it, or its own
     stream has waited for them. And nothing in a step waits for the device, or copies from memory that is not pinned.

@@ -133,7 +133,7 @@ def knobs_of(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """A case's rows and settings."""
     nodes, local = case["topology"]
     world, axis = nodes * local, strategies()[case["strategy"]].axis
-    knobs: dict[str, Any] = {name: case[name] for name in ("strategy", "host_homes") if name in case}
+    knobs: dict[str, Any] = {name: case[name] for name in ("strategy", "host_homes", "steps") if name in case}
     knobs["dtype"] = getattr(torch, case["dtype"])
     if world == 4 and case["strategy"] in ("interleaved-1f1b", "zero-bubble"):  # the model has five layers
         knobs["stages"] = "nodes"

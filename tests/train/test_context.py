@@ -35,6 +35,7 @@ def alone(home: Path, output: str, *words: str) -> int:
     return main([*command(home, output, *quiet, *words)[2:]])
 
 
+@pytest.mark.slow
 def test_a_context_is_extended_in_phases(home, capsys):
     assert alone(home, "short") == 2
     assert "--rope.scaling" in capsys.readouterr().err

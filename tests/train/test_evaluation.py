@@ -107,9 +107,12 @@ def test_the_best_checkpoint_stays_only_where_it_is_asked_for(home, monkeypatch)
         assert steps(home, output) == kept
 
 
-@pytest.mark.parametrize("asked", [("--checkpoint.best",), ("--evaluation.patience", "2")])
 @pytest.mark.parametrize(
-    ("words", "said"), [(("--evaluation.every", "0"), "evaluation.every"), (("--validation-fraction", "0"), "held-out")]
+    ("asked", "words", "said"),
+    [
+        (("--checkpoint.best",), ("--evaluation.every", "0"), "evaluation.every"),
+        (("--evaluation.patience", "2"), ("--validation-fraction", "0"), "held-out"),
+    ],
 )
 def test_what_is_best_must_be_measured(home, capsys, asked, words, said):
     assert alone(home, "unmeasured", *asked, *words) == 2

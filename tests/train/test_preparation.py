@@ -43,7 +43,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "plan", "dry"),
-    [("tiny", "auto", False), ("model", "none", False), ("model", "auto", True), ("tiny", "none", True)],
+    [
+        ("tiny", "auto", False),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("model", "none", False), ("tiny", "none", True))),
+        ("model", "auto", True),
+    ],
 )
 def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, monkeypatch) -> None:
     """By the plan, the memory check, the documents and the pipeline together."""
@@ -84,7 +88,7 @@ def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
     assert first.model != again.model == chain.spec
 
 
-@pytest.mark.parametrize("packing", ["split", "balanced"])
+@pytest.mark.parametrize("packing", [pytest.param("split", marks=pytest.mark.slow), "balanced"])
 def test_what_was_decided_stands_beside_what_was_said(packing: str) -> None:
     """And the memory that is stated is the plan's own sum."""
     words = [*SMALL, "--packing", packing, "--schedule.look-ahead", "3", "--learning-rate", "0.001", "--steps", "3"]

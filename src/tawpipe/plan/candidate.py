@@ -28,6 +28,9 @@ MOST_IMPROVED = 12_000
 than ``QUICK_PLAYED`` are.
 """
 PATIENCE_S = 2.0
+EARLY, LATE = 0.3, 0.7
+"""Parts of the time of a search after which no order is made that takes many seconds, and none that takes a few."""
+TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class Outlook:
             hopeful: a step may be among the best with it, as far as one sees.
         """
         long, effort = pipelines.long(request, way), pipelines.effort(request, way)
+        if long and self.over(EARLY):
+            return TOO_LONG
         if long and not hopeful:
             return f"not looked at: others take {span(self.ahead)} a step, pipelines of a fixed order far more"
         if long and effort > self.effort and self.ahead < math.inf:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan import pipelines
-from tawpipe.plan.candidate import GAIN, Candidate, Outlook
+from tawpipe.plan.candidate import GAIN, LATE, Candidate, Outlook
 from tawpipe.plan.feasible import QUICK_PLAYED, fits, plays, with_settings
 from tawpipe.plan.place import find_homes
 from tawpipe.plan.predict import (
@@ -79,7 +79,11 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
     if Kind.WEIGHT not in strategy.travels:
 
         def worth(recompute: str) -> bool:
-            """True if computing alone takes less, so that a step may; and if what is made anew could then be best."""
+            """True if computing alone takes less, so that a step may; and if what is made anew could then be best. It
+            takes seconds to make, and is not begun late.
+            """
+            if strategy.made and outlook.over(LATE):
+                return False
             bound = bound_of(request, with_settings(step, recompute=recompute))
             if bound >= seconds * (1 - GAIN):
                 return False

@@ -24,6 +24,8 @@ LEANER: tuple[dict[str, Any], ...] = (
     {"step_cache": 0, "gradients_scope": "visit"},
 )
 """Changes that need less memory, those that cost the least time first."""
+MOST_S = 4.0
+"""Seconds that a search for the best plan may compute once something fits: a refusal is not waited for."""
 
 
 def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
@@ -34,7 +36,7 @@ def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
         step: what does not fit.
     """
     yield from _leaner(request, step)
-    best = Plan.of(request, search(request)).chosen
+    best = Plan.of(request, search(request, most_s=lambda _: MOST_S)).chosen
     if best is not None and best.step is not None:
         yield f"{' '.join(_options(best.step, step))}: {span(best.seconds)} a step"
 

@@ -18,7 +18,7 @@ from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
 from tawpipe.plan import pipelines
-from tawpipe.plan.candidate import GAIN, MOST_EFFORT, PATIENCE_S, Candidate, Outlook
+from tawpipe.plan.candidate import GAIN, MOST_EFFORT, PATIENCE_S, TOO_LONG, Candidate, Outlook
 from tawpipe.plan.feasible import (
     DEVICE,
     MOST_PLAYED,
@@ -54,7 +54,6 @@ gain there is, makes a step a quarter shorter.
 """
 LOOKING = 0.6
 """The part of the time of a search in which strategies are looked at; what is left is for better settings of them."""
-TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
 WORTH = 0.02
 """The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
 
