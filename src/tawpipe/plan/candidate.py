@@ -28,8 +28,10 @@ MOST_IMPROVED = 12_000
 than ``QUICK_PLAYED`` are.
 """
 PATIENCE_S = 2.0
-EARLY, LATE = 0.3, 0.7
-"""Parts of the time of a search after which no order is made that takes many seconds, and none that takes a few."""
+LOOKING, EARLY, LATE = 0.6, 0.5, 0.7
+"""Parts of the time of a search: after the first no strategy is looked at, what is left is for better settings of the
+best; after the others no order is made that takes many seconds, and none that takes a few.
+"""
 TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
 
 

@@ -18,7 +18,7 @@ from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
 from tawpipe.plan import pipelines
-from tawpipe.plan.candidate import GAIN, MOST_EFFORT, PATIENCE_S, TOO_LONG, Candidate, Outlook
+from tawpipe.plan.candidate import GAIN, LOOKING, MOST_EFFORT, PATIENCE_S, TOO_LONG, Candidate, Outlook
 from tawpipe.plan.feasible import (
     DEVICE,
     MOST_PLAYED,
@@ -52,8 +52,6 @@ HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
 """
-LOOKING = 0.6
-"""The part of the time of a search in which strategies are looked at; what is left is for better settings of them."""
 WORTH = 0.02
 """The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
 
@@ -148,6 +146,8 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     ways: list[Candidate] = []
     every = pipelines.laid_out(request, strategy, axis)
     for way in sorted(every, key=lambda way: _least(request, way, axis)):
+        if ways and outlook.over(LOOKING):
+            break
         other = way.axis and axis not in ("", way.axis) and pipelines.long(request, way)
         if other and any(one.fits for one in ways):
             continue
