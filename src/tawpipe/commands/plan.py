@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tawpipe.plan.request import PlanRequest
     from tawpipe.train.config import TrainConfig
 
-MOST_S = 16.0
+MOST_S = 15.0
 """Seconds of the processor after which a plan that names something ends, unless it is to show all."""
 MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""

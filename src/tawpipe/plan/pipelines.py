@@ -56,17 +56,25 @@ def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Sequence[St
     return strategy.layouts(request.topology)
 
 
-def made_for(request: PlanRequest, way: Strategy, *, hopeful: bool = True) -> Strategy:
+class TooLong(Exception):
+    """What is made for costs did not fit in time."""
+
+
+def made_for(
+    request: PlanRequest, way: Strategy, *, hopeful: bool = True, over: Callable[[], bool] = lambda: False
+) -> Strategy:
     """A way to lay a strategy out with what is made for the costs at hand, if it is such a strategy.
 
     Args:
         hopeful: pipelines are not so far behind that a search for stages would be lost time.
+        over: true if nothing is to be made once more, with less memory.
 
     Raises:
         UserError: memory for no order.
+        TooLong: what was made does not fit, and time is over.
     """
     if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
-        return _made(request, way, "full", budget=QUICK if hopeful else 0)
+        return _made(request, way, "full", budget=QUICK if hopeful else 0, over=over)
     return way
 
 
@@ -172,12 +180,19 @@ def _less(request: PlanRequest, made: ActivationPipeline) -> float:
 
 
 def _made(
-    request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int, memory: float = math.inf
+    request: PlanRequest,
+    strategy: ActivationPipeline,
+    recompute: str,
+    *,
+    budget: int,
+    memory: float = math.inf,
+    over: Callable[[], bool] = lambda: False,
 ) -> ActivationPipeline:
     """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs.
 
     Args:
         memory: of a position, at most.
+        over: see ``made_for``.
     """
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
@@ -194,9 +209,11 @@ def _made(
                 layout = generate(costs, positions.size, each, budget=budget)
                 stages = f"{positions.axis}:{layout}"
             made = replace(strategy, stages=stages, block_times=spell_times(costs))
-            if (over := _over(request, made, recompute)) <= 0:
+            if (lacking := _over(request, made, recompute)) <= 0:
                 break
-            costs = replace(costs, memory=max(0, costs.memory - over // boundary - 1))
+            if over():
+                raise TooLong
+            costs = replace(costs, memory=max(0, costs.memory - lacking // boundary - 1))
     except UserError as error:
         if error.setting != MEMORY_OF_A_POSITION:
             raise

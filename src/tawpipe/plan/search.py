@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
@@ -160,10 +161,13 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
                 why = _behind(request, way, outlook)
             if way.made and not why:
                 why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
-            chosen = way if why else pipelines.made_for(request, way, hopeful=outlook.hopeful)
+            late = partial(outlook.over, LOOKING)
+            chosen = way if why else pipelines.made_for(request, way, hopeful=outlook.hopeful, over=late)
             ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, chosen, most))
         except UserError as error:
             ways.append(replace(refused, why_not=in_plain_words(error)))
+        except pipelines.TooLong:
+            ways.append(replace(refused, why_not=TOO_LONG))
         behind = not ways[-1].fits or ways[-1].seconds > outlook.ahead
         if way.searches_stages and behind and not why and outlook.hopeful:
             with suppress(UserError):
