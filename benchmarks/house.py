@@ -57,12 +57,12 @@ def is_docstring(node: ast.AST) -> bool:
 
 def modules_of(source: Path) -> dict[str, Module]:
     """Every module below a folder, by its dotted name."""
-    found = {}
+    modules = {}
     for path in sorted(source.rglob("*.py")):
         name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
         text = path.read_text(encoding="utf-8")
-        found[name] = Module(name, ast.parse(text), text)
-    return found
+        modules[name] = Module(name, ast.parse(text), text)
+    return modules
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Walk:
                 if isinstance(node, Scope):
                     known[module.name, node.name] = node
                 if isinstance(node, ast.ClassDef):
-                    inner = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+                    inner = [member for member in node.body if isinstance(member, ast.FunctionDef)]
                     known |= {(module.name, f"{node.name}.{method.name}"): method for method in inner}
         return known
 
@@ -94,8 +94,8 @@ class Walk:
         waiting = [BEGIN]
         while waiting:
             name = waiting.pop()
-            typed = [one for one in classes[name].body if isinstance(one, ast.AnnAssign)]
-            hints = {ast.unparse(one.target): ast.unparse(one.annotation) for one in typed}
+            typed = [member for member in classes[name].body if isinstance(member, ast.AnnAssign)]
+            hints = {ast.unparse(member.target): ast.unparse(member.annotation) for member in typed}
             groups[name] = {member: hint for member, hint in hints.items() if hint in classes}
             waiting += [hint for hint in groups[name].values() if hint not in groups]
         return groups
@@ -147,9 +147,9 @@ class Walk:
                 for target in node.targets:
                     names = target.elts if isinstance(target, ast.Tuple) else [target]
                     values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
-                    for one, value in zip(names, values, strict=False):
-                        if isinstance(one, ast.Name) and (name := self.kind(value, known, module)):
-                            known.setdefault(one.id, name)
+                    for part, value in zip(names, values, strict=False):
+                        if isinstance(part, ast.Name) and (name := self.kind(value, known, module)):
+                            known.setdefault(part.id, name)
         for node in ast.walk(scope):
             if isinstance(node, ast.Call):
                 self.call(node, known, module, place)

@@ -146,7 +146,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
         for i, entry in enumerate(entries):
             try:
                 knobs = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
-                entries[i] = replace(entry, found={**entry.found, **knobs})
+                entries[i] = replace(entry, searched={**entry.searched, **knobs})
             except UserError as error:
                 failed[i] = str(error)
         suite = replace(suite, strategies=tuple(entries))

@@ -66,16 +66,16 @@ class Entry:
     """One strategy with its knobs.
 
     Args:
-        found: more of them, which a search gave.
+        searched: more of them, which a search gave.
     """
 
     strategy: str
     knobs: dict[str, Any] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)
+    searched: dict[str, Any] = field(default_factory=dict)
 
     @property
     def all_knobs(self) -> dict[str, Any]:
-        return {**self.found, **self.knobs}
+        return {**self.searched, **self.knobs}
 
     @property
     def label(self) -> str:

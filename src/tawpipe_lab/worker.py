@@ -132,7 +132,7 @@ def _make(
     entry: dict[str, Any], workload: Workload, topology: Topology, rank: int, reading: Readings
 ) -> Contender | None:
     """A contender, or None with the reason noted, on all ranks alike."""
-    name, knobs = entry["strategy"], {**entry["found"], **entry["knobs"]}
+    name, knobs = entry["strategy"], {**entry["searched"], **entry["knobs"]}
     contender: Contender | None = None
     try:
         contender = make(name, workload, topology, rank, **knobs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cases import batches
+from cases import WITH_HOST, batches
 from states import ALONE, memory_of, resumable, run_of
 from tawpipe.checkpoint.format import read_manifest, sealed
 from tawpipe.checkpoint.names import MARKER, complete_states, file_name
@@ -55,6 +55,19 @@ def test_resume_with_copies_of_the_state_over_groups(pool, saved):
     knobs = {"strategy": "tawpipe-groups", "groups": "1n/1n/2n"}
     again = pool.run("test_resume:go_on", 4, 1, folder=str(folder), total=TOTAL, **knobs)[0]
     assert again == pytest.approx(losses, rel=1e-10)
+
+
+def test_what_waits_in_the_host_s_memory_is_no_part_of_a_state(pool, saved, tmp_path):
+    """Kept graphs that wait in runs that go on, in a run that has saved, and in a pipeline."""
+    folder, losses = saved
+    plain = {"strategy": "tawpipe-spread", "total": TOTAL}
+    waiting = plain | {"recompute": "none:3,full", "offloaded_layers": 4}
+    order = plain | {"strategy": "solved", "stages": "nodes", "pipeline_order": WITH_HOST, "recompute": "none"}
+    again = pool.run("test_resume:save_after", 2, 1, folder=str(tmp_path), steps=3, **waiting)[0]
+    assert again == pytest.approx(losses, rel=1e-10)
+    for local, source, knobs in ((1, folder, waiting), (1, tmp_path, plain), (2, tmp_path, order)):
+        again = pool.run("test_resume:go_on", 2, local, folder=str(source), **knobs)[0]
+        assert again == pytest.approx(losses, rel=1e-10)
 
 
 def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: Any) -> list[float]:

@@ -38,7 +38,8 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
         {"seed": 3, "bin_tokens": cap + 3, "strategy": "tawpipe-whole", "sequence_chunk": 7, "offloaded_layers": 3},
         {"seed": 4, "bin_tokens": 400, "strategy": "flat", "offloaded_layers": 2, "keep_mib": 1},
     ]
-    chosen = settings if local == 1 else settings[:2] if nodes == 2 else settings[local // 2 - 1 :: 2]
+    waiting = {"seed": 5, "bin_tokens": 44, "recompute": "none", "offloaded_layers": 3, "micro_batches_per_visit": 2}
+    chosen = [*settings, waiting] if local == 1 else settings[:2] if nodes == 2 else settings[local // 2 - 1 :: 2]
     for results in pool.run(
         "documents:exact", nodes, local, settings=[{"sequence_ranks": ranks} | one for one in chosen]
     ):

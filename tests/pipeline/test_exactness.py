@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
+from cases import WITH_HOST
 from states import stepped
 from tawpipe.errors import RunError
-from tawpipe.schedule.pipelines.work import Order, Work
+from tawpipe.schedule.pipelines.work import Order
 
 LARGE = pytest.param(3, 2, marks=pytest.mark.slow)
 """Six processes, which two processors take long for."""
@@ -153,16 +154,6 @@ def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
         pool.run("cases:weights_after", 1, 1, recompute="selective", **knobs)
 
 
-_ANOTHER = str(
-    Order(
-        (
-            tuple(Work(kind, 0, m) for kind, m in zip("FFFIIIWWW", (0, 1, 2) * 3, strict=True)),
-            tuple(Work(kind, 1, m) for m in range(3) for kind in "FIW"),
-        ),
-        ((Work("O", 0, 1), Work("R", 0, 1)), ()),
-        {Work("F", 0, 2): Work("O", 0, 1)},
-    )
-)
 _LAYERS = "0/0/0,5x10/20/10,0/9/0"
 PIPELINES = [
     {"strategy": "1f1b", "rows": 7, "stages": "world"},
@@ -176,9 +167,16 @@ PIPELINES = [
     {"strategy": "zero-bubble", "rows": 5, "stages": "locals", "recompute": "none", "tied": False},
     {"strategy": "solved", "rows": 5, "stages": "world", "block_times": f"{_LAYERS};memory=8;host=3", "delays": 0.003},
     {"strategy": "generated", "rows": 6, "stages": "world:0,2,3,4,6@0,1,2,3,0", "evaluate_first": True},
-    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "delays": 0.003},
-    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "recompute": "none", "delays": 0.003},
-    {"strategy": "solved", "rows": 6, "stages": "nodes", "pipeline_order": _ANOTHER, "recompute": "none:1,selective"},
+    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": WITH_HOST, "delays": 0.003},
+    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": WITH_HOST, "recompute": "none", "delays": 0.003},
+    {
+        "strategy": "solved",
+        "rows": 6,
+        "stages": "nodes",
+        "pipeline_order": WITH_HOST,
+        "recompute": "none:1,selective",
+        "evaluate_first": True,
+    },
 ]
 
 
@@ -207,12 +205,12 @@ def test_kept_graphs_that_wait_change_no_bit_where_weights_travel(pool):
 def test_what_waits_in_the_host_s_memory_changes_no_bit(pool):
     """Kept graphs, attention's results and inputs, in one order with them and without, and with delays."""
     knobs = {"strategy": "solved", "stages": "nodes", "rows": 3, "block_times": f"{_LAYERS};host=1"}
-    order = Order.parse(_ANOTHER)
+    order = Order.parse(WITH_HOST)
     on_device = str(Order(order.compute))
     for recompute in ("none", "selective:1,none:1,full"):
         plain, moved, delayed = (
             pool.run("cases:weights_after", 2, 1, reorder=text, recompute=recompute, **knobs, **more)[0]
-            for text, more in ((on_device, {}), (_ANOTHER, {}), (_ANOTHER, {"delays": 0.003}))
+            for text, more in ((on_device, {}), (WITH_HOST, {}), (WITH_HOST, {"delays": 0.003}))
         )
         for losses, weights in (moved, delayed):
             assert losses == plain[0]
@@ -263,7 +261,13 @@ def test_the_whole_grid(pool, nodes, local, strategy):
 
 def test_evaluation_between_steps_changes_nothing(pool):
     chosen = setting(2, 2, "tawpipe-spread", 2, 1, True, "float64") | {"evaluate_first": True}
-    check(pool, 2, 2, [chosen, chosen | {"strategy": "tawpipe-striped"}])
+    waiting = chosen | {"offloaded_layers": 4, "micro_batches_per_visit": 2}
+    others = [
+        chosen | {"strategy": "tawpipe-striped"},
+        waiting | {"strategy": "tawpipe-whole", "recompute": "none:2,selective:1,full"},
+        waiting | {"strategy": "hsdp", "recompute": "selective", "sequence_chunk": 6},
+    ]
+    check(pool, 2, 2, [chosen, *others])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ SETTINGS = [
     {"strategy": "tawpipe-whole", "offloaded_layers": 3, "sequence_chunk": 7},
     {"strategy": "hsdp", "dtype": "float32"},
     pytest.param({"strategy": "tawpipe-spread", "sequence_ranks": 2}, marks=pytest.mark.slow),
+    {"strategy": "tawpipe-striped", "recompute": "none:2,selective:1,full", "offloaded_layers": 4},
     {"strategy": "weipipe"},
 ]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tawpipe
-from cases import batches, llama
+from cases import WITH_HOST, batches, llama
 from model_families import Holder, family_config, packed_batch, real_model
 from tawpipe.errors import UserError
 from tawpipe.runtime.compute import Compute
@@ -35,8 +35,10 @@ def test_packed_documents_of_every_family(pool, tied):
 
 
 def test_adapters_train_and_the_frozen_model_stays(pool):
-    for recompute in ("full", "selective:2,none"):
-        worst, changed, _ = pool.run("cases:lora", 2, 2, recompute=recompute)[0]
+    waiting = {"recompute": "selective:1,none:3,full", "offloaded_layers": 4, "layers": [2, 3, 4]}
+    order = {"strategy": "solved", "pipeline_order": WITH_HOST, "recompute": "none", "micro_batch": 2}
+    for local, knobs in ((2, {"recompute": "full"}), (2, {"recompute": "selective:2,none"}), (1, waiting), (1, order)):
+        worst, changed, _ = pool.run("cases:lora", 2, local, **knobs)[0]
         assert worst < 1e-10
         assert changed and all("lora_" in name for name in changed)
 

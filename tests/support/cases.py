@@ -35,7 +35,7 @@ from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Buffer, Kind
-from tawpipe.schedule.pipelines.work import Order
+from tawpipe.schedule.pipelines.work import Order, Work
 from tawpipe.schedule.traffic import scratch_bytes
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
@@ -44,6 +44,17 @@ EPS = 1e-6
 """Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its
 update.
 """
+WITH_HOST = str(
+    Order(
+        (
+            tuple(Work(kind, 0, m) for kind, m in zip("FFFIIIWWW", (0, 1, 2) * 3, strict=True)),
+            tuple(Work(kind, 1, m) for m in range(3) for kind in "FIW"),
+        ),
+        ((Work("O", 0, 1), Work("R", 0, 1)), ()),
+        {Work("F", 0, 2): Work("O", 0, 1)},
+    )
+)
+"""An order of two stages for three micro-batches; what the first stage keeps of one waits in the host's memory."""
 
 
 def random_delays(seed: int, most_s: float) -> Callable[[], float]:
@@ -384,9 +395,16 @@ def from_bits(form: str, values: Tensor) -> Tensor:
 
 
 def lora(
-    world: World, *, quantize: str = "none", dtype: str = "float64", steps: int = 2, delays: float = 0.0, **knobs: Any
+    world: World,
+    *,
+    quantize: str = "none",
+    dtype: str = "float64",
+    steps: int = 2,
+    delays: float = 0.0,
+    layers: list[int] | None = None,
+    **knobs: Any,
 ) -> tuple[float, list[str], list[float]]:
-    """A frozen model with adapters: the difference to a plain loop, the parameters that changed, and all losses."""
+    """A frozen model with adapters, on all layers or some: the difference to a plain loop, what changed, all losses."""
     from peft import LoraConfig, get_peft_model
 
     kind = getattr(torch, dtype)
@@ -394,8 +412,8 @@ def lora(
     def make() -> Any:
         model = llama(kind)
         torch.manual_seed(11)
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-        return adapted.to(kind)
+        targets = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": layers}
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets)).to(kind)
 
     plain = make()
     if quantize != "none":

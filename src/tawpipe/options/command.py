@@ -44,8 +44,8 @@ class Options(Generic[T]):
     ) -> None:
         self.cls, self.prog, self.description = cls, prog, description
         self.members = with_choices(tree(cls), choices or {})
-        self.leaves = {one.path: one for one in all_of(self.members) if isinstance(one, Leaf)}
-        self.groups = [one for one in all_of(self.members) if isinstance(one, Group)]
+        self.leaves = {member.path: member for member in all_of(self.members) if isinstance(member, Leaf)}
+        self.groups = [member for member in all_of(self.members) if isinstance(member, Group)]
         self._by_option = {leaf.option: leaf for leaf in self.leaves.values()}
         self._by_key = {leaf.key: leaf for leaf in self.leaves.values()}
         self._leading, self._elsewhere = dict(leading or {}), dict(elsewhere or {})
@@ -198,14 +198,14 @@ class Options(Generic[T]):
 
     def _build(self, cls: type, members: Sequence[Leaf | Group], values: Mapping[tuple[str, ...], Any]) -> Any:
         hints = get_type_hints(cls)
-        made = {}
+        arguments = {}
         for member in members:
             name = member.path[-1]
             if isinstance(member, Group):
-                made[name] = self._build(hints[name], member.members, values)
+                arguments[name] = self._build(hints[name], member.members, values)
             elif member.path in values:
-                made[name] = values[member.path]
-        return cls(**made)
+                arguments[name] = values[member.path]
+        return cls(**arguments)
 
     def _write(self, lines: list[str], members: Sequence[Leaf | Group], values: Any, indent: str) -> None:
         for member in members:

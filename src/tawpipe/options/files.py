@@ -64,9 +64,9 @@ def place_in(file: str, path: Sequence[str]) -> str:
     line = None
     for name in path:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = [(key, value) for key, value in pairs if key.value == name]
-        if not found:
+        matching = [(key, value) for key, value in pairs if key.value == name]
+        if not matching:
             return ""
-        key, node = found[-1]
+        key, node = matching[-1]
         line = key.start_mark.line + 1
     return f"{file}, line {line}"

@@ -124,7 +124,7 @@ def tree(cls: type, path: tuple[str, ...] = ()) -> tuple[Leaf | Group, ...]:
 
 def with_choices(members: Sequence[Leaf | Group], choices: Choices) -> tuple[Leaf | Group, ...]:
     """The same settings, with values from tables in their help and in what is expected of them."""
-    made: list[Leaf | Group] = []
+    changed: list[Leaf | Group] = []
     for member in members:
         if isinstance(member, Group):
             member = dataclasses.replace(member, members=with_choices(member.members, choices))
@@ -132,8 +132,8 @@ def with_choices(members: Sequence[Leaf | Group], choices: Choices) -> tuple[Lea
             words = "; ".join(f"{value}: {meaning}" for value, meaning in known.items())
             metadata = {**member.metadata, "choices": tuple(known)}
             member = dataclasses.replace(member, help=f"{member.help} {words}.", metadata=metadata)
-        made.append(member)
-    return tuple(made)
+        changed.append(member)
+    return tuple(changed)
 
 
 def field_help(cls: type) -> dict[str, str]:

@@ -64,7 +64,7 @@ class Bench:
     @property
     def windows(self) -> tuple[int, ...]:
         """Windows of layers, ascending."""
-        return tuple(sorted({one for one in windows(self.chain.config.get_text_config()) if one}))
+        return tuple(sorted({window for window in windows(self.chain.config.get_text_config()) if window}))
 
     def window(self, block: int) -> int | None:
         """Tokens that a token sees at most in a block; None for all."""
@@ -74,13 +74,13 @@ class Bench:
     def kinds(self) -> dict[tuple, list[int]]:
         """The blocks of every kind; those of one kind cost the same."""
         types = getattr(self.chain.config.get_text_config(), "layer_types", None)
-        found: dict[tuple, list[int]] = {}
+        blocks_of: dict[tuple, list[int]] = {}
         for block, spec in enumerate(self.chain.blocks):
             units = [self.chain.units[unit] for unit in spec.units]
             shapes = tuple((unit.trainable, slot.shape) for unit in units for slot in unit.slots)
             kind = spec.kind, shapes, types[block - 1] if types and spec.kind == "layer" else None, spec.needs_backward
-            found.setdefault(kind, []).append(block)
-        return found
+            blocks_of.setdefault(kind, []).append(block)
+        return blocks_of
 
     @contextmanager
     def case(self, block: int, lengths: Sequence[int], *, in_chunks: bool = False) -> Iterator[Case]:
@@ -115,11 +115,11 @@ class Bench:
 
     def _values(self, unit: int) -> Tensor:
         """What a unit travels as, with random values; every byte of a packed one is part of a scale of 0.01."""
-        own = self.chain.units[unit]
-        if own.packing is not None:
-            size = own.packing.elements * self.dtype.itemsize
+        parameters = self.chain.units[unit]
+        if parameters.packing is not None:
+            size = parameters.packing.elements * self.dtype.itemsize
             return torch.full((size,), 0x3C, dtype=torch.uint8, device=self.device).view(self.dtype)
-        return torch.randn(own.numel, dtype=self.dtype, device=self.device) * 0.02
+        return torch.randn(parameters.numel, dtype=self.dtype, device=self.device) * 0.02
 
     def is_packed(self, block: int) -> bool:
         """True if a block has packed units."""

@@ -113,7 +113,7 @@ class DealFound:
         """
         alone = request.with_ranks(request.settings.sequence_ranks or 1)  # which documents are shared, the deal says
         candidates = search(alone, waiting=tell)
-        good = [one for one in candidates if one.fits and one.step is not None]
+        good = [candidate for candidate in candidates if candidate.fits and candidate.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size
         sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or request.profile.shares)]
@@ -124,27 +124,27 @@ class DealFound:
             return deal(documents, world_size=request.topology.world_size, cap=cap, work=work, ranks=ranks)
 
         steps = [lengths.step(tokens, number) for number in range(STEPS)]
-        drawn = sorted((dealt(one, least) for one in steps), key=lambda one: one.seconds / one.mean_seconds)
+        drawn = sorted((dealt(batch, least) for batch in steps), key=lambda bins: bins.seconds / bins.mean_seconds)
         median = drawn[STEPS // 2]
         strategies: dict[str, DealTried] = {}
-        for one in good:
-            if one.step is not None and (made := _played(request, one.step, BALANCED, median)) is not None:
-                tell(f"{one.strategy}: {span(made.seconds)}")
-                strategies[one.strategy] = made
+        for candidate in good:
+            if candidate.step is not None and (tried := _played(request, candidate.step, BALANCED, median)) is not None:
+                tell(f"{candidate.strategy}: {span(tried.seconds)}")
+                strategies[candidate.strategy] = tried
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
         deals: list[DealTried] = []
         if strategies:
             name, best = next(iter(strategies.items()))
-            step = next(one.step for one in good if one.strategy == name)
+            step = next(candidate.step for candidate in good if candidate.strategy == name)
             assert step is not None
             world, documents = request.topology.world_size, median.lengths
             others = [(ROWS, in_rows(documents, world, min(cap, max_document), work))]
             if cap >= max_document:
                 others.append((IN_TURN, in_turn(documents, world, max_document, work)))
             others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
-            found = [_played(request, fitting, *one) for one in others if (fitting := _fitting(request, step, one[1]))]
-            made = [one for one in found if one is not None]
-            deals = sorted([*made, best], key=lambda one: (one.name == BALANCED, one.bins.ranks))
+            played = [_played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
+            compared = [deal for deal in played if deal is not None]
+            deals = sorted([*compared, best], key=lambda deal: (deal.name == BALANCED, deal.bins.ranks))
         return cls(request, lengths, tokens, max_document, tuple(drawn), tuple(candidates), strategies, tuple(deals))
 
     @cached_property
@@ -159,17 +159,17 @@ class DealFound:
     @property
     def best(self) -> DealTried | None:
         """The fastest deal under it; sets only where they gain something."""
-        good = [one for one in self.deals if one.name == BALANCED]
+        good = [deal for deal in self.deals if deal.name == BALANCED]
         if not good:
             return None
-        return next(one for one in good if one.seconds <= min(other.seconds for other in good) * (1 + GAIN))
+        return next(deal for deal in good if deal.seconds <= min(other.seconds for other in good) * (1 + GAIN))
 
     def deal_of(self, name: str) -> DealTried | None:
-        return next((one for one in self.deals if one.name == name), None)
+        return next((deal for deal in self.deals if deal.name == name), None)
 
     def settings(self, strategy: str) -> dict[str, object]:
         """What the schedule of a run would be."""
-        step = next(one.step for one in self.candidates if one.strategy == strategy)
+        step = next(candidate.step for candidate in self.candidates if candidate.strategy == strategy)
         return settings_of(step) if step is not None else {}
 
 
@@ -196,11 +196,11 @@ def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | Non
     if bins.ranks == 1:
         return step
     wide = request.with_length(request.sequence_length * bins.ranks)
-    for made in (step, leanest(request, step)):
+    for variant in (step, leanest(request, step)):
         with suppress(UserError):
-            own = step_of_bins(request, made, bins)
-            if fits(wide, memory_quickly(wide, wide.step(own.settings, own.strategy))):
-                return made
+            binned = step_of_bins(request, variant, bins)
+            if fits(wide, memory_quickly(wide, wide.step(binned.settings, binned.strategy))):
+                return variant
     return None
 
 
@@ -218,8 +218,8 @@ def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal
         return None
     each = step.settings.micro_batches_per_visit
     rounds = max(2, MOST_PLAYED // blocks // (bins.world_size if whole else 1) // each) * each
-    made = _timeline(request, step, _cut(bins, rounds), whole=whole)
-    seconds, exposed = made.step_seconds, made.exposed_communication_s
+    timeline = _timeline(request, step, _cut(bins, rounds), whole=whole)
+    seconds, exposed = timeline.step_seconds, timeline.exposed_communication_s
     if sum(bins.shape) > rounds:
         less = _cut(bins, rounds - each)
         shorter = _timeline(request, step, less, whole=whole)
@@ -227,7 +227,7 @@ def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal
         more = (_modelled(bins) - now) / (now - before)
         seconds += more * (seconds - shorter.step_seconds)
         exposed += max(0.0, more * (exposed - shorter.exposed_communication_s))
-    return DealTried(name, bins, seconds, exposed, made if whole and rounds >= sum(bins.shape) else None)
+    return DealTried(name, bins, seconds, exposed, timeline if whole and rounds >= sum(bins.shape) else None)
 
 
 def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) -> Timeline:
@@ -235,10 +235,10 @@ def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) 
         longest = [[max(row, key=bins.time)] * len(row) for row in (*bins.shared, *bins.single)]
         rows = tuple(map(tuple, longest))
         bins = replace(bins, shared=rows[: len(bins.shared)], single=rows[len(bins.shared) :])
-    made = step_of_bins(request, step, bins)
-    schedule = build(made) if whole else build(made, ranks=(0,))
+    binned = step_of_bins(request, step, bins)
+    schedule = build(binned) if whole else build(binned, ranks=(0,))
     physical = request.machine.topology if whole else None
-    return play(schedule, request.of(made).costs.with_bins(bins), steps=PLAYED_STEPS, physical=physical)
+    return play(schedule, request.of(binned).costs.with_bins(bins), steps=PLAYED_STEPS, physical=physical)
 
 
 def _cut(bins: Bins, rounds: int) -> Bins:

@@ -38,7 +38,7 @@ def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
 def as_json(dealt: DealFound) -> dict[str, Any]:
     """The contract of ``--json`` with lengths."""
     median, best = dealt.median, dealt.best
-    found = {
+    content = {
         "source": dealt.lengths.source,
         "documents": len(median.lengths),
         "tokens": sum(median.lengths),
@@ -48,21 +48,21 @@ def as_json(dealt: DealFound) -> dict[str, Any]:
         "rounds": sum(median.shape),
         "imbalance": median.seconds / median.mean_seconds,
         "imbalance_over_floor": median.imbalance,
-        "imbalance_of_steps": [one.seconds / one.mean_seconds for one in dealt.drawn],
+        "imbalance_of_steps": [bins.seconds / bins.mean_seconds for bins in dealt.drawn],
         "chosen": dealt.chosen,
         "sequence_ranks": best.bins.ranks if best else None,
         "reason": reason(dealt),
         "strategies": [
-            {"strategy": name, "knobs": dealt.settings(name)} | numbers(dealt, one)
-            for name, one in dealt.strategies.items()
+            {"strategy": name, "knobs": dealt.settings(name)} | numbers(dealt, deal)
+            for name, deal in dealt.strategies.items()
         ],
-        "deals": [numbers(dealt, one) for one in dealt.deals],
+        "deals": [numbers(dealt, deal) for deal in dealt.deals],
         "histogram": [
             {"up_to": up_to, "documents": documents, "tokens": tokens}
             for up_to, documents, tokens in dealt.lengths.histogram.rows
         ],
     }
-    return {"lengths": found}
+    return {"lengths": content}
 
 
 def json_text(dealt: DealFound) -> str:
@@ -75,9 +75,9 @@ def corpus(dealt: DealFound) -> Iterator[str]:
     yield f"{lengths.source}, cut at {dealt.max_document:,} tokens:"
     yield from columns(
         [("up to", "documents", "tokens", "")]
-        + [(f"{up_to:,}", f"{own:.1%}", f"{tokens:.1%}", "") for up_to, own, tokens in lengths.histogram.rows]
+        + [(f"{up_to:,}", f"{share:.1%}", f"{tokens:.1%}", "") for up_to, share, tokens in lengths.histogram.rows]
     )
-    spread = [one.seconds / one.mean_seconds for one in dealt.drawn]
+    spread = [bins.seconds / bins.mean_seconds for bins in dealt.drawn]
     documents = f"{len(median.lengths):,} documents, the longest of {max(median.lengths):,} tokens"
     bins = f"bins of up to {dealt.request.sequence_length:,}, {_rounds(median.shape)}"
     yield f"a step: {sum(median.lengths):,} tokens in {documents}; {bins}"
@@ -110,12 +110,14 @@ def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
 def tables(dealt: DealFound) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """The strategies, and the deals under the fastest, each with a head."""
     first = [("strategy", *HEAD, "")]
-    first += [(name, *cells(dealt, one), "chosen" * (name == dealt.chosen)) for name, one in dealt.strategies.items()]
-    for one in dealt.candidates:
-        if one.strategy not in dealt.strategies:
-            first.append((one.strategy, *["-"] * len(HEAD), one.why_not or ("does not fit" * (not one.fits))))
+    first += [(name, *cells(dealt, deal), "chosen" * (name == dealt.chosen)) for name, deal in dealt.strategies.items()]
+    for candidate in dealt.candidates:
+        if candidate.strategy not in dealt.strategies:
+            first.append(
+                (candidate.strategy, *["-"] * len(HEAD), candidate.why_not or ("does not fit" * (not candidate.fits)))
+            )
     second = [("documents", *HEAD, "")]
-    second += [(one.words, *cells(dealt, one), "best" * (one is dealt.best)) for one in dealt.deals]
+    second += [(deal.words, *cells(dealt, deal), "best" * (deal is dealt.best)) for deal in dealt.deals]
     return first, second
 
 
@@ -141,7 +143,7 @@ def reason(dealt: DealFound) -> str:
     for name in (IN_TURN, ROWS):
         if (other := dealt.deal_of(name)) is not None:
             words.append(f"{other.seconds / best.seconds:.2f} times as fast as {PHRASES[name]}")
-    good = [one for one in dealt.deals if one.name == BALANCED]
+    good = [deal for deal in dealt.deals if deal.name == BALANCED]
     alone = good[0]
     if best.bins.ranks > 1 and alone.bins.ranks == 1:
         gain = alone.seconds / best.seconds - 1
@@ -149,7 +151,7 @@ def reason(dealt: DealFound) -> str:
     elif best.bins.ranks > 1:
         shared = f"documents longer than a bin need {best.bins.ranks} devices of a node (schedule.sequence_ranks)"
     elif len(good) > 1:
-        ranks = " or ".join(str(one.bins.ranks) for one in good[1:])
+        ranks = " or ".join(str(deal.bins.ranks) for deal in good[1:])
         shared = f"sharing long documents between {ranks} devices gains less than {GAIN:.1%}"
     else:
         shared = ""
@@ -181,12 +183,12 @@ def _sections(dealt: DealFound) -> Iterator[Section]:
     yield Section("Lengths of documents", "; ".join(list(corpus(dealt))[-2:]), figures=[figure])
     if dealt.best is None:
         return
-    marked = [i for i, one in enumerate(dealt.deals) if one is dealt.best]
+    marked = [i for i, deal in enumerate(dealt.deals) if deal is dealt.best]
     words = f"The same documents under {dealt.chosen}."
     yield Section("What dealing by time gains", words, Table(deals[0], deals[1:], marked))
-    for one in (dealt.deal_of(IN_TURN), dealt.best):
-        if one is not None:
-            yield _times(one)
+    for deal in (dealt.deal_of(IN_TURN), dealt.best):
+        if deal is not None:
+            yield _times(deal)
     if dealt.best.timeline is not None:
         yield timeline_section(f"A step of {dealt.chosen}", predicted_bars(dealt.best.timeline))
 

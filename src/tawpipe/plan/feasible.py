@@ -72,7 +72,7 @@ def some_fit(request: PlanRequest) -> bool:
 
 def _some_strategy_fits(request: PlanRequest) -> bool:
     for strategy in strategies().values():
-        if not strategy.candidate or strategy.made:
+        if not strategy.candidate or strategy.arranges:
             continue
         for ranks in (request.settings.sequence_ranks, *request.sets[-1:]):
             asked = request if ranks is None or "sequence_ranks" in strategy.refusals else request.with_ranks(ranks)

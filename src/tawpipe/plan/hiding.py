@@ -31,8 +31,8 @@ def hides_from(played: Callable[[int], Prediction], least: int, most: int, preci
     """
 
     def hides(tokens: int) -> bool:
-        made = played(tokens)
-        return made.exposed_communication_s < EXPOSED * made.step_seconds
+        prediction = played(tokens)
+        return prediction.exposed_communication_s < EXPOSED * prediction.step_seconds
 
     # Not by halving all of it: where memory gets tight settings change, and a step may wait again.
     while not hides(tried := min(2 * least, most)):

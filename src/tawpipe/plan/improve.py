@@ -83,11 +83,14 @@ def measured(
         times = {kind: known.get((kind, stage), usual * before[kind]) for kind in "FIW"}
         if ("B", stage) in known and not {("I", stage), ("W", stage)} <= known.keys():
             times |= {kind: known["B", stage] * before[kind] / before["B"] for kind in "IW"}
-        own = [costs.blocks[block] for block in layout.blocks_of(stage)]
+        of_stage = [costs.blocks[block] for block in layout.blocks_of(stage)]
         for kind, part in PARTS.items():
-            total = sum(getattr(one, part) for one in own)
-            own = [replace(one, **{part: times[kind] * getattr(one, part) / total if total else 0.0}) for one in own]
-        blocks += own
+            total = sum(getattr(block, part) for block in of_stage)
+            of_stage = [
+                replace(block, **{part: times[kind] * getattr(block, part) / total if total else 0.0})
+                for block in of_stage
+            ]
+        blocks += of_stage
     links = [value / table.moved[stage] for (kind, stage), value in known.items() if kind in "OR"]
     return replace(
         costs,
@@ -162,11 +165,11 @@ class Improvement:
         self._worker = None
         self._answer.seek(0)
         try:
-            found = Improved(**json.loads(self._answer.read()))
+            improved = Improved(**json.loads(self._answer.read()))
         except (ValueError, TypeError):
             logger.warning("the pipeline's order stays as it is: the solver failed with exit code %d", code)
             return None
-        self._found = found if found.after < found.before else None
+        self._found = improved if improved.after < improved.before else None
         return self._found
 
     def close(self) -> None:
@@ -191,8 +194,8 @@ def answer(question: Mapping[str, Any]) -> Improved:
     layout = Layout.parse(question["layout"], question["blocks"])
     costs, start = parse_times(question["costs"]), Order.parse(question["start"])
     fixed = heuristics(layout, costs, question["micro_batches"], split=question["split"])
-    best = min((start, *fixed.values()), key=lambda one: makespan(play(layout, one, costs)))
-    found = solve(
+    best = min((start, *fixed.values()), key=lambda order: makespan(play(layout, order, costs)))
+    solved = solve(
         layout,
         costs,
         question["micro_batches"],
@@ -202,7 +205,7 @@ def answer(question: Mapping[str, Any]) -> Improved:
         split=question["split"],
     )
     before = makespan(play(layout, start, costs))
-    return Improved(str(found.order), before, found.makespan, found.bound, found.status, found.seconds)
+    return Improved(str(solved.order), before, solved.makespan, solved.bound, solved.status, solved.seconds)
 
 
 def main() -> None:

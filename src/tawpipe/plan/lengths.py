@@ -48,9 +48,9 @@ class Lengths:
         whole, rest = np.divmod(self.values, most)
         values = np.concatenate([rest, [most]])
         counts = np.concatenate([self.counts, [(whole * self.counts).sum()]])
-        found, at = np.unique(values[(values > 0) & (counts > 0)], return_inverse=True)
+        distinct, at = np.unique(values[(values > 0) & (counts > 0)], return_inverse=True)
         sums = np.bincount(at, counts[(values > 0) & (counts > 0)]).astype(np.int64)
-        return Lengths(found, sums, self.source)
+        return Lengths(distinct, sums, self.source)
 
     def step(self, tokens: int, number: int) -> list[int]:
         """Documents of one step: as many as have ``tokens`` together, at least one; always the same for a number."""
@@ -98,7 +98,7 @@ def _read(path: Path) -> Lengths:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         expected = f"corpus, lognormal:MU,SIGMA, lengths with commas between them, or a file of lengths ({why})"
         raise UserError("--lengths", str(path), expected) from error
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -109,8 +109,8 @@ def _read(path: Path) -> Lengths:
         except ValueError as error:
             expected = "a length from 1 on, or a length and a number of documents"
             raise UserError(f"--lengths {path}, line {number}", line.strip()[:40], expected) from error
-        found[length] = found.get(length, 0) + count
-    found = {length: found[length] for length in sorted(found) if found[length]}
-    if not found:
+        counts[length] = counts.get(length, 0) + count
+    counts = {length: counts[length] for length in sorted(counts) if counts[length]}
+    if not counts:
         raise UserError("--lengths", str(path), "a file with at least one length")
-    return Lengths(np.array([*found]), np.array([*found.values()]), str(path))
+    return Lengths(np.array([*counts]), np.array([*counts.values()]), str(path))

@@ -77,7 +77,7 @@ class LongestRow:
 
     def as_json(self) -> dict[str, Any]:
         """The numbers, under the names that candidates of a plan have."""
-        made = self.prediction
+        prediction = self.prediction
         return {
             "strategy": self.strategy,
             "tokens": self.tokens,
@@ -87,12 +87,12 @@ class LongestRow:
             "offloaded_layers": self.step.settings.offloaded_layers if self.step else None,
             "binds": self.binds,
             "knobs": settings_of(self.step) if self.step else {},
-            "step_seconds": made.step_seconds if made else None,
-            "tokens_per_second_per_device": self.tokens_per_second if made else None,
-            "peak_gib": made.peak_bytes / 2**30 if made else None,
-            "memory_gib": {name: size / 2**30 for name, size in made.memory.items()} if made else None,
-            "host_gib": made.needs.host / 2**30 if made else None,
-            "files_gib": made.needs.files / 2**30 if made else None,
+            "step_seconds": prediction.step_seconds if prediction else None,
+            "tokens_per_second_per_device": self.tokens_per_second if prediction else None,
+            "peak_gib": prediction.peak_bytes / 2**30 if prediction else None,
+            "memory_gib": {name: size / 2**30 for name, size in prediction.memory.items()} if prediction else None,
+            "host_gib": prediction.needs.host / 2**30 if prediction else None,
+            "files_gib": prediction.needs.files / 2**30 if prediction else None,
             "why_not": self.why_not,
         }
 
@@ -100,21 +100,21 @@ class LongestRow:
         """A row of the table."""
         if self.prediction is None or self.step is None:
             return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
-        made, own = self.prediction, self.step.settings
-        settings = [f"{name} {getattr(own, name)}" for name in ("look_ahead", "gradient_buffers")]
-        settings += [f"host_homes {own.host_homes}"] * (own.host_homes == "state")
+        prediction, settings = self.prediction, self.step.settings
+        shown = [f"{name} {getattr(settings, name)}" for name in ("look_ahead", "gradient_buffers")]
+        shown += [f"host_homes {settings.host_homes}"] * (settings.host_homes == "state")
         numbers = (
             f"{self.tokens:,}",
-            f"{own.sequence_chunk:,}" if own.sequence_chunk else "whole",
+            f"{settings.sequence_chunk:,}" if settings.sequence_chunk else "whole",
             str(self.step.sequence_ranks),
-            f"{own.offloaded_layers} of {self.step.model.num_layers}",
-            span(made.step_seconds),
+            f"{settings.offloaded_layers} of {self.step.model.num_layers}",
+            span(prediction.step_seconds),
             f"{self.tokens_per_second:,.0f}",
-            f"{made.peak_bytes / 2**30:.2f}",
-            f"{made.needs.host / 2**30:.1f}",
-            f"{made.needs.files / 2**30:.1f}",
+            f"{prediction.peak_bytes / 2**30:.2f}",
+            f"{prediction.needs.host / 2**30:.1f}",
+            f"{prediction.needs.files / 2**30:.1f}",
         )
-        return self.strategy, *numbers, self.binds, ", ".join(settings)
+        return self.strategy, *numbers, self.binds, ", ".join(shown)
 
 
 HEAD = (
@@ -164,7 +164,7 @@ class Longest:
             if strategy.candidate and Kind.WEIGHT in strategy.travels:
                 rows.append(_longest_of(request, strategy, ends))
                 tell(f"{strategy.name}: {rows[-1].why_not or f'{rows[-1].tokens:,} tokens, then {rows[-1].binds}'}")
-        return cls(request, tuple(sorted(rows, key=lambda one: (-one.tokens, -one.tokens_per_second))))
+        return cls(request, tuple(sorted(rows, key=lambda row: (-row.tokens, -row.tokens_per_second))))
 
     @property
     def best(self) -> LongestRow | None:
@@ -176,8 +176,8 @@ class Longest:
         """The fastest of those within ``NEAR`` of the longest."""
         if self.best is None:
             return None
-        near = (one for one in self.rows if one.tokens >= self.best.tokens * (1 - NEAR))
-        return max(near, key=lambda one: one.tokens_per_second)
+        near = (row for row in self.rows if row.tokens >= self.best.tokens * (1 - NEAR))
+        return max(near, key=lambda row: row.tokens_per_second)
 
     @property
     def reason(self) -> str:
@@ -210,7 +210,7 @@ class Longest:
         ways = [_Lean(asked, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
 
         def played(tokens: int) -> Prediction:
-            fitting = ((one, chunk) for one in ways for chunk in one.chunks if one.fits(tokens, chunk))
+            fitting = ((way, chunk) for way in ways for chunk in way.chunks if way.fits(tokens, chunk))
             way, chunk = next(fitting, (ways[-1], ways[-1].chunks[-1]))
             return predict(asked.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
 
@@ -225,12 +225,12 @@ class Longest:
     @property
     def hides(self) -> str:
         """``hiding`` as a sentence; empty where nothing passes between nodes."""
-        found, topology = self.hiding, self.request.topology
-        if not found:
+        hiding, topology = self.hiding, self.request.topology
+        if not hiding:
             return ""
-        tokens, node, everywhere = (found[name] for name in ("tokens", "document_in_a_node", "context_parallelism"))
-        words = f"what passes between nodes hides under {found['strategy']} "
-        devices = "a device" if found["sequence_ranks"] == 1 else f"over {found['sequence_ranks']} devices"
+        tokens, node, everywhere = (hiding[name] for name in ("tokens", "document_in_a_node", "context_parallelism"))
+        words = f"what passes between nodes hides under {hiding['strategy']} "
+        devices = "a device" if hiding["sequence_ranks"] == 1 else f"over {hiding['sequence_ranks']} devices"
         words += f"from rows of {tokens:,} tokens {devices} on" if tokens else "at no length that fits"
         words += f" (less than {EXPOSED:.0%} of a step waits for it, by the clock)"
         if node is not None:
@@ -249,10 +249,10 @@ class Longest:
 
     def table(self) -> Iterator[str]:
         """Lines of text, in columns."""
-        return columns([HEAD, *(one.cells() for one in self.rows)], words=2)
+        return columns([HEAD, *(row.cells() for row in self.rows)], words=2)
 
     def json_text(self) -> str:
-        rows = [one.as_json() for one in self.rows]
+        rows = [row.as_json() for row in self.rows]
         content = {"longest": rows, "reason": self.reason, "hides_from": self.hiding or None}
         return json.dumps(content, indent=1, allow_nan=False)
 

@@ -341,10 +341,10 @@ def _profile(
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
     dtype, chunk = measuring["dtype"], min(measuring["chunk_tokens"], tokens)
-    found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk, optimizer=measuring["optimizer"])
-    if (sizes := measuring["chunks"](found)) is None:
-        return replace(found, in_chunks=())
+    profile = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk, optimizer=measuring["optimizer"])
+    if (sizes := measuring["chunks"](profile)) is None:
+        return replace(profile, in_chunks=())
     why = Bench(chain, torch.device("meta"), dtype, chunk).why_whole()
     return replace(
-        found, in_chunks=found.in_chunks if sizes else (), cuts=not (why or found.why_not_shares), why_whole=why
+        profile, in_chunks=profile.in_chunks if sizes else (), cuts=not (why or profile.why_not_shares), why_whole=why
     )

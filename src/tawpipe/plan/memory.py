@@ -58,7 +58,7 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
                 continue
             line = amount - per_token * sum(long), per_token
             before = working[kind].get(name, line)
-            working[kind][name] = max(line, before, key=lambda one: one[0] + one[1] * tokens)
+            working[kind][name] = max(line, before, key=lambda line: line[0] + line[1] * tokens)
         if kind == "head" and most < 2 * bench.chunk:  # no second chunk was seen, and the line is that of one
             at_once[kind] = max(most, bench.chunk)
     keys = key_bytes(bench.chain.config.get_text_config(), bench.dtype)
@@ -94,13 +94,13 @@ def _weigh_embedding(bench: Bench, case: Case) -> dict[str, float]:
         torch.autograd.backward(edge, case.hidden)
 
     first, *rest = _steady([forward, backward] if spec.needs_backward else [forward], bench.device)
-    found: dict[str, float] = {
+    weighed: dict[str, float] = {
         "forward full": first.most - first.after,
         "ctx": first.after - case.hidden.nbytes,
     }
     if rest:
-        found["backward full"] = rest[0].most - rest[0].before
-    return found
+        weighed["backward full"] = rest[0].most - rest[0].before
+    return weighed
 
 
 def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
@@ -108,7 +108,7 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     layer = partial(chain.layer, block, calls=case.calls)
     wanted = block > chain.spec.first_backward
     with torch.no_grad():
-        found: dict[str, float] = {"attention": attention_bytes(lambda: layer(case.hidden))}
+        weighed: dict[str, float] = {"attention": attention_bytes(lambda: layer(case.hidden))}
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "none": lambda leaf: keep_graph(layer, leaf, case.spec.units, case.weights),
         "selective": lambda leaf: keep_attention(layer, leaf, again=nullcontext),
@@ -137,20 +137,20 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     gradient = size if wanted else 0
     with torch.no_grad():
         (once_more,) = _steady([alone], bench.device)
-    found["forward full"] = once_more.most - size
+    weighed["forward full"] = once_more.most - size
     if not chain.blocks[block].needs_backward:
-        return found
+        return weighed
     again = _steady([backward, held.clear], bench.device)[0]
-    found["backward full"] = again.most - gradient
-    found["lin"] = _kept_for_weights(chain, case, layer)
+    weighed["backward full"] = again.most - gradient
+    weighed["lin"] = _kept_for_weights(chain, case, layer)
     for name, kind in (("none", "graph"), ("selective", "kept")):
-        if name == "selective" and not found["attention"]:
+        if name == "selective" and not weighed["attention"]:
             continue
         there, _, back, _ = once(name)
-        found[kind] = there.after  # the input in the place of the output, which is the next block's
-        found[f"forward {name}"] = there.most - there.after - size
-        found[f"backward {name}"] = back.most - back.before - gradient
-    return found
+        weighed[kind] = there.after  # the input in the place of the output, which is the next block's
+        weighed[f"forward {name}"] = there.most - there.after - size
+        weighed[f"backward {name}"] = back.most - back.before - gradient
+    return weighed
 
 
 def _kept_for_weights(chain: Chain, case: Case, layer: Callable[[Tensor], Tensor]) -> int:
@@ -182,9 +182,9 @@ def measure_chunks(bench: Bench, smallest: int) -> dict[str, tuple[float, float,
         weighed = [_weigh_chunks(bench, blocks[0], *shape) for shape in shapes]
         for name, amount in weighed[1].items():
             per_token = (amount - weighed[0][name]) / least
-            own = (weighed[2][name] - amount) / (most - least)
-            line = amount - per_token * long - own * least, own, per_token
-            lines[name] = max(line, lines.get(name, line), key=lambda one: one[0] + one[1] * most + one[2] * long)
+            per_chunk_token = (weighed[2][name] - amount) / (most - least)
+            line = amount - per_token * long - per_chunk_token * least, per_chunk_token, per_token
+            lines[name] = max(line, lines.get(name, line), key=lambda line: line[0] + line[1] * most + line[2] * long)
     return lines
 
 
@@ -194,7 +194,7 @@ def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str,
     """
     with bench.case(block, (tokens,), in_chunks=True) as case:
         layer, held, given = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
-        wanted, found = block > bench.chain.spec.first_backward, dict[str, float]()
+        wanted, weighed = block > bench.chain.spec.first_backward, dict[str, float]()
         gradient = case.hidden.clone()
 
         def rows(_: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
@@ -213,12 +213,12 @@ def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str,
                 [lambda make=make: forward(make()), lambda: held.pop(0), backward, held.clear], bench.device
             )
             kept = left.after if name == "selective" else 0
-            found[f"forward {name}"] = first.most - given - kept
+            weighed[f"forward {name}"] = first.most - given - kept
             if name == "selective":
-                found["kept"] = kept
+                weighed["kept"] = kept
             if bench.chain.blocks[block].needs_backward:
-                found[f"backward {name}"] = back.most - back.before - (given if wanted else 0)
-    return found
+                weighed[f"backward {name}"] = back.most - back.before - (given if wanted else 0)
+    return weighed
 
 
 def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:

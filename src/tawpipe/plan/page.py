@@ -83,10 +83,10 @@ def _subtitle(request: PlanRequest, rows: str) -> str:
 
 def _sections(plan: Plan) -> Iterator[Section]:
     request = plan.request
-    shown = [one for one in plan.candidates if one.prediction is not None]
+    shown = [candidate for candidate in plan.candidates if candidate.prediction is not None]
     rows = [line.split("\t") for line in plan.table(separator="\t", everything=True)]
-    marked = [i for i, one in enumerate(plan.listed(everything=True)) if one is plan.chosen]
-    equal = ", ".join(one.strategy for one in plan.as_fast)
+    marked = [i for i, candidate in enumerate(plan.listed(everything=True)) if candidate is plan.chosen]
+    equal = ", ".join(candidate.strategy for candidate in plan.as_fast)
     words = plan.reason + (
         f". As fast, within {GAIN:.1%}: {equal}. Chosen is what loads the links least." if equal else ""
     )
@@ -94,12 +94,14 @@ def _sections(plan: Plan) -> Iterator[Section]:
         words += f". Not in the table: {'; '.join(left_out)}."
     yield Section("Strategies", words, Table(rows[0], rows[1:], marked))
     chosen = plan.chosen.strategy if plan.chosen else None
-    names = [one.strategy for one in shown]
-    made = [one.prediction for one in shown if one.prediction is not None]
+    names = [candidate.strategy for candidate in shown]
+    predictions = [candidate.prediction for candidate in shown if candidate.prediction is not None]
     parts = {
-        "computing": [one.step_seconds - one.idle_s for one in made],
-        "waiting for transfers": [one.exposed_communication_s for one in made],
-        "idle otherwise": [max(0.0, one.idle_s - one.exposed_communication_s) for one in made],
+        "computing": [prediction.step_seconds - prediction.idle_s for prediction in predictions],
+        "waiting for transfers": [prediction.exposed_communication_s for prediction in predictions],
+        "idle otherwise": [
+            max(0.0, prediction.idle_s - prediction.exposed_communication_s) for prediction in predictions
+        ],
     }
     yield Section(
         "Where a step's time goes",
@@ -110,10 +112,10 @@ def _sections(plan: Plan) -> Iterator[Section]:
     yield Section(
         "Memory of a device",
         f"At its highest; {SYSTEM}.",
-        figures=[stacked_bars(names, memory_parts(made), unit="GiB", limit=limit, chosen=chosen)],
+        figures=[stacked_bars(names, memory_parts(predictions), unit="GiB", limit=limit, chosen=chosen)],
     )
     if request.topology.num_nodes > 1:
-        moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
+        moved = {"over the busiest link": [prediction.link_bytes / 1e9 for prediction in predictions]}
         yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB", chosen=chosen)])
     yield from _chosen(plan)
     yield from _changes(plan, shown[:SHOWN])
@@ -138,11 +140,11 @@ def _chosen(plan: Plan) -> Iterator[Section]:
 def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
     """Sections on how the plan changes; the settings stay as they are."""
     request = plan.request
-    ours = [one for one in shown if one.step is not None]
+    ours = [candidate for candidate in shown if candidate.step is not None]
     chosen = plan.chosen.strategy if plan.chosen else None
 
     def series(asked: Sequence[PlanRequest]) -> dict[str, list[float | None]]:
-        return {one.strategy: [_seconds(there, one) for there in asked] for one in ours}
+        return {candidate.strategy: [_seconds(there, candidate) for there in asked] for candidate in ours}
 
     if request.topology.num_nodes > 1:
         gbits = [request.machine.between.bytes_per_s * factor * 8 / 1e9 for factor in RATES]
@@ -153,8 +155,8 @@ def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
     lengths = [max(2, round(request.sequence_length * factor)) for factor in LENGTHS]
     rows = request.global_batch / request.topology.world_size
     per_second = {
-        name: [seconds and length * rows / seconds for length, seconds in zip(lengths, own, strict=True)]
-        for name, own in series([request.with_length(length) for length in lengths]).items()
+        name: [seconds and length * rows / seconds for length, seconds in zip(lengths, curve, strict=True)]
+        for name, curve in series([request.with_length(length) for length in lengths]).items()
     }
     title = "tokens per second and device"
     figure = lines(lengths, per_second, x_title="tokens in a row", y_title=title, chosen=chosen)
@@ -185,49 +187,51 @@ def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
 
 def _longest_sections(longest: Longest) -> Iterator[Section]:
     best, limit = longest.best, longest.request.memory_bytes / 2**30
-    marked = [i for i, one in enumerate(longest.rows) if one is best]
-    table = Table(HEAD, [one.cells() for one in longest.rows], marked)
+    marked = [i for i, row in enumerate(longest.rows) if row is best]
+    table = Table(HEAD, [row.cells() for row in longest.rows], marked)
     words = ". ".join(filter(None, (longest.reason, longest.hides, GIVEN)))
     yield Section(best.strategy if best else "Nothing fits", words, table)
     if best is None:
         return
-    shown = [(one.strategy, one.prediction) for one in longest.rows if one.prediction is not None]
-    parts = memory_parts([made for _, made in shown])
+    shown = [(row.strategy, row.prediction) for row in longest.rows if row.prediction is not None]
+    parts = memory_parts([prediction for _, prediction in shown])
     names = [name for name, _ in shown]
     figure = stacked_bars(names, parts, unit="GiB", limit=limit or None, chosen=best.strategy)
     yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
-    yield from _over_lengths([one for one in longest.rows if one.tokens][:COMPARED], limit, best.strategy)
+    yield from _over_lengths([row for row in longest.rows if row.tokens][:COMPARED], limit, best.strategy)
 
 
 def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iterator[Section]:
     """Curves over the length, of every strategy up to its longest row, with the settings that this needs."""
-    most = max(one.tokens for one in rows)
-    lengths = sorted({max(2, round(most * share)) for share in SHORTER} | {one.tokens for one in rows})
+    most = max(row.tokens for row in rows)
+    lengths = sorted({max(2, round(most * share)) for share in SHORTER} | {row.tokens for row in rows})
     asked = [
-        [(one.request.with_length(length), one.step) for length in lengths if length <= one.tokens]
-        for one in rows
-        if one.request is not None and one.step is not None
+        [(row.request.with_length(length), row.step) for length in lengths if length <= row.tokens]
+        for row in rows
+        if row.request is not None and row.step is not None
     ]
 
     def figure(values: Sequence[Sequence[float]], unit: str, limit: float = 0.0) -> Any:
-        names = [one.strategy for one in rows]
-        marks = {name: (own[-1], one.binds) for name, own, one in zip(names, values, rows, strict=True)}
-        series = {name: [*own, *[None] * (len(lengths) - len(own))] for name, own in zip(names, values, strict=True)}
+        names = [row.strategy for row in rows]
+        marks = {name: (curve[-1], row.binds) for name, curve, row in zip(names, values, rows, strict=True)}
+        series = {
+            name: [*curve, *[None] * (len(lengths) - len(curve))] for name, curve in zip(names, values, strict=True)
+        }
         title = "tokens in a row"
         return lines(lengths, series, x_title=title, y_title=unit, ends=marks, limit=limit, chosen=chosen)
 
     words = "Of the longest rows, each with its settings; a cross is where it ends, and says what binds."
-    seconds = [[predict(*one).step_seconds for one in own] for own in asked]
+    seconds = [[predict(request, step).step_seconds for request, step in of_row] for of_row in asked]
     yield Section("Seconds over the length", words, figures=[figure(seconds, "s per step")])
-    needs = [[memory_quickly(*one) for one in own] for own in asked]
+    needs = [[memory_quickly(request, step) for request, step in of_row] for of_row in asked]
     for where, name in (("a device", "device"), ("a node's host", "host"), ("a node's disk", "files")):
-        held = [[getattr(one, name) / 2**30 for one in own] for own in needs]
+        held = [[getattr(total, name) / 2**30 for total in of_row] for of_row in needs]
         if any(map(any, held)):
             line = limit if name == "device" else 0.0
             yield Section(f"Memory of {where} over the length", words, figures=[figure(held, "GiB", line)])
 
 
-def memory_parts(made: Sequence[Prediction]) -> dict[str, list[float]]:
+def memory_parts(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
     """GiB of every part of memory that some of these have."""
-    parts = dict.fromkeys(kind for one in made for kind in one.memory)
-    return {kind: [one.memory.get(kind, 0) / 2**30 for one in made] for kind in parts}
+    parts = dict.fromkeys(kind for prediction in predictions for kind in prediction.memory)
+    return {kind: [prediction.memory.get(kind, 0) / 2**30 for prediction in predictions] for kind in parts}

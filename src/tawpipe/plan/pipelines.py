@@ -51,7 +51,7 @@ def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Sequence[St
     Args:
         axis: the only one for what is made for costs, which takes time; any if empty.
     """
-    if isinstance(strategy, ActivationPipeline) and strategy.made and not strategy.stages:
+    if isinstance(strategy, ActivationPipeline) and strategy.arranges and not strategy.stages:
         strategy = replace(strategy, stages=axis)
     return strategy.layouts(request.topology)
 
@@ -73,7 +73,7 @@ def made_for(
         UserError: memory for no order.
         TooLong: what was made does not fit, and time is over.
     """
-    if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
+    if isinstance(way, ActivationPipeline) and way.arranges and not way.block_times:
         return _made(request, way, "full", budget=QUICK if hopeful else 0, over=over)
     return way
 
@@ -101,14 +101,14 @@ def changes(
     """
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
-    ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
+    ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.arranges else []
     thorough = strategy.searches_stages and budget > QUICK
     for recompute in filter(worth, (*ways, *(["full"] if thorough else []), "none")):
         with suppress(UserError):  # memory for no order of what layers would keep
-            made = _made(request, strategy, recompute, budget=budget) if strategy.made else None
-            yield {"recompute": recompute} | (_found(made) if made else {})
-            if made and thorough and recompute == "full":
-                less = _made(request, strategy, recompute, budget=budget, memory=_less(request, made))
+            pipeline = _made(request, strategy, recompute, budget=budget) if strategy.arranges else None
+            yield {"recompute": recompute} | (_found(pipeline) if pipeline else {})
+            if pipeline and thorough and recompute == "full":
+                less = _made(request, strategy, recompute, budget=budget, memory=_less(request, pipeline))
                 yield {"recompute": recompute} | _found(less)
     if strategy.improves and request.memory_bytes and worth("none"):
         with suppress(UserError):  # memory for no choice
@@ -163,17 +163,17 @@ def has_solver() -> bool:
     return find_spec("ortools") is not None
 
 
-def _found(made: ActivationPipeline) -> dict[str, Any]:
-    return {"stages": made.stages, "block_times": made.block_times}
+def _found(pipeline: ActivationPipeline) -> dict[str, Any]:
+    return {"stages": pipeline.stages, "block_times": pipeline.block_times}
 
 
-def _less(request: PlanRequest, made: ActivationPipeline) -> float:
+def _less(request: PlanRequest, pipeline: ActivationPipeline) -> float:
     """Memory of a position in which micro-batches may keep ``LESS`` of what they do: a search that has less to choose
     from may find a shorter step.
     """
-    positions, costs = made.positions(request.topology), made.costs(request.model)
-    layout, count = made.layout_of(request.model, positions.size), -(-request.micro_batches // positions.replicas)
-    order = made.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
+    positions, costs = pipeline.positions(request.topology), pipeline.costs(request.model)
+    layout, count = pipeline.layout_of(request.model, positions.size), -(-request.micro_batches // positions.replicas)
+    order = pipeline.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
     peaks = zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
     whole, kept = max((whole, whole - resident) for whole, resident in peaks)
     return math.floor(whole - (1 - LESS) * kept)
@@ -208,8 +208,8 @@ def _made(
 
                 layout = generate(costs, positions.size, each, budget=budget)
                 stages = f"{positions.axis}:{layout}"
-            made = replace(strategy, stages=stages, block_times=spell_times(costs))
-            if (lacking := _over(request, made, recompute)) <= 0:
+            pipeline = replace(strategy, stages=stages, block_times=spell_times(costs))
+            if (lacking := _over(request, pipeline, recompute)) <= 0:
                 break
             if over():
                 raise TooLong
@@ -218,7 +218,7 @@ def _made(
         if error.setting != MEMORY_OF_A_POSITION:
             raise
         raise UserError(NO_ROOM, f"{request.memory_bytes / 2**30:.4g} GiB", "more, for a pipeline's stages") from error
-    return made
+    return pipeline
 
 
 def _over(request: PlanRequest, way: ActivationPipeline, recompute: str) -> int:
@@ -268,7 +268,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         saved = RECOMPUTE[recompute] if layer else None
         kept = memory.kept.get(saved, 0.0) / memory.boundary if saved else float(block.kind != "embedding")
         linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
-        times = (round(one * MICRO) for one in (forward, back - weights, weights))
+        times = (round(seconds * MICRO) for seconds in (forward, back - weights, weights))
         blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2), resident=taken))
     factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
     host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf

@@ -126,7 +126,7 @@ def _counts(step: StepSpec) -> Counter[tuple[bool, tuple[tuple[int, int], ...]]]
     assert isinstance(step.strategy, WeightStrategy)  # as ``find_homes`` has seen
     tour, nodes = step.strategy.tour(step), step.topology.num_nodes
     coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in tour.residency.arriving]
-    counts = Counter((True, one) for one in _staggered(coming, nodes))
+    counts = Counter((True, arrivals) for arrivals in _staggered(coming, nodes))
     rounds = [
         [step.model.trainable_units(v.block) for v in tour.visits if v.round == r and v.gradient_index is not None]
         for r in range(step.rounds)
@@ -134,7 +134,7 @@ def _counts(step: StepSpec) -> Counter[tuple[bool, tuple[tuple[int, int], ...]]]
     if step.settings.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
         rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
     for leaving in rounds:
-        counts.update((False, one) for one in _staggered(leaving, nodes))
+        counts.update((False, arrivals) for arrivals in _staggered(leaving, nodes))
     return counts
 
 
@@ -173,7 +173,7 @@ class _Task:
 
         short, longer, left = shortened(request, step, PLAYED_ROUNDS)
         counts, more = _counts(short), _counts(longer) if left else Counter()
-        counts.update({one: round(left * (number - counts[one])) for one, number in more.items()})
+        counts.update({what: round(left * (number - counts[what])) for what, number in more.items()})
         self.exchanges = [_Exchange(*what, times) for what, times in counts.items() if what[1]]
 
         self.limit = float(self.device_bytes(self.in_turn).max())
@@ -197,7 +197,7 @@ class _Task:
         return max(max(two) if full else sum(two) for two, full in zip(loads, self.full_duplex, strict=True))
 
     def seconds(self, homes: Sequence[int]) -> float:
-        return sum(one.times * self.busiest(one, homes) for one in self.exchanges)
+        return sum(exchange.times * self.busiest(exchange, homes) for exchange in self.exchanges)
 
     def fits(self, homes: Sequence[int]) -> bool:
         return float(self.device_bytes(homes).max()) <= self.limit * (1 + 1e-9)
@@ -228,7 +228,7 @@ class _Task:
     @property
     def work(self) -> int:
         """Loads that one look at all moves adds up."""
-        return self.topology.num_nodes * sum(len(one.arrivals) ** 2 for one in self.exchanges)
+        return self.topology.num_nodes * sum(len(exchange.arrivals) ** 2 for exchange in self.exchanges)
 
     @property
     def room(self) -> float:
@@ -239,15 +239,16 @@ class _Task:
         """In turn from the node with which that is best; then the moves of one unit each that gain something."""
         nodes = self.topology.num_nodes
         turns = [tuple((home + first) % nodes for home in self.in_turn) for first in range(nodes)]
-        homes = list(min((one for one in turns if self.fits(one)), key=self.seconds))
+        homes = list(min((homes for homes in turns if self.fits(homes)), key=self.seconds))
         kept = np.bincount(homes, weights=self.kept, minlength=nodes)
         of_unit = [
-            [one for one in self.exchanges if any(u == unit for _, u in one.arrivals)] for unit in range(len(homes))
+            [exchange for exchange in self.exchanges if any(u == unit for _, u in exchange.arrivals)]
+            for unit in range(len(homes))
         ]
 
         def seconds(unit: int, node: int) -> float:
             before, homes[unit] = homes[unit], node
-            waiting = sum(one.times * self.busiest(one, homes) for one in of_unit[unit])
+            waiting = sum(exchange.times * self.busiest(exchange, homes) for exchange in of_unit[unit])
             homes[unit] = before
             return waiting
 
@@ -291,7 +292,7 @@ def _first_of_each(visits: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, str]:
     """Homes by CP-SAT, seconds that it has proved to be needed, and why there are none."""
     units, nodes = len(start), task.topology.num_nodes
-    terms = sum(2 * nodes * len(one.arrivals) for one in task.exchanges)
+    terms = sum(2 * nodes * len(exchange.arrivals) for exchange in task.exchanges)
     if terms > MOST_TERMS:
         return (), 0.0, f"the solver is not asked about {units} units on {nodes} nodes"
     try:
@@ -302,12 +303,12 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
     # A unit lives on one node.
     model = cp_model.CpModel()
     lives = [[model.new_bool_var(f"unit {u} on node {n}") for n in range(nodes)] for u in range(units)]
-    for own in lives:
-        model.add_exactly_one(own)
+    for choices in lives:
+        model.add_exactly_one(choices)
 
     # An exchange takes as long as the link that is busiest in it.
     scale = PARTS * min(task.rates) / max(max(sizes) for sizes in task.sizes)
-    most = round(PARTS * nodes * 2 * max(len(one.arrivals) for one in task.exchanges))
+    most = round(PARTS * nodes * 2 * max(len(exchange.arrivals) for exchange in task.exchanges))
     waiting = []
     for exchange in task.exchanges:
         longest = model.new_int_var(0, most, "")
@@ -353,7 +354,7 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
     if not homes:
         return (), 0.0, "the solver found nothing in its time"
     # Every load was rounded, by half a part a unit.
-    rounded = sum(one.times * len(one.arrivals) for one in task.exchanges) / 2
+    rounded = sum(exchange.times * len(exchange.arrivals) for exchange in task.exchanges) / 2
     bound = max(0.0, (solver.best_objective_bound - rounded) / scale)
     model.add(sum(waiting) <= int(solver.objective_value * (1 + PRECISION)))
     return ask(fullest, homes) or homes, bound, ""

@@ -57,14 +57,14 @@ class Plan:
 
     @classmethod
     def of(cls, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
-        good = [one for one in candidates if one.fits and one.prediction is not None]
-        good.sort(key=lambda one: one.seconds)
+        good = [candidate for candidate in candidates if candidate.fits and candidate.prediction is not None]
+        good.sort(key=lambda candidate: candidate.seconds)
         if good:  # of those that are as fast, the one that loads the links least
-            alike = [one for one in good if one.seconds <= good[0].seconds * (1 + GAIN)]
-            best = min(alike, key=lambda one: one.prediction.link_bytes if one.prediction else 0)
+            alike = [candidate for candidate in good if candidate.seconds <= good[0].seconds * (1 + GAIN)]
+            best = min(alike, key=lambda candidate: candidate.prediction.link_bytes if candidate.prediction else 0)
             good.remove(best)
             good.insert(0, best)
-            candidates = [best, *(one for one in candidates if one is not best)]
+            candidates = [best, *(candidate for candidate in candidates if candidate is not best)]
         return cls(request, tuple(candidates), good[0] if good else None, good[1] if len(good) > 1 else None)
 
     @property
@@ -72,8 +72,8 @@ class Plan:
         """What takes as long as the chosen one, within ``GAIN``, and fits."""
         if self.chosen is None:
             return ()
-        others = (one for one in self.candidates if one is not self.chosen and one.fits)
-        return tuple(one for one in others if abs(one.seconds / self.chosen.seconds - 1) < GAIN)
+        others = (candidate for candidate in self.candidates if candidate is not self.chosen and candidate.fits)
+        return tuple(candidate for candidate in others if abs(candidate.seconds / self.chosen.seconds - 1) < GAIN)
 
     @property
     def reason(self) -> str:
@@ -81,8 +81,8 @@ class Plan:
         if self.chosen is None:
             return self._nothing_fits()
         assert self.chosen.prediction is not None and self.chosen.step is not None
-        made, seconds = self.chosen.prediction, self.chosen.seconds
-        computing = 1 - made.idle_s / seconds
+        prediction, seconds = self.chosen.prediction, self.chosen.seconds
+        computing = 1 - prediction.idle_s / seconds
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
         if layout := self.chosen.step.strategy.layout:
             words += f", its stages {layout}"
@@ -117,8 +117,8 @@ class Plan:
     def least(self) -> Candidate | None:
         """The candidate that needs the least memory of a device."""
         return min(
-            (one for one in self.candidates if one.prediction is not None),
-            key=lambda one: one.prediction.peak_bytes if one.prediction else 0,
+            (candidate for candidate in self.candidates if candidate.prediction is not None),
+            key=lambda candidate: candidate.prediction.peak_bytes if candidate.prediction else 0,
             default=None,
         )
 
@@ -137,7 +137,7 @@ class Plan:
 
     def row(self, candidate: Candidate) -> dict[str, Any]:
         """A row of the JSON: one of ``candidates``."""
-        made, request = candidate.prediction, self.request
+        prediction, request = candidate.prediction, self.request
         row: dict[str, Any] = {
             "strategy": candidate.strategy,
             "knobs": candidate.chosen_settings(),
@@ -146,28 +146,28 @@ class Plan:
             "why_not": candidate.why_not,
             "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
         }
-        if made is None:
+        if prediction is None:
             return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib", "files_gib"))
         devices = request.topology.world_size
         tokens = request.global_batch * request.sequence_length
         peak = request.peak_flops
         return row | {
-            "step_seconds": made.step_seconds,
-            "tokens_per_second_per_device": tokens / made.step_seconds / devices,
-            "mfu": request.flops / (made.step_seconds * devices * peak) if peak and request.flops else None,
-            "exposed_communication_s": made.exposed_communication_s,
-            "idle_s": made.idle_s,
-            "link_bytes": made.link_bytes,
-            "peak_gib": made.peak_bytes / 2**30,
-            "memory_gib": {name: size / 2**30 for name, size in made.memory.items()},
-            "host_gib": made.needs.host / 2**30,
-            "files_gib": made.needs.files / 2**30,
+            "step_seconds": prediction.step_seconds,
+            "tokens_per_second_per_device": tokens / prediction.step_seconds / devices,
+            "mfu": request.flops / (prediction.step_seconds * devices * peak) if peak and request.flops else None,
+            "exposed_communication_s": prediction.exposed_communication_s,
+            "idle_s": prediction.idle_s,
+            "link_bytes": prediction.link_bytes,
+            "peak_gib": prediction.peak_bytes / 2**30,
+            "memory_gib": {name: size / 2**30 for name, size in prediction.memory.items()},
+            "host_gib": prediction.needs.host / 2**30,
+            "files_gib": prediction.needs.files / 2**30,
         }
 
     def as_json(self) -> dict[str, Any]:
         """The contract of ``--json``."""
         return {
-            "candidates": [self.row(one) for one in self.candidates],
+            "candidates": [self.row(candidate) for candidate in self.candidates],
             "chosen": self.chosen.strategy if self.chosen else None,
             "reason": self.reason,
             "runner_up": self.runner_up.strategy if self.runner_up else None,
@@ -190,16 +190,16 @@ class Plan:
     def table(self, *, separator: str = "", everything: bool = False) -> Iterator[str]:
         """Lines of text, in columns; or with a separator between the cells."""
         rows: list[tuple[str, ...]] = [("strategy", *(title for title, _ in COLUMNS.values()), "")]
-        for one in self.listed(everything=everything):
-            row, notes = self.row(one), list[str]()
-            if one is self.chosen or not one.fits:
-                notes.append("chosen" if one.fits else "does not fit")
-            elif any(one is other for other in self.as_fast):
+        for candidate in self.listed(everything=everything):
+            row, notes = self.row(candidate), list[str]()
+            if candidate is self.chosen or not candidate.fits:
+                notes.append("chosen" if candidate.fits else "does not fit")
+            elif any(candidate is other for other in self.as_fast):
                 notes.append("as fast")
-            if one.step is not None and one.step.strategy.made and not solved(one.step):
+            if candidate.step is not None and candidate.step.strategy.arranges and not solved(candidate.step):
                 notes.append("heuristic order")
             cells = ["-" if row[name] is None else text(row[name]) for name, (_, text) in COLUMNS.items()]
-            rows.append((one.strategy, *cells, ", ".join(notes)))
+            rows.append((candidate.strategy, *cells, ", ".join(notes)))
         if separator:
             yield from (separator.join(row) for row in rows)
             return
@@ -214,7 +214,7 @@ class Plan:
         yield from (f"{', '.join(names)}: {why}" for why, names in reasons.items())
         shown = {candidate.strategy for candidate in self.listed(everything=everything)}
         shown.update(*reasons.values())
-        improved = any(one.step and one.step.strategy.improves for one in self.candidates)
+        improved = any(candidate.step and candidate.step.strategy.improves for candidate in self.candidates)
         if improved and not has_solver():
             yield f"solved: without a solver, as OR-tools is not installed ({install_hint('plan')})"
         hidden = [candidate.strategy for candidate in self.candidates if candidate.strategy not in shown]
@@ -313,7 +313,7 @@ def json_text(plan: Plan) -> str:
 
 def explain(plan: Plan, strategy: str) -> Iterator[str]:
     """Lines that say where time and memory of one candidate go."""
-    candidate = next(one for one in plan.candidates if one.strategy == strategy)
+    candidate = next(candidate for candidate in plan.candidates if candidate.strategy == strategy)
     yield f"{strategy}:"
     if candidate.prediction is None:
         yield f"  {candidate.why_not}"
@@ -321,22 +321,22 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
     for name, value in plan.row(candidate)["knobs"].items():
         if value not in ("", None):
             yield f"  {name}: {value}"
-    made = candidate.prediction
-    yield f"  step {span(made.step_seconds)}, at least {span(made.bound_s)} by computing and links"
-    yield f"  devices idle {span(made.idle_s)}, of it {span(made.exposed_communication_s)} for transfers"
+    prediction = candidate.prediction
+    yield f"  step {span(prediction.step_seconds)}, at least {span(prediction.bound_s)} by computing and links"
+    yield f"  devices idle {span(prediction.idle_s)}, of it {span(prediction.exposed_communication_s)} for transfers"
     if plan.request.topology.num_nodes > 1:
         share = plan.link_share(candidate)
-        yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
+        yield f"  the busiest link carries {prediction.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
     if candidate.step is not None:
         settled = candidate if candidate.homes is not None else settle(plan.request, candidate)
         if settled.homes is not None:
             yield f"  {settled.homes}"
         if settled.step != candidate.step:
             yield f"  with the best of these homes a step takes {span(settled.seconds)}"
-    for name, size in made.memory.items():
+    for name, size in prediction.memory.items():
         yield f"  {name}: {size / 2**30:.3f} GiB"
-    yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
-    if made.needs.host:
-        yield f"  host of a node: {made.needs.host / 2**30:.3f} GiB"
-    if made.needs.files:
-        yield f"  disk of a node: {made.needs.files / 2**30:.3f} GiB"
+    yield f"  together: {prediction.peak_bytes / 2**30:.3f} GiB"
+    if prediction.needs.host:
+        yield f"  host of a node: {prediction.needs.host / 2**30:.3f} GiB"
+    if prediction.needs.files:
+        yield f"  disk of a node: {prediction.needs.files / 2**30:.3f} GiB"

@@ -111,10 +111,10 @@ class SavedPlan:
         actual = {name: value for name, value in spec.identity.items() if name != "trained" or name in expected}
         if expected != actual:
             there, here = (
-                f"{one['parameters']} parameters in {one['blocks']} blocks"
-                + (f", {one['trained']} of them trained" if "trained" in one else "")
-                + (f", which travel as {one['travels']} elements (--quantize)" if "travels" in one else "")
-                for one in (expected, actual)
+                f"{identity['parameters']} parameters in {identity['blocks']} blocks"
+                + (f", {identity['trained']} of them trained" if "trained" in identity else "")
+                + (f", which travel as {identity['travels']} elements (--quantize)" if "travels" in identity else "")
+                for identity in (expected, actual)
             )
             raise UserError("--plan", f"a model of {there}", f"a plan for this model: {here}")
 
@@ -172,16 +172,16 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
         blocks = list(_unpacked(content["blocks"]))
         of_blocks = content["block_units"]
         units = [
-            UnitSpec(numel, trainable, tuple(b for b, own in enumerate(of_blocks) if u in own), *others)
+            UnitSpec(numel, trainable, tuple(b for b, of_block in enumerate(of_blocks) if u in of_block), *others)
             for u, (numel, trainable, *others) in enumerate(_unpacked(content["units"]))
         ]
-        if {u for own in of_blocks for u in own} != set(range(len(units))):
+        if {u for of_block in of_blocks for u in of_block} != set(range(len(units))):
             raise ValueError("units that no block has, or the other way round")
         if not all(isinstance(size, int) for unit in units for size in (unit.numel, unit.packed, unit.met)):
             raise ValueError("sizes of units that are no whole numbers")
         specs = tuple(
-            BlockSpec(tuple(own), kind, reads, needs)
-            for own, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
+            BlockSpec(tuple(of_block), kind, reads, needs)
+            for of_block, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
         )
         costs = tuple(_block_cost(*parts) for _, _, _, *parts in blocks)
         size = MicroBatchSize(**content["size"])
@@ -212,8 +212,8 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
     planned = settings_from(schedule, where="PLAN: schedule")
     # Those that a plan keeps if they are given may be missing in one that was written by hand.
     chosen = [name for name in PLANNED if name in schedule or name not in KEPT_BY_PLANS]
-    made = replace(base, **{name: getattr(planned, name) for name in chosen})
-    return made if made.sequence_chunk else replace(made, offload_dir="")  # whole rows wait in no files
+    settings = replace(base, **{name: getattr(planned, name) for name in chosen})
+    return settings if settings.sequence_chunk else replace(settings, offload_dir="")  # whole rows wait in no files
 
 
 def _widths(*, optimizer_states: float | list[float], **widths: int) -> Widths:

@@ -144,17 +144,17 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
     strategy, topology = step.strategy, request.topology
     seconds = request.block_seconds(step)
-    works = {(len(own), blocks) for own, blocks in zip(step.micro_batches, strategy.computes(step), strict=True)}
+    works = {(len(share), blocks) for share, blocks in zip(step.micro_batches, strategy.computes(step), strict=True)}
     compute = max(number * sum(seconds[block] for block in blocks) for number, blocks in works)
     if topology.num_nodes == 1 or Kind.WEIGHT not in strategy.travels:  # of what else travels there is no formula
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
-    traffic = [one.strategy.traffic(one, training=True) for one in ((short, longer) if left else (short,))]
+    traffic = [played.strategy.traffic(played, training=True) for played in ((short, longer) if left else (short,))]
     far, rates, amounts = far_widths(step.settings, request.widths), request.link_rates, list[list[int]]()
     for links in traffic:
         if links is None:
             return compute
-        amounts.append([max(one.bytes_sent(*far), one.bytes_received(*far)) for one in links])
+        amounts.append([max(link.bytes_sent(*far), link.bytes_received(*far)) for link in links])
     moved = [first + left * (second - first) for first, second in zip(amounts[0], amounts[-1], strict=True)]
     if topology == request.machine.topology:
         link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))
@@ -171,21 +171,21 @@ def predict(request: PlanRequest, step: StepSpec) -> Prediction:
     """
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     schedule = _build(request, short)
-    made = _play(request, schedule)
-    more = _play(request, _build(request, longer)) if left else made
+    timeline = _play(request, schedule)
+    more = _play(request, _build(request, longer)) if left else timeline
 
     def extended(value: Callable[[Timeline], float]) -> float:
-        first = value(made)
+        first = value(timeline)
         return max(0.0, first + left * (value(more) - first)) if left else first
 
     return Prediction(
-        extended(lambda one: one.step_seconds),
-        extended(lambda one: one.exposed_communication_s),
-        extended(lambda one: one.idle_s),
+        extended(lambda timeline: timeline.step_seconds),
+        extended(lambda timeline: timeline.exposed_communication_s),
+        extended(lambda timeline: timeline.idle_s),
         round(extended(link_bytes_of)),
         memory_of(request, schedule),
         bound_of(request, step),
-        made,
+        timeline,
     )
 
 
@@ -236,7 +236,7 @@ def alike(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The step; or where it is too large to play all ranks, of which some have less, with as much for these."""
     shares, world = step.micro_batches, step.topology.world_size
     most, blocks = max(map(len, shares)), len(request.model.blocks)
-    count = 1 + max(own[-1] for own in shares if own)
+    count = 1 + max(share[-1] for share in shares if share)
     if min(map(len, shares)) == most or max(world * blocks / LARGEST_WORK, count * blocks / MOST_UNEVEN) <= 1:
         return step
     ranks = sum(map(len, shares)) // count
@@ -280,7 +280,7 @@ def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
 def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
     """True if one rank, or one pipeline, can stand for all; without a cost model, as far as the schedule goes."""
     even = cost_model is None or cost_model.inside.shared or cost_model.inside.full_duplex
-    shares = {len(own) for own in step.micro_batches}
+    shares = {len(share) for share in step.micro_batches}
     if not step.topology.is_even or len(shares) > 1:
         return False
     if not step.strategy.stand_ins(step.topology, inside_is_even=even):

@@ -161,7 +161,7 @@ class _Ruler:
         size = int(self.world.gather_numbers(float(min(most, max(TRIAL_BYTES, int(wanted)))))[0])
         times = MOST_TIMES if self._on_cuda and size == most else 1
         seconds = self._all(pairs, lambda first, peer: self._stream(first, peer, size, forth, back, times))
-        return [size / max(one, 1e-9) for one in seconds]
+        return [size / max(taken, 1e-9) for taken in seconds]
 
     def _all(self, pairs: Sequence[Pair], run: Callable[[bool, int], float]) -> list[float]:
         """``run`` on both ranks of every pair; the seconds of the slower one, of every pair, on all ranks."""
@@ -251,14 +251,14 @@ def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: 
     and the bytes of a GPU that NCCL takes for one, the most of all ranks.
     """
     device, members = world.device, len(every[0])
-    own = torch.ones(LARGEST_CUDA_BYTES // members, dtype=torch.uint8, device=device)
-    together = torch.empty(own.numel() * members, dtype=torch.uint8, device=device)
+    piece = torch.ones(LARGEST_CUDA_BYTES // members, dtype=torch.uint8, device=device)
+    together = torch.empty(piece.numel() * members, dtype=torch.uint8, device=device)
     before = taken_outside_torch(device)
     limit = timedelta(minutes=10)
     group = make_group(every, world.rank, device, timeout=limit, blocks=blocks, name=f"probe {name}")
 
     def gather() -> None:
-        work = dist.all_gather_into_tensor(together, own, group=group, async_op=True)
+        work = dist.all_gather_into_tensor(together, piece, group=group, async_op=True)
         assert work is not None
         work.wait()
 
@@ -267,7 +267,7 @@ def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: 
     times = int(min(MOST_TIMES, max(2, SECONDS / max(once, 1e-6))))
     seconds = max(world.gather_numbers(timed(gather, device, times)))
     dist.destroy_process_group(group)
-    return (members - 1) * own.numel() / max(seconds, 1e-9), int(max(world.gather_numbers(float(max(0, taken)))))
+    return (members - 1) * piece.numel() / max(seconds, 1e-9), int(max(world.gather_numbers(float(max(0, taken)))))
 
 
 def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, list[str]]:
@@ -324,7 +324,7 @@ def _between(
     local = statistics.median(map(len, nodes))
     shared = local == 1 or statistics.median(at_once) < max(1.5, 0.5 * local) * statistics.median(alone)
     duplex = statistics.median(both) > SHARED_BELOW * statistics.median(alone)
-    rates = [max(one, all_of_them) if shared else one for one, all_of_them in zip(alone, at_once, strict=True)]
+    rates = [max(single, all_of_them) if shared else single for single, all_of_them in zip(alone, at_once, strict=True)]
     usual, delay = statistics.median(rates), statistics.median(latency)
 
     def link(rate: float) -> LinkModel:
@@ -346,7 +346,7 @@ def _between(
         for n, seconds in enumerate(latency)
         if seconds > 3 * delay
     ]
-    measured = tuple(Rates(*one) for one in zip(sent, received, latency, strict=True))
+    measured = tuple(Rates(*of_node) for of_node in zip(sent, received, latency, strict=True))
     return link(usual), odd, measured, notes
 
 

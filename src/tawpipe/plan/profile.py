@@ -95,8 +95,9 @@ class Profile:
         kinds: Counter[tuple[float, float, int | None, float]] = Counter()
         for number, block in enumerate(self.blocks):
             passes = [block.forward, block.backward][number == len(self.blocks) - 1 :]  # the head's are one
-            calls = sum(one.fixed for one in passes if one.in_turn)
-            kinds[sum(one.per_token for one in passes), sum(one.per_pair for one in passes), block.window, calls] += 1
+            calls = sum(cost.fixed for cost in passes if cost.in_turn)
+            per_token, per_pair = sum(cost.per_token for cost in passes), sum(cost.per_pair for cost in passes)
+            kinds[per_token, per_pair, block.window, calls] += 1
         return LayerTime(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items() if any(kind[:2])))
 
     def cut(self, chunk: int) -> Profile:
@@ -106,7 +107,7 @@ class Profile:
             return Seconds(0.0, each.per_token + each.fixed / chunk, each.per_pair)
 
         first, *layers, last = self.in_chunks
-        layers = [replace(one, forward=whole(one.forward), backward=whole(one.backward)) for one in layers]
+        layers = [replace(layer, forward=whole(layer.forward), backward=whole(layer.backward)) for layer in layers]
         return replace(self, blocks=(first, *layers, last), memory=self.memory.cut(chunk), in_chunks=())
 
 
@@ -193,7 +194,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
         in_turn = is_layer and bool(chain.in_turn)
         calls = [size.lengths if in_turn else 1 for size in sizes]
         forward, backward = (
-            replace(fit(sizes, [one[i] for one in timed_shapes], calls), in_turn=in_turn) for i in (0, 1)
+            replace(fit(sizes, [pair[i] for pair in timed_shapes], calls), in_turn=in_turn) for i in (0, 1)
         )
         unpack_s = clock.unpack_seconds(blocks[0])
         cost = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), window, unpack_s)
@@ -374,7 +375,7 @@ class Clock:
             passes = [self._seconds_in_chunks(blocks[0], *shape, once=shape[0] > tokens) for shape in shapes]
             sizes = [size_of([length], self.bench.windows).seen(before.window) for length, _ in shapes]
             counts = [-(-length // size) for length, size in shapes]
-            forward, backward = (fit(sizes, [one[i] for one in passes], counts) for i in (0, 1))
+            forward, backward = (fit(sizes, [pair[i] for pair in passes], counts) for i in (0, 1))
             for block in blocks:
                 attention = Seconds(per_pair=forward.per_pair)
                 costs[block] = replace(before, forward=forward, backward=backward, attention=attention)

@@ -48,11 +48,11 @@ def improve(
                 if not fits(request, memory_quickly(request, other)):
                     continue
                 outlook.plays -= work if work > QUICK_PLAYED else 0
-                made = predict(request, other)
+                tried = predict(request, other)
             except UserError:  # not for this strategy, or two settings that do not go together
                 continue
-            if made.step_seconds < prediction.step_seconds * (1 - GAIN):
-                step, prediction = other, made
+            if tried.step_seconds < prediction.step_seconds * (1 - GAIN):
+                step, prediction = other, tried
         if prediction.step_seconds > before * (1 - GAIN):
             break
     return step, prediction
@@ -60,16 +60,16 @@ def improve(
 
 def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
     """The candidate with the homes that ``find_homes`` finds, if a step is faster with them or needs less memory."""
-    step, made = candidate.step, candidate.prediction
-    assert step is not None and made is not None
+    step, prediction = candidate.step, candidate.prediction
+    assert step is not None and prediction is not None
     homes = find_homes(request, step)
     if homes is not None and homes.of_unit:
         other = with_settings(step, homes=spell_homes(homes.of_unit))
         moved = predict(request, other)
-        gain = GAIN if moved.peak_bytes >= made.peak_bytes * (1 - LESS_MEMORY) else -GAIN
-        if moved.step_seconds < made.step_seconds * (1 - gain) and fits(request, moved.needs):
-            step, made = other, moved
-    return replace(candidate, step=step, prediction=made, homes=homes)
+        gain = GAIN if moved.peak_bytes >= prediction.peak_bytes * (1 - LESS_MEMORY) else -GAIN
+        if moved.step_seconds < prediction.step_seconds * (1 - gain) and fits(request, moved.needs):
+            step, prediction = other, moved
+    return replace(candidate, step=step, prediction=prediction, homes=homes)
 
 
 def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
@@ -82,13 +82,14 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
             """True if computing alone takes less, so that a step may; and if what is made anew could then be best. It
             takes seconds to make, and is not begun late.
             """
-            if strategy.made and outlook.over(LATE):
+            if strategy.arranges and outlook.over(LATE):
                 return False
             bound = bound_of(request, with_settings(step, recompute=recompute))
             if bound >= seconds * (1 - GAIN):
                 return False
             expected = seconds * bound / bound_of(request, step)
-            return not strategy.made or not outlook.why_not(request, strategy, hopeful=expected < outlook.ahead * NEAR)
+            hopeful = expected < outlook.ahead * NEAR
+            return not strategy.arranges or not outlook.why_not(request, strategy, hopeful=hopeful)
 
         budget = pipelines.QUICK if pipelines.long(request, strategy) else pipelines.BUDGET
         yield from pipelines.changes(request, step, worth, budget=budget)

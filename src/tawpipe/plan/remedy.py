@@ -62,7 +62,7 @@ def _changed(step: StepSpec, changes: Iterable[dict[str, Any]]) -> Iterator[Step
     for change in changes:
         try:
             other = with_settings(
-                step, **{name: one for name, one in change.items() if name not in step.strategy.refusals}
+                step, **{name: value for name, value in change.items() if name not in step.strategy.refusals}
             )
         except UserError:
             continue

@@ -168,7 +168,7 @@ class PlanRequest:
     def link_rates(self) -> list[float]:
         """Bytes per second of every machine's link to the others, in one direction."""
         machines = range(len(self.machine.nodes))
-        return [self.costs.node_link(one).node_rate(self.topology.local_size) for one in machines]
+        return [self.costs.node_link(machine).node_rate(self.topology.local_size) for machine in machines]
 
     def with_micro_batch(self, sequences: int) -> PlanRequest:
         """The same batch, computed in micro-batches of so many rows."""
@@ -213,13 +213,13 @@ class PlanRequest:
 
     def block_seconds(self, step: StepSpec) -> list[float]:
         """Of every block, seconds in which a device computes its share of a micro-batch, forward and backward."""
-        costs, found = self.of(step).costs.in_sets(step.sequence_ranks), list[float]()
+        costs, of_blocks = self.of(step).costs.in_sets(step.sequence_ranks), list[float]()
         for b, block in enumerate(self.model.blocks):
             seconds = costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward
             visits = 1 + block.needs_backward
-            found.append(seconds + visits * costs.unpack_s(0, b) / step.settings.micro_batches_per_visit)
-        return found
+            of_blocks.append(seconds + visits * costs.unpack_s(0, b) / step.settings.micro_batches_per_visit)
+        return of_blocks
 
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:

@@ -77,34 +77,34 @@ def search(
     draws = [request.with_ranks(1), request] if request.drops and request.sets else [request]
     # Homes that pass through the device take longer: they are looked at where nothing fits without.
     for asked in [draw.with_homes(level) for level in request.levels for draw in draws]:
-        if any(one.fits for one in candidates):
+        if any(candidate.fits for candidate in candidates):
             break
         before, candidates = {candidate.strategy: candidate for candidate in candidates}, []
-        for strategy in sorted(strategies().values(), key=lambda one: not one.usual):
+        for strategy in sorted(strategies().values(), key=lambda strategy: not strategy.usual):
             if strategy.candidate:
                 if strategy.name in before and asked.settings.host_homes == "all" and strategy.axis:
                     candidates.append(before[strategy.name])  # it keeps its weights on devices
                     continue
                 axis, outlook.hopeful = _best_pipeline(candidates)
-                outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+                outlook.ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
                 if outlook.over(LOOKING):
                     candidates.append(Candidate(strategy.name, None, None, False, TOO_LONG))
                     continue
-                made = _best(asked, strategy, axis, outlook)
-                if not outlook.hopeful and _best_pipeline([*candidates, made])[1]:  # balanced, it is not far behind
-                    outlook.hopeful = True
-                    made = _best(asked, strategy, axis, outlook)
-                candidates.append(made)
-    candidates.sort(key=lambda one: (not one.fits, one.seconds))
+                candidate = _best(asked, strategy, axis, outlook)
+                if not outlook.hopeful and _best_pipeline([*candidates, candidate])[1]:
+                    outlook.hopeful = True  # balanced, it is not far behind
+                    candidate = _best(asked, strategy, axis, outlook)
+                candidates.append(candidate)
+    candidates.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     outlook.effort = MOST_EFFORT
-    for i, one in enumerate(candidates):
+    for i, candidate in enumerate(candidates):
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        near = one.seconds < outlook.ahead * HOPELESS and not outlook.over()
-        if one.fits and one.step is not None and one.prediction and near:
-            asked = request.with_homes(one.step.settings.host_homes or "none")
-            step, made = improve(asked, one.step, one.prediction, outlook)
-            candidates[i] = settle(asked, replace(one, step=step, prediction=made))
-    return sorted(candidates, key=lambda one: (not one.fits, one.seconds))
+        near = candidate.seconds < outlook.ahead * HOPELESS and not outlook.over()
+        if candidate.fits and candidate.step is not None and candidate.prediction and near:
+            asked = request.with_homes(candidate.step.settings.host_homes or "none")
+            step, prediction = improve(asked, candidate.step, candidate.prediction, outlook)
+            candidates[i] = settle(asked, replace(candidate, step=step, prediction=prediction))
+    return sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 
 def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Outlook | None = None) -> Candidate:
@@ -150,16 +150,16 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
         if ways and outlook.over(LOOKING):
             break
         other = way.axis and axis not in ("", way.axis) and pipelines.long(request, way)
-        if other and any(one.fits for one in ways):
+        if other and any(candidate.fits for candidate in ways):
             continue
         outlook.at(strategy.name)
-        most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
+        most = min((candidate.seconds for candidate in ways if candidate.fits), default=outlook.ahead * HOPELESS)
         why = ""
         try:
             why = too_large(request, way.divided_over(request.topology))
             if len(every) > 1 and not way.axis and not why:
                 why = _behind(request, way, outlook)
-            if way.made and not why:
+            if way.arranges and not why:
                 why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
             late = partial(outlook.over, LOOKING)
             chosen = way if why else pipelines.made_for(request, way, hopeful=outlook.hopeful, over=late)
@@ -174,7 +174,9 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
                 ways += [_best_laid_out(request, other, most) for other in pipelines.as_published(request, way)]
     if not ways:
         return refused
-    return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
+    return min(
+        ways, key=lambda candidate: (not candidate.fits, candidate.seconds if candidate.fits else _peak(candidate))
+    )
 
 
 def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
@@ -192,9 +194,9 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     """(what the best pipeline so far is laid over, whether it is not far behind the best of all); of none so far what
     leaves all open.
     """
-    found = [one for one in candidates if one.step is not None and one.step.strategy.axis]
-    ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
-    best = min(found, key=lambda one: (not one.fits, one.seconds), default=None)
+    pipelined = [candidate for candidate in candidates if candidate.step is not None and candidate.step.strategy.axis]
+    ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
+    best = min(pipelined, key=lambda candidate: (not candidate.fits, candidate.seconds), default=None)
     if best is None or not best.fits:  # what is made for the memory that there is may fit, and laid out otherwise
         return "", best is None or best.seconds < ahead * HOPELESS
     assert best.step is not None
@@ -205,7 +207,7 @@ def _least(request: PlanRequest, way: Strategy, axis: str) -> float:
     """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made; none
     for the one that suits another pipeline best.
     """
-    if not way.axis or way.made or way.axis == axis:
+    if not way.axis or way.arranges or way.axis == axis:
         return 0.0
     with suppress(UserError):
         return bound_of(request, request.step(replace(request.settings, strategy=way.name), way))
@@ -226,7 +228,7 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
         options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
-        bound, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
+        bound, work = min(bound_of(request, step) for step in options), min(plays(request, step) for step in options)
         if bound > most and work > QUICK_PLAYED:
             return replace(refused, why_not=f"not looked at: computing and links alone take {span(bound)} a step")
         best = _fastest(request, options, look=True) if _some_fit(request, options) else None
@@ -255,7 +257,7 @@ def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> 
         what: the memory that is looked at; all by default.
     """
     ends = [*options[:1], *options[-1:]] if len(options) > 1 else options
-    short = (lacking(request, memory_quickly(request, one)) for one in ends)
+    short = (lacking(request, memory_quickly(request, step)) for step in ends)
     return any(not (set(missing) & set(what) if what else missing) for missing in short)
 
 
@@ -268,14 +270,14 @@ def _fastest(
         look: steps may not fit, and are then left out.
     """
     best: tuple[StepSpec, Prediction] | None = None
-    for bound, step in sorted(((bound_of(request, one), one) for one in steps), key=lambda pair: pair[0]):
+    for bound, step in sorted(((bound_of(request, step), step) for step in steps), key=lambda pair: pair[0]):
         if best is not None and bound >= best[1].step_seconds * (1 - GAIN):
             break
         if look and not fits(request, memory_quickly(request, step)):
             continue
-        made = predict(request, step)
-        if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
-            best = step, made
+        prediction = predict(request, step)
+        if best is None or prediction.step_seconds < best[1].step_seconds * (1 - GAIN):
+            best = step, prediction
     return best
 
 

@@ -44,8 +44,8 @@ def flops_of(factory: OptimizerFactory, shape: Sequence[int], *, in_layer: bool)
     """Of matrix products in the update of one matrix: Muon's, which has two of its short side by both, and one of its
     short side alone, in every iteration.
     """
-    made = make_optimizers(factory, [_stand_in(shape, 2, in_layer)])
-    if len(shape) != 2 or not any(isinstance(one, torch.optim.Muon) for one in made):
+    optimizers = make_optimizers(factory, [_stand_in(shape, 2, in_layer)])
+    if len(shape) != 2 or not any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
         return 0.0
     short, long = sorted(shape)
     return ITERATIONS * (4 * short**2 * long + 2 * short**3)
@@ -69,8 +69,8 @@ def measured(
     def of(shape: tuple[int, ...], in_layer: bool) -> float:
         value = _stand_in(shape, LARGEST[device.type] if len(shape) == 2 else max(shape, default=1), in_layer, device)
         small = tuple(value.shape)
-        work, own = (flops_of(factory, one, in_layer=in_layer) or math.prod(one) for one in (shape, small))
-        return seconds(_update(factory, value)) * work / max(1, own)
+        work, small_work = (flops_of(factory, size, in_layer=in_layer) or math.prod(size) for size in (shape, small))
+        return seconds(_update(factory, value)) * work / max(1, small_work)
 
     return _by_unit(units, of)
 
@@ -117,5 +117,5 @@ def _stand_in(
 
 def _update(factory: OptimizerFactory, value: Tensor) -> Callable[[], object]:
     value.grad = torch.ones_like(value)
-    made = make_optimizers(factory, [value])
-    return lambda: [one.step() for one in made]
+    optimizers = make_optimizers(factory, [value])
+    return lambda: [optimizer.step() for optimizer in optimizers]

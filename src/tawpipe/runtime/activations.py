@@ -67,7 +67,7 @@ class DeviceBatch:
     """
 
     batch: MicroBatch
-    own: MicroBatch
+    local: MicroBatch
     dealt: SetTokens | None
     calls: tuple[LayerCall, ...]
     embedded: GradientEdge | None

@@ -65,7 +65,7 @@ class Compute(Blocks):
         self.bind(action, buffers)
         held = self.held.batches[context(m)]
         cut = kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
-        in_chunks = cut or (kind == "head" and held.own.input_ids.numel() > self.chunk_tokens)
+        in_chunks = cut or (kind == "head" and held.local.input_ids.numel() > self.chunk_tokens)
         units = self._collect(action, buffers, in_chunks=in_chunks)
         wanted, gradient = input_gradient(m, b) in action.writes, None
         if kind == "head":

@@ -25,7 +25,7 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput)
     head = given.measure.head(blocks.chain, on_host, m) if given.measure else None
     with torch.no_grad(), blocks.random.seeded(blocks.seed(action, given)):
         blocks.held.losses[loss(m)] = loss_in_chunks(
-            blocks.chain, hidden, held.own, None, given.scale, blocks.chunk_tokens, head
+            blocks.chain, hidden, held.local, None, given.scale, blocks.chunk_tokens, head
         )
 
 
@@ -36,7 +36,7 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
     check_head(blocks, action, given, hidden)
     with torch.enable_grad(), blocks.random.seeded(blocks.seed(action, given)):
         blocks.held.losses[loss(action.micro_batch)] = loss_in_chunks(
-            blocks.chain, hidden, held.own, gradient, given.scale, blocks.chunk_tokens
+            blocks.chain, hidden, held.local, gradient, given.scale, blocks.chunk_tokens
         )
     return gradient
 

@@ -152,19 +152,19 @@ class Bins:
         """A rank's, in the order of the rounds."""
         return (*(row[rank // self.ranks] for row in self.shared), *(row[rank] for row in self.single))
 
-    def tokens(self, one: Bin) -> int:
+    def tokens(self, bin: Bin) -> int:
         """Tokens of a bin, of all ranks that compute it."""
-        return sum(self.lengths[number] for number in one.documents)
+        return sum(self.lengths[number] for number in bin.documents)
 
-    def pairs(self, one: Bin) -> int:
+    def pairs(self, bin: Bin) -> int:
         """The sum over its documents of the squared length."""
-        return sum(self.lengths[number] ** 2 for number in one.documents)
+        return sum(self.lengths[number] ** 2 for number in bin.documents)
 
     @cached_property
     def seconds(self) -> float:
         """Time of the step: of every round and kind of layer, that of the rank that takes longest."""
         return sum(
-            kind.layers * max(self._time(kind, one) for one in row)
+            kind.layers * max(self._time(kind, bin) for bin in row)
             for row in (*self.shared, *self.single)
             for kind in self.work.kinds
         )
@@ -177,11 +177,11 @@ class Bins:
     @property
     def times(self) -> list[list[float]]:
         """[rounds][ranks] time of the bins."""
-        return [[self.time(one) for one in row for _ in range(one.ranks)] for row in (*self.shared, *self.single)]
+        return [[self.time(bin) for bin in row for _ in range(bin.ranks)] for row in (*self.shared, *self.single)]
 
-    def time(self, one: Bin) -> float:
+    def time(self, bin: Bin) -> float:
         """Time that each of its ranks needs for a bin."""
-        return sum(kind.layers * self._time(kind, one) for kind in self.work.kinds)
+        return sum(kind.layers * self._time(kind, bin) for kind in self.work.kinds)
 
     @cached_property
     def floor(self) -> float:
@@ -194,9 +194,9 @@ class Bins:
         """The time beside the floor's; 1 at best."""
         return self.seconds / self.floor
 
-    def _time(self, kind: LayerKind, one: Bin) -> float:
-        cost = 1 + SHARED_COST if one.ranks > 1 else 1
-        return cost / one.ranks * sum(kind.of(self.lengths[number]) for number in one.documents)
+    def _time(self, kind: LayerKind, bin: Bin) -> float:
+        cost = 1 + SHARED_COST if bin.ranks > 1 else 1
+        return cost / bin.ranks * sum(kind.of(self.lengths[number]) for number in bin.documents)
 
 
 def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
@@ -218,15 +218,15 @@ def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, 
         raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, what a bin holds{together}")
     times = [work.of(length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    found: list[tuple[float, Bins]] = []
+    deals: list[tuple[float, Bins]] = []
     for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
         filled = _Filling(lengths, times, cap, world_size, ranks)
         filled.share(order[:count])
         filled.place(order[count:])
         bins = filled.bins(work)
-        dearer = SHARE_GAIN if found else 0.0  # the first shares what it must
-        found.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
-    return min(found, key=lambda one: one[0])[1]
+        dearer = SHARE_GAIN if deals else 0.0  # the first shares what it must
+        deals.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
+    return min(deals, key=lambda dealt: dealt[0])[1]
 
 
 def _numbers_shared(
@@ -265,9 +265,9 @@ class _Filling:
         time: list[float] = []
         tokens: list[int] = []
         for number in numbers:
-            length, own = self.lengths[number], self.times[number] * self.factor
+            length, cost = self.lengths[number], self.times[number] * self.factor
             levels = [max(self.levels[at // sets], fair) for at in range(len(time))]
-            fitting = [at for at in range(len(time)) if tokens[at] + length <= room and time[at] + own <= levels[at]]
+            fitting = [at for at in range(len(time)) if tokens[at] + length <= room and time[at] + cost <= levels[at]]
             if not fitting:
                 fitting = [len(time)]
                 time += [0.0] * sets
@@ -276,7 +276,7 @@ class _Filling:
                 self.documents += [[] for _ in range(sets)]
             at = min(fitting, key=lambda place: time[place])
             self.documents[at].append(number)
-            time[at] += own
+            time[at] += cost
             tokens[at] += length
             self.levels[at // sets] = max(self.levels[at // sets], time[at])
         self.shared = len(self.levels)
@@ -316,35 +316,35 @@ class _Filling:
         late: list[tuple[float, int]] = []
         """Bins that come again when documents are short enough for the room, or the time, that is left in them."""
         for number in numbers:
-            length, own, found = self.lengths[number], self.times[number], -1
-            for asleep, needed in ((full, length), (late, own)):
+            length, cost, chosen = self.lengths[number], self.times[number], -1
+            for asleep, needed in ((full, length), (late, cost)):
                 while asleep and -asleep[0][0] >= needed:
                     heapq.heappush(freest, free(heapq.heappop(asleep)[1]))
-            while freest and found < 0:
+            while freest and chosen < 0:
                 _, at = heapq.heappop(freest)
                 left = (water[round_of[at]] - time[at]) / factor[at]
                 if room[at] < length:
                     heapq.heappush(full, (-room[at], at))
-                elif left < own:
+                elif left < cost:
                     heapq.heappush(late, (-left, at))
                 else:
-                    found = at
-            rises = found < 0
+                    chosen = at
+            rises = chosen < 0
             if rises:
-                over = [(time[at] + own * factor[at] - water[round_of[at]], at) for at in places if room[at] >= length]
+                over = [(time[at] + cost * factor[at] - water[round_of[at]], at) for at in places if room[at] >= length]
                 if not over:
                     return False
-                found = min(over)[1]
-            documents[found].append(number)
-            time[found] += own * factor[found]
-            room[found] -= length
-            i = round_of[found]
-            levels[i] = max(levels[i], time[found], (water[i] + self.mean * RISE) if rises else 0.0)
+                chosen = min(over)[1]
+            documents[chosen].append(number)
+            time[chosen] += cost * factor[chosen]
+            room[chosen] -= length
+            i = round_of[chosen]
+            levels[i] = max(levels[i], time[chosen], (water[i] + self.mean * RISE) if rises else 0.0)
             if rises:
                 water = self._water(levels)
                 freest, full, late = sorted(map(free, places)), [], []
             else:
-                heapq.heappush(freest, free(found))
+                heapq.heappush(freest, free(chosen))
         self.levels, self.documents = levels, documents
         return True
 
@@ -365,4 +365,4 @@ class _Filling:
 
 def _rows(bins: Sequence[Bin], size: int) -> tuple[tuple[Bin, ...], ...]:
     rows = (tuple(bins[at : at + size]) for at in range(0, len(bins), size))
-    return tuple(row for row in rows if any(one.documents for one in row))
+    return tuple(row for row in rows if any(bin.documents for bin in row))

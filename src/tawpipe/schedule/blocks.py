@@ -87,20 +87,20 @@ def left_behind(step: StepSpec, block: int, m: int) -> tuple[Buffer, ...]:
 def backward(
     step: StepSpec,
     block: int,
-    own: Sequence[int],
+    micro_batches: Sequence[int],
     weights: Sequence[Buffer],
     gradients: Mapping[int, tuple[Buffer, bool]],
 ) -> Iterator[Action]:
     """BACKWARD of one block on every micro-batch of a visit, or, without micro-batches, ZERO of its gradients.
 
     Args:
-        own: the micro-batches, in the order in which they are computed.
+        micro_batches: the micro-batches, in the order in which they are computed.
         weights: buffers of the block's units, in their order; none where its backward reads none.
         gradients: for every trainable unit the buffer to fill, and whether it holds something to add to.
     """
     model = step.model
     head = model.blocks[block].kind == "head"
-    for place, m in enumerate(own):
+    for place, m in enumerate(micro_batches):
         reads, writes, frees = [*weights], [], []
         if head:
             left = left_behind(step, block, m)
@@ -123,7 +123,7 @@ def backward(
             if accumulate or place > 0:
                 reads.append(buffer)
         yield Action(Op.BACKWARD, Lane.COMPUTE, tuple(reads), tuple(writes), tuple(frees), block=block, micro_batch=m)
-    if not own:
+    if not micro_batches:
         for unit, (buffer, accumulate) in gradients.items():
             if not accumulate:
                 yield Action(Op.ZERO, Lane.COMPUTE, (), (buffer,), unit=unit)
@@ -133,8 +133,8 @@ def _sources(step: StepSpec, block: int, m: int, place: int) -> list[Buffer]:
     """What a layer's backward pass starts from."""
     saved = step.saves(block)
     if step.settings.sequence_chunk:
-        own = [boundary(step, block, m, place, training=True)]
-        return [*own, kept(step, saved, block, m, place)] if saved else own
+        sources = [boundary(step, block, m, place, training=True)]
+        return [*sources, kept(step, saved, block, m, place)] if saved else sources
     if step.offloads(block):
         return [reloaded(place, block, step.keeps(block))]
     return [Buffer(step.keeps(block), (m, block))]

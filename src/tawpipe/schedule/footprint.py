@@ -117,7 +117,7 @@ class BlockMemory:
 
     def cut(self, chunk: int) -> BlockMemory:
         """The same for rows that run in chunks of so many tokens."""
-        lines = {name: (fixed + own * chunk, token) for name, (fixed, own, token) in self.in_chunks.items()}
+        lines = {name: (fixed + by_chunk * chunk, token) for name, (fixed, by_chunk, token) in self.in_chunks.items()}
         _, attention = lines.pop("kept", (0, 0.0))
         kept = {**self.kept, "kept": attention, "attention": attention}
         return replace(self, kept=kept, working={**self.working, "layer": lines}, in_chunks={})
@@ -135,18 +135,18 @@ class BlockMemory:
             chunk: tokens that come and go at one time, 0 for all.
             ranks: that compute it together. What layers are called with besides their input is there for all tokens.
         """
-        own = -(-tokens // ranks)
-        sizes = dict.fromkeys(BOUNDARIES, self.boundary * own)
-        sizes |= {kind: round(self.kept.get(kind, 0) * own) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR)}
+        of_rank = -(-tokens // ranks)
+        sizes = dict.fromkeys(BOUNDARIES, self.boundary * of_rank)
+        sizes |= {kind: round(self.kept.get(kind, 0) * of_rank) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR)}
         sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
         if ranks > 1:
             sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
         sizes |= {other: sizes[kind] for places in (AWAY, BACK) for kind, other in places.items()}
         if pinned:
-            whole, rest = divmod(own, min(chunk, own) or own)
+            whole, rest = divmod(of_rank, min(chunk, of_rank) or of_rank)
             for kind in OUTSIDE:
-                each = sizes[kind] / own
-                parts = [each * (chunk or own)] * whole + [each * rest] * (rest > 0)
+                each = sizes[kind] / of_rank
+                parts = [each * (chunk or of_rank)] * whole + [each * rest] * (rest > 0)
                 sizes[kind] = sum(1 << max(0, ceil(part) - 1).bit_length() for part in parts)
         return sizes
 
@@ -273,7 +273,7 @@ def held(
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
     programs = [activations_held(schedule, rank, on_device) for rank in ranks]
-    moments = [max(((total, working(action)) for action, total in own), key=sum, default=(0, 0)) for own in programs]
+    moments = [max(((total, working(action)) for action, total in held), key=sum, default=(0, 0)) for held in programs]
     most = max(range(len(ranks)), key=lambda index: homes[index][0] + buffers[index] + sum(moments[index]))
     activations, computing = moments[most]
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
@@ -284,7 +284,7 @@ def held(
         activation_bytes=activations,
         working_bytes=computing,
         host_bytes=max(
-            own + state + (0 if in_files else out) for own, (_, state), out in zip(exact, homes, left, strict=True)
+            kept + state + (0 if in_files else out) for kept, (_, state), out in zip(exact, homes, left, strict=True)
         ),
         file_bytes=max(left) if in_files else 0,
     )
@@ -325,20 +325,20 @@ def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
     Args:
         sizes: of one activation of every kind.
     """
-    most, now, made = dict[Lane, int](), dict[Lane, int](), dict[Buffer, Lane]()
+    most, now, lane_of = dict[Lane, int](), dict[Lane, int](), dict[Buffer, Lane]()
     highest, travelling = 0, dict[Lane, int]()
     for action in schedule.programs[rank]:
         for buffer in action.writes:
-            if buffer.kind in sizes and buffer.kind not in STAYING and buffer not in made:
-                made[buffer] = action.lane
+            if buffer.kind in sizes and buffer.kind not in STAYING and buffer not in lane_of:
+                lane_of[buffer] = action.lane
                 now[action.lane] = now.get(action.lane, 0) + sizes[buffer.kind]
                 most[action.lane] = max(most.get(action.lane, 0), now[action.lane])
         highest = max(highest, sum(now.values()))
         for buffer in action.frees:
-            if (lane := made.pop(buffer, None)) is not None:
+            if (lane := lane_of.pop(buffer, None)) is not None:
                 now[lane] -= sizes[buffer.kind]
-        for one in action.transfers:
-            travelling[action.lane] = max(travelling.get(action.lane, 0), sizes.get(one.buffer.kind, 0))
+        for transfer in action.transfers:
+            travelling[action.lane] = max(travelling.get(action.lane, 0), sizes.get(transfer.buffer.kind, 0))
     return sum(most.values()) - highest + TRAVELLING * sum(travelling.values())
 
 
@@ -382,9 +382,9 @@ def _in_words(schedule: Schedule) -> str:
     return f"{many} {schedule.step.strategy.in_words(schedule.step)}"
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
+def count(number: int, singular: str, many: str | None = None) -> str:
     """
     >>> count(1, "round"), count(2, "round")
     ('1 round', '2 rounds')
     """
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else many or singular + 's'}"

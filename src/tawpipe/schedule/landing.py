@@ -95,7 +95,7 @@ class Landing:
                 others = [other for other in self._held if self._pool(other) == pool and other not in needed]
                 if not others and may_fail:
                     continue
-                yield from self._leave(max(others, key=lambda one: self._uses[one][0]))
+                yield from self._leave(max(others, key=lambda other: self._uses[other][0]))
             place = self._held[unit] = self._free[pool].pop(0)
             self._made[pool] = max(self._made.get(pool, 0), place.at[0] + 1)
             self.pools = tuple(

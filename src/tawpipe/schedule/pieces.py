@@ -37,12 +37,12 @@ def tokens_of_ranks(lengths: Sequence[int], ranks: int) -> tuple[Ranges, ...]:
             at = [begin + length * i // (2 * ranks) for i in range(2 * ranks + 1)]
             cut = list(pairwise(at))
             pieces = [[cut[i], cut[-1 - i]] for i in range(ranks)]
-        pieces.sort(key=lambda own: sum(a - b for a, b in own))
+        pieces.sort(key=lambda piece: sum(a - b for a, b in piece))
         takers = sorted(range(ranks), key=lambda rank: load[rank])
-        for rank, own in zip(takers, pieces, strict=False):
-            dealt[rank] += own
-            load[rank] += sum(b - a for a, b in own)
-    return tuple(_joined(own) for own in dealt)
+        for rank, piece in zip(takers, pieces, strict=False):
+            dealt[rank] += piece
+            load[rank] += sum(b - a for a, b in piece)
+    return tuple(_joined(ranges) for ranges in dealt)
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:

@@ -124,7 +124,7 @@ def plan_residency(
             continue
         capacity = ahead + 1 + (0 if in_slices else cached)
         whole = plan_stays(mine, capacity=capacity * most, busy=ahead, reuse=reuse)
-        missing = mine if in_place else [[unit for unit, stay in one.items() if not stay.held] for one in whole]
+        missing = mine if in_place else [[unit for unit, stay in stays.items() if not stay.held] for stays in whole]
         passing = plan_stays(missing, capacity=(ahead + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
         for number in range(len(uses)):
             full[number].update(whole[number])

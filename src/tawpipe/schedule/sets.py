@@ -31,14 +31,14 @@ def in_sets(schedule: Schedule) -> Schedule:
         return schedule
     group, programs = set_group(ranks), []
     for program in schedule.programs:
-        computing = [(i, one) for i, one in enumerate(program) if one.op in (Op.FORWARD, Op.BACKWARD)]
+        computing = [(i, action) for i, action in enumerate(program) if action.op in (Op.FORWARD, Op.BACKWARD)]
         instead: dict[int, list[Action]] = {}
         for (_, block), visit in groupby(computing, key=lambda pair: (pair[1].op, pair[1].block)):
             if blocks[block].kind == "layer":
                 places, actions = zip(*visit, strict=True)
-                shared = [schedule.step.ranks_of(one.micro_batch) > 1 for one in actions]
+                shared = [schedule.step.ranks_of(action.micro_batch) > 1 for action in actions]
                 instead |= zip(places, _visit(actions, shared, group), strict=True)
-        programs.append(tuple(new for i, one in enumerate(program) for new in instead.get(i, (one,))))
+        programs.append(tuple(new for i, action in enumerate(program) for new in instead.get(i, (action,))))
     return replace(schedule, programs=tuple(programs))
 
 
@@ -49,33 +49,35 @@ def _visit(actions: Sequence[Action], shared: Sequence[bool], group: str) -> Ite
         shared: whether a set computes its micro-batch.
     """
     for place, action in enumerate(actions):
-        made = [] if place or not shared[0] else _gathered(action, group)
+        instead = [] if place or not shared[0] else _gathered(action, group)
         if any(shared[place + 1 : place + 2]):
-            made += _gathered(actions[place + 1], group)
+            instead += _gathered(actions[place + 1], group)
         backward, last = action.op is Op.BACKWARD, place == len(actions) - 1
         before = [_keys_backward(actions[place - 1])] if backward and place and shared[place - 1] else []
         if not shared[place]:
-            yield [*made, action, *before]
+            yield [*instead, action, *before]
             continue
         kv, dkv = keys(action.micro_batch, action.block), key_gradients(action.micro_batch, action.block)
         if not backward:
-            yield [*made, replace(action, reads=(*action.reads, kv), frees=(*action.frees, kv))]
+            yield [*instead, replace(action, reads=(*action.reads, kv), frees=(*action.frees, kv))]
             continue
-        frees = (*(one for one in action.frees if _ends(one, action)), kv)
-        made += [
+        frees = (*(buffer for buffer in action.frees if _ends(buffer, action)), kv)
+        instead += [
             replace(action, reads=(*action.reads, kv), writes=(*action.writes, dkv), frees=frees),
             _collective("reduce_scatter", dkv, group),
         ]
-        yield [*made, *before, *([_keys_backward(action)] if last else [])]
+        yield [*instead, *before, *([_keys_backward(action)] if last else [])]
 
 
 def _gathered(action: Action, group: str) -> list[Action]:
     """The keys and values of all tokens, for a layer's action."""
     m, block = action.micro_batch, action.block
-    needed = tuple(one for one in action.reads if one.is_weight or one == context(m) or _is_input(one, block))
+    needed = tuple(
+        buffer for buffer in action.reads if buffer.is_weight or buffer == context(m) or _is_input(buffer, block)
+    )
     kv = keys(m, block)
-    own = Action(Op.KEYS, Lane.COMPUTE, needed, (kv,), block=block, micro_batch=m)
-    return [own, _collective("all_gather", kv, group)]
+    compute = Action(Op.KEYS, Lane.COMPUTE, needed, (kv,), block=block, micro_batch=m)
+    return [compute, _collective("all_gather", kv, group)]
 
 
 def _is_input(buffer: Buffer, block: int) -> bool:
@@ -101,7 +103,7 @@ def _keys_backward(action: Action) -> Action:
     that would have freed.
     """
     dkv = key_gradients(action.micro_batch, action.block)
-    needed = (one for one in action.reads if not one.is_gradient and not _ends(one, action))
-    frees = (*(one for one in action.frees if not _ends(one, action)), dkv)
+    needed = (buffer for buffer in action.reads if not buffer.is_gradient and not _ends(buffer, action))
+    frees = (*(buffer for buffer in action.frees if not _ends(buffer, action)), dkv)
     reads = (*needed, dkv, *action.writes)
     return replace(action, op=Op.KEYS_BACKWARD, reads=reads, frees=frees)

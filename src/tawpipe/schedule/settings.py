@@ -117,7 +117,7 @@ UNPLANNED = (
     "keep_mib",
 )
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
-PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
+PLANNED = tuple(setting.name for setting in fields(ScheduleSettings) if setting.name not in UNPLANNED)
 """Settings that a plan chooses."""
 KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks", "host_homes")
 """Of those, the ones that a plan takes as given where the user has chosen, and chooses the others."""
@@ -125,8 +125,10 @@ KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks", "host_homes")
 
 def chosen_by_hand(settings: ScheduleSettings) -> list[str]:
     """Names of settings that a plan would choose and that somebody has set."""
-    names = [one for one in fields(ScheduleSettings) if one.name in PLANNED and one.name not in KEPT_BY_PLANS]
-    return [one.name for one in names if getattr(settings, one.name) != one.default]
+    names = [
+        setting for setting in fields(ScheduleSettings) if setting.name in PLANNED and setting.name not in KEPT_BY_PLANS
+    ]
+    return [setting.name for setting in names if getattr(settings, setting.name) != setting.default]
 
 
 def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> ScheduleSettings:
@@ -139,7 +141,7 @@ def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> Sch
     Raises:
         UserError: a name that is unknown, or a value of another type.
     """
-    known = {one.name: one.default for one in fields(ScheduleSettings)}
+    known = {setting.name: setting.default for setting in fields(ScheduleSettings)}
     for name, value in values.items():
         if name not in known:
             raise UserError(where, name, f"one of {', '.join(known)}")
@@ -161,16 +163,16 @@ def check_values(settings: ScheduleSettings) -> None:
         expected = "nothing without sequence_chunk: whole rows wait in the host's memory"
         raise UserError("schedule.offload_dir", settings.offload_dir, expected)
     hints = get_type_hints(ScheduleSettings)
-    for one in fields(settings):
-        value, choices = getattr(settings, one.name), _choices(hints[one.name])
+    for setting in fields(settings):
+        value, choices = getattr(settings, setting.name), _choices(hints[setting.name])
         if value in choices:
             continue
-        least, numbers = one.metadata.get("minimum"), isinstance(value, int) and not isinstance(value, bool)
+        least, numbers = setting.metadata.get("minimum"), isinstance(value, int) and not isinstance(value, bool)
         if least is not None and not (numbers and value >= least):
             expected = " or ".join((f"at least {least}", *choices))
-            raise UserError(f"schedule.{one.name}", value, expected)
+            raise UserError(f"schedule.{setting.name}", value, expected)
         if least is None and choices:
-            raise UserError(f"schedule.{one.name}", value, f"one of {', '.join(choices)}")
+            raise UserError(f"schedule.{setting.name}", value, f"one of {', '.join(choices)}")
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ class StepSpec:
     @cached_property
     def rounds(self) -> int:
         """Passes through the model, each with up to ``micro_batches_per_visit`` micro-batches a rank."""
-        most = max(len(own) for own in self.micro_batches)
+        most = max(len(share) for share in self.micro_batches)
         return max(1, -(-most // self.settings.micro_batches_per_visit))
 
     def in_round(self, rank: int, number: int) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class Strategy(ABC):
     """True if backward passes of layers may be in two parts."""
     orders_host: ClassVar[bool] = False
     """True if its order says which inputs wait in the host's memory, and where, and not ``offloaded_layers``."""
-    made: ClassVar[bool] = False
+    arranges: ClassVar[bool] = False
     """True if its order, or more of it, is made for costs, which takes a plan its time."""
     searches_stages: ClassVar[bool] = False
     """True if what every rank computes is looked for as well."""
@@ -288,8 +288,8 @@ class Strategy(ABC):
 
     def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
         """Settings in which the choices that were left open are the strategy's own."""
-        own = {**NEUTRAL, **self.defaults}
-        return replace(settings, **{name: value for name, value in own.items() if getattr(settings, name) is None})
+        defaults = {**NEUTRAL, **self.defaults}
+        return replace(settings, **{name: value for name, value in defaults.items() if getattr(settings, name) is None})
 
     def check(self, step: StepSpec) -> None:
         """Look for settings that cannot work.
@@ -350,7 +350,7 @@ class Schedule:
     @cached_property
     def micro_batches(self) -> tuple[int, ...]:
         """The indices of all micro-batches, ascending."""
-        return tuple(sorted({m for own in self.step.micro_batches for m in own}))
+        return tuple(sorted({m for share in self.step.micro_batches for m in share}))
 
     def text(self, rank: int) -> str:
         """The program of one rank, one action a line."""

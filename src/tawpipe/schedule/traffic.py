@@ -49,7 +49,7 @@ def borders_passed(schedule: Schedule, *, physical: Topology | None = None) -> t
     counts = [[0, 0] for _ in range(topology.num_nodes)]
     for rank, program in enumerate(schedule.programs):
         node = topology.node_of(rank)
-        for transfer in (one for action in program for one in action.transfers):
+        for transfer in (transfer for action in program for transfer in action.transfers):
             if transfer.buffer.is_activation and topology.node_of(transfer.peer) != node:
                 counts[node][0 if transfer.send else 1] += 1
     return tuple((sent, received) for sent, received in counts)
@@ -66,8 +66,8 @@ def scratch_bytes(schedule: Schedule, rank: int) -> int:
         else:
             members = len(schedule.topology.group(action.group, rank))
             gathers = action.collective == "all_gather"
-            one = compressed_bytes(sizes[action.reads[0] if gathers else action.writes[0]])
-            needed = one * (1 + members if gathers else 2 * members)
+            message = compressed_bytes(sizes[action.reads[0] if gathers else action.writes[0]])
+            needed = message * (1 + members if gathers else 2 * members)
         most[action.lane] = max(most.get(action.lane, 0), needed)
     return sum(most.values())
 

@@ -22,7 +22,7 @@ def without_overlap(schedule: Schedule) -> Schedule:
         ScheduleError: the schedule cannot be put in such a sequence.
     """
     programs = tuple(
-        tuple(replace(action, lane=Lane.COMPUTE) for action in own) for own in _Sequence(schedule).programs()
+        tuple(replace(action, lane=Lane.COMPUTE) for action in program) for program in _Sequence(schedule).programs()
     )
     return replace(schedule, name=f"{schedule.name}, without overlap", programs=programs)
 
@@ -75,19 +75,19 @@ class _Sequence:
 
     def programs(self) -> list[list[Action]]:
         """The actions of every rank in the order of the events."""
-        made: list[list[Action]] = [[] for _ in range(self.topology.world_size)]
+        programs: list[list[Action]] = [[] for _ in range(self.topology.world_size)]
         while any(self.left):
             event = self._next()
             for waiting in event:
                 self.heads[waiting.rank, waiting.action.lane].popleft()
-                made[waiting.rank].append(waiting.action)
+                programs[waiting.rank].append(waiting.action)
                 waiting.done = True
                 for other in waiting.waiters:
                     other.waits -= 1
             for rank in {waiting.rank for waiting in event}:
                 while self.left[rank] and self.left[rank][0].done:
                     self.left[rank].popleft()
-        return made
+        return programs
 
     def _next(self) -> list[_Waiting]:
         """The event that is closest to the programs' order: whose members overtake the fewest actions of their rank."""
@@ -120,7 +120,9 @@ class _Sequence:
             return [head]
         heads = [self._head(member, lane) for member in self.topology.group(head.action.group, rank)]
         met = [
-            one for one in heads if one and one.action.group == head.action.group and one.action.op is head.action.op
+            other
+            for other in heads
+            if other and other.action.group == head.action.group and other.action.op is head.action.op
         ]
         return met if len(met) == len(heads) else []
 

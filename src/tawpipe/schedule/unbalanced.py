@@ -37,6 +37,6 @@ def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) 
 
 
 def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: LayerTime) -> Bins:
-    bins = [Bin(tuple(one)) for one in rows] + [Bin(())] * (-len(rows) % world_size)
+    bins = [Bin(tuple(row)) for row in rows] + [Bin(())] * (-len(rows) % world_size)
     rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
     return Bins((), rounds, 1, tuple(lengths), work)

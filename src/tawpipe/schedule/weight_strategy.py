@@ -133,7 +133,7 @@ class WeightStrategy(Strategy):
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
         shares, k = step.micro_batches, step.settings.micro_batches_per_visit
         left = step.rounds - rounds - 1
-        if left < 1 or step.shared is not None or len({len(own) for own in shares}) > 1:
+        if left < 1 or step.shared is not None or len({len(share) for share in shares}) > 1:
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:
@@ -156,16 +156,16 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
                 yield from route.pull(route.with_weights[ahead])
                 ahead += 1
             weights = tuple(route.full[visit.weight_index, unit] for unit in model.blocks[visit.block].units)
-        own = step.in_round(route.rank, visit.round)
+        micro_batches = step.in_round(route.rank, visit.round)
         for soon in visits[position + 1 : position + 2]:  # a visit ahead, so that it comes back while this one computes
             if soon.backward and step.moves(soon.block):
                 coming = step.in_round(route.rank, soon.round)
                 yield from (reload(soon.block, m, place, step.keeps(soon.block)) for place, m in enumerate(coming))
         if visit.backward:
             gradients = route.gradient_buffers(visit) if visit.gradient_index is not None else {}
-            yield from backward(step, visit.block, own, weights, gradients)
+            yield from backward(step, visit.block, micro_batches, weights, gradients)
         else:
-            for place, m in enumerate(own):
+            for place, m in enumerate(micro_batches):
                 yield forward(step, visit.block, m, weights, place=place, training=training)
                 if training and visit.block >= model.first_backward and step.moves(visit.block):
                     yield offload(visit.block, m, place, step.keeps(visit.block))

@@ -240,8 +240,8 @@ def _retrieval(retrieval: Retrieval | None) -> Iterator[Section]:
     figure = heat_map(
         [f"{length:,}" for length in lengths],
         [f"{depth:.4g}" for depth in depths],
-        [[cell.found / cell.asked for cell in row] for row in cells],
-        [[f"{cell.found} of {cell.asked}<br>loss {cell.loss:.2f}" for cell in row] for row in cells],
+        [[cell.retrieved / cell.asked for cell in row] for row in cells],
+        [[f"{cell.retrieved} of {cell.asked}<br>loss {cell.loss:.2f}" for cell in row] for row in cells],
         x_title="tokens of the row",
         y_title="depth of the fact",
     )

@@ -26,12 +26,12 @@ class FactsCell:
     """The answers for facts at one depth of rows of one length.
 
     Args:
-        found: facts of which every token of the answer is the likeliest.
+        retrieved: facts of which every token of the answer is the likeliest.
         asked: facts.
         loss: per token of the answers.
     """
 
-    found: int
+    retrieved: int
     asked: int
     loss: float
 
@@ -54,14 +54,14 @@ class Retrieval:
     def values(self) -> dict[str, Value]:
         """Share of facts that were found and loss per token of their answers, by length and depth."""
         named = {f"{length}/{depth:.4g}": cell for (length, depth), cell in self.cells.items()}
-        shares = {name: cell.found / cell.asked for name, cell in named.items()}
+        shares = {name: cell.retrieved / cell.asked for name, cell in named.items()}
         return {"retrieval_found": shares, "retrieval_loss": {name: cell.loss for name, cell in named.items()}}
 
     def __str__(self) -> str:
         """The number of facts that were found, and the first place where one was not."""
         cells = self.cells.values()
-        said = f"{sum(cell.found for cell in cells)} of {sum(cell.asked for cell in cells)} facts found"
-        missed = next((place for place, cell in self.cells.items() if cell.found < cell.asked), None)
+        said = f"{sum(cell.retrieved for cell in cells)} of {sum(cell.asked for cell in cells)} facts found"
+        missed = next((place for place, cell in self.cells.items() if cell.retrieved < cell.asked), None)
         return said if missed is None else f"{said}; first miss at {missed[0]:,} tokens, depth {missed[1]:.4g}"
 
 

@@ -90,7 +90,7 @@ class Made(ActivationPipeline):
     """A pipeline whose order is the shortest of those that ``arrange`` tries."""
 
     splits = True
-    made = True
+    arranges = True
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
         from tawpipe.schedule.pipelines.search.arrange import arrange

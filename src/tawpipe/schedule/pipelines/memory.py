@@ -38,11 +38,11 @@ def _worst(place: int, order: Order, table: StageCosts) -> float:
     if not order.host:
         return max(table.levels(compute))
     host = order.host[place]
-    own, other = table.levels(compute), table.levels(host)
+    levels, other = table.levels(compute), table.levels(host)
     least = _waits(layout, order, compute, host)
     reached = _waits(layout, order, host, compute)
     most, last = 0.0, 0
-    for state, level in enumerate(own):
+    for state, level in enumerate(levels):
         while last + 1 < len(other) and reached[last + 1] <= state:
             last += 1
         most = max(most, level + max(other[least[state] : last + 1], default=-math.inf))
@@ -52,12 +52,12 @@ def _worst(place: int, order: Order, table: StageCosts) -> float:
 def _waits(layout: Layout, order: Order, works: tuple[Work, ...], others: tuple[Work, ...]) -> list[int]:
     """The least state of the other lane, by state of this one."""
     done = {work: 2 * index + 2 for index, work in enumerate(others)}
-    own: list[int] = [0]
+    least: list[int] = [0]
     for work in works:
-        waits = [one for choice in needs(work, layout.stages) for one in choice]
+        waits = [need for choice in needs(work, layout.stages) for need in choice]
         waits += [order.after[work]] if work in order.after else []
-        own += [max((done.get(one, 0) for one in waits), default=0), 0]
-    return list(accumulate(own, max))
+        least += [max((done.get(need, 0) for need in waits), default=0), 0]
+    return list(accumulate(least, max))
 
 
 def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, float]], costs: PipelineCosts) -> Order:
@@ -74,8 +74,8 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
     after: dict[Work, Work] = {}
     hosts, table = order.host or ((),) * layout.size, costs.stages(layout)
     for place, (compute, host) in enumerate(zip(order.compute, hosts, strict=True)):
-        own, other = table.levels(compute), table.levels(host)
-        for works, mine, others, theirs in ((compute, own, host, other), (host, other, compute, own)):
+        levels, other = table.levels(compute), table.levels(host)
+        for works, mine, others, theirs in ((compute, levels, host, other), (host, other, compute, levels)):
             started = 0
             for index, work in enumerate(works):
                 start = times[work][0]

@@ -95,16 +95,16 @@ def forward_only(layout: Layout, micro_batches: int) -> Order:
     'F0.0 F0.1 F2.0 F2.1 F0.2 F2.2'
     """
     works = [Work("F", stage, m) for stage in range(layout.stages) for m in range(micro_batches)]
-    works.sort(key=lambda one: (one.micro_batch // layout.size, one.stage, one.micro_batch))
+    works.sort(key=lambda work: (work.micro_batch // layout.size, work.stage, work.micro_batch))
     places = range(layout.size)
-    return Order(tuple(tuple(one for one in works if layout.places[one.stage] == p) for p in places))
+    return Order(tuple(tuple(work for work in works if layout.places[work.stage] == p) for p in places))
 
 
 def _one_by_one(forward: list[Work], backward: list[Work], ahead: int) -> Iterator[Work]:
     """So many forward passes, then a forward and a backward pass in turn."""
     ahead = min(ahead, len(forward))
     yield from forward[:ahead]
-    for one, other in zip(forward[ahead:], backward, strict=False):
-        yield one
-        yield other
+    for first, second in zip(forward[ahead:], backward, strict=False):
+        yield first
+        yield second
     yield from backward[len(forward) - ahead :]

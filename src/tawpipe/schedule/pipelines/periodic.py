@@ -44,20 +44,22 @@ class Periodic:
         repeats = -(-(count - self.few) // self.period)
         sides = [(self.order.compute, self.spans[0])]
         sides += [(self.order.host, self.spans[1])] if self.order.host else []
-        lanes = [[_repeated(*one, repeats) for one in zip(*side, strict=True)] for side in sides]
-        made = [tuple(tuple(_later(one, turn * self.period) for turn, one in lane) for lane in side) for side in lanes]
+        lanes = [[_repeated(lane, span, repeats) for lane, span in zip(*side, strict=True)] for side in sides]
+        repeated = [
+            tuple(tuple(_later(work, turn * self.period) for turn, work in lane) for lane in side) for side in lanes
+        ]
         if not self.order.host:
-            return _first(Order(tuple(map(_in_turn, made[0]))), count)
+            return _first(Order(tuple(map(_in_turn, repeated[0]))), count)
         at = {work: index for _, lane in self.order.lanes for index, work in enumerate(lane)}
         after = dict[Work, Work]()
         for side, other in ((0, 1), (1, 0)):
             for lane, works, others, (begin, end) in zip(
-                lanes[side], made[side], made[other], self.spans[other], strict=True
+                lanes[side], repeated[side], repeated[other], self.spans[other], strict=True
             ):
                 for (turn, first), work in zip(lane, works, strict=True):
                     if first in self.order.after:  # as many works of the other lane later, whichever they are
                         after[work] = others[at[self.order.after[first]] + turn * (end - begin)]
-        return _first(Order(made[0], made[1], after), count)
+        return _first(Order(repeated[0], repeated[1], after), count)
 
 
 def _repeated(lane: Sequence[Work], span: tuple[int, int], repeats: int) -> list[tuple[int, Work]]:
@@ -77,31 +79,34 @@ def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Pe
         order = Order(tuple(map(_in_turn, order.compute)))
     times = play(layout, order, costs)
     works: list[list[Work]] = [[] for _ in range(layout.size)]
-    for work in sorted(times, key=lambda one: times[one][0]):  # those that start together as ``play`` has done them
+    for work in sorted(times, key=lambda work: times[work][0]):  # those that start together as ``play`` has done them
         works[layout.places[work.stage]].append(work)
-    positions = [_Position(layout.stages_of(place), own, times) for place, own in enumerate(works)]
+    positions = [_Position(layout.stages_of(place), there, times) for place, there in enumerate(works)]
     options: list[tuple[float, int, list[tuple[int, int]]]] = []
     for moment in dict.fromkeys([0.0, *positions[0].moments]):
-        begins = [bisect_left(one.starts, moment) for one in positions]
+        begins = [bisect_left(position.starts, moment) for position in positions]
         for period in range(1, few + 1):
             spans = list[tuple[int, int]]()
-            for one, begin in zip(positions, begins, strict=True):
-                if (end := one.again(begin, period)) is None:
+            for position, begin in zip(positions, begins, strict=True):
+                if (end := position.again(begin, period)) is None:
                     break
                 spans.append((begin, end))
             if len(spans) < len(positions):
                 continue
-            length = max(one.length(*span) for one, span in zip(positions, spans, strict=True))
+            length = max(position.length(*span) for position, span in zip(positions, spans, strict=True))
             options.append((length / period, period, spans))
             break
     limit = min(each for each, _, _ in options) * (1 + HARDLY)
-    options.sort(key=lambda one: (one[0] > limit, one[1] if one[0] <= limit else one[0]))
+    options.sort(key=lambda option: (option[0] > limit, option[1] if option[0] <= limit else option[0]))
     for each, period, spans in options:  # from the beginning to the end it is the whole order
-        sides = [tuple(one.of_lane(side, *span) for one, span in zip(positions, spans, strict=True)) for side in (0, 1)]
-        made = Periodic(order, few, period, (sides[0], sides[1] if order.host else ()), each * period)
+        sides = [
+            tuple(position.of_lane(side, *span) for position, span in zip(positions, spans, strict=True))
+            for side in (0, 1)
+        ]
+        repeating = Periodic(order, few, period, (sides[0], sides[1] if order.host else ()), each * period)
         # What works wait for because of memory repeats itself, but need not have been said again in the first order.
-        if not order.host or fits(costs, max(peak(layout, made.of(few + 2 * period), costs))):
-            return made
+        if not order.host or fits(costs, max(peak(layout, repeating.of(few + 2 * period), costs))):
+            return repeating
     raise AssertionError("an order can follow itself")
 
 
@@ -128,13 +133,13 @@ class _Position:
 
     def length(self, begin: int, end: int) -> float:
         """By how much later a lane can begin again, at least."""
-        found = 0.0
+        length = 0.0
         for side in (0, 1):
             first = next((index for index in range(begin, len(self._sides)) if self._sides[index] == side), None)
             last = next((index for index in range(end - 1, -1, -1) if self._sides[index] == side), None)
             if first is not None and last is not None:
-                found = max(found, self._times[last][1] - self._times[first][0])
-        return found
+                length = max(length, self._times[last][1] - self._times[first][0])
+        return length
 
     def of_lane(self, side: int, begin: int, end: int) -> tuple[int, int]:
         """So many works of a lane are among the first ones."""
@@ -207,10 +212,10 @@ def _first(order: Order, count: int) -> Order:
                 before[work] = ended
             pending = 0
             for work in lane:
-                own = before[order.after[work]] if work in order.after else 0
-                pending = max(pending, own)
+                waited = before[order.after[work]] if work in order.after else 0
+                pending = max(pending, waited)
                 if work.micro_batch >= count:
-                    needed = (before.get(one, 0) for choice in needs(work, stages) for one in choice)
+                    needed = (before.get(need, 0) for choice in needs(work, stages) for need in choice)
                     pending = max(pending, *needed, 0)
                 elif pending:
                     after[work], pending = left[pending - 1], 0

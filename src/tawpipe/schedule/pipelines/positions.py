@@ -55,8 +55,8 @@ class Positions:
     @property
     def nodes(self) -> tuple[int, ...]:
         """The node of every position of the first pipeline; empty where no two are on one."""
-        found = tuple(self.topology.node_of(self.rank(position, 0)) for position in range(self.size))
-        return found if len(set(found)) < len(found) else ()
+        nodes = tuple(self.topology.node_of(self.rank(position, 0)) for position in range(self.size))
+        return nodes if len(set(nodes)) < len(nodes) else ()
 
     @property
     def group(self) -> str:
@@ -65,8 +65,8 @@ class Positions:
 
     def holders(self, position: int) -> tuple[int, ...]:
         """The ranks that hold the stages of a position, in the order of their group."""
-        one = self.rank(position, 0)
-        return self.topology.group(self.group, one) if self.group else (one,)
+        rank = self.rank(position, 0)
+        return self.topology.group(self.group, rank) if self.group else (rank,)
 
     def share(self, count: int) -> tuple[tuple[int, ...], ...]:
         """For every rank the micro-batches of its pipeline, of 0..count-1."""

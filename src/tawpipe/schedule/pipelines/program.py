@@ -111,23 +111,23 @@ class PipelineShape:
 
     def times(self, order: Order) -> dict[Work, tuple[float, float]]:
         """When every work would start and end if transfers took no time, and none of them is in no time itself."""
-        longest = max(one.forward + one.backward_input + one.backward_weight for one in self.costs.blocks)
+        longest = max(block.forward + block.backward_input + block.backward_weight for block in self.costs.blocks)
         least = LEAST * longest or 1.0
         blocks = tuple(
             replace(
-                one,
-                forward=max(one.forward, least),
-                backward_input=max(one.backward_input, least),
-                backward_weight=max(one.backward_weight, least),
+                block,
+                forward=max(block.forward, least),
+                backward_input=max(block.backward_input, least),
+                backward_weight=max(block.backward_weight, least),
             )
-            for one in self.costs.blocks
+            for block in self.costs.blocks
         )
         host = max(self.costs.host, least)
         return play(self.layout, order, replace(self.costs, blocks=blocks, hop=0.0, near_hop=0.0, host=host))
 
     def crossings(self, works: Iterable[Work]) -> list[list[Crossing]]:
         """By position, what it sends to another one and receives from there."""
-        found: list[list[Crossing]] = [[] for _ in range(self.layout.size)]
+        crossings: list[list[Crossing]] = [[] for _ in range(self.layout.size)]
         for work in works:
             step = {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
             other = work.stage + step
@@ -138,8 +138,8 @@ class PipelineShape:
             if source == target or (step < 0 and border <= self.model.first_backward):  # nothing is trained before
                 continue
             for place in (source, target):
-                found[place].append(Crossing(work, border, source, target))
-        return found
+                crossings[place].append(Crossing(work, border, source, target))
+        return crossings
 
 
 def build_pipeline(
@@ -154,20 +154,20 @@ def build_pipeline(
         UserError: the order cannot use so many micro-batches.
     """
     world, positions = step.topology.world_size, shape.positions
-    count = len({m for own in step.micro_batches for m in own})
+    count = len({m for share in step.micro_batches for m in share})
     shares = positions.share(count)
     head = shape.layout.places[-1]
-    losses = tuple(own if positions.position(rank) == head else () for rank, own in enumerate(shares))
+    losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)
-    orders = {many: shape.order_of(many) for many in {len(own) for own in shares}}
+    orders = {many: shape.order_of(many) for many in {len(share) for share in shares}}
     times = {many: shape.times(order) for many, order in orders.items()}
     crossings = {many: shape.crossings(works) for many, works in times.items()}
     programs: list[tuple[Action, ...]] = [()] * world
     pools: list[tuple[Pool, ...]] = [()] * world
     for rank in range(world) if ranks is None else ranks:
         many = len(shares[rank])
-        own = crossings[many][shape.positions.position(rank)]
-        worker = _StageProgram(shape, step, rank, orders[many], times[many], own, training=training)
+        of_position = crossings[many][shape.positions.position(rank)]
+        worker = _StageProgram(shape, step, rank, orders[many], times[many], of_position, training=training)
         end = StepEnd(rank, step, training=training)
         programs[rank] = tuple(end.close(_with_contexts(tuple(worker.program()))))
         pools[rank] = (*worker.pools(), *end.pools)
@@ -222,18 +222,18 @@ class _StageProgram:
 
     def pools(self) -> tuple[Pool, ...]:
         """The buffers that the program uses."""
-        found = []
+        pools = []
         for unit in self.units:
             padded, stripe, trained = self.homes[unit].padded, self.homes[unit].stripe, unit in self.trained
             if not self._is_home(unit):
-                found.append(Pool(f"W{unit}", Kind.WEIGHT, 1, padded))
+                pools.append(Pool(f"W{unit}", Kind.WEIGHT, 1, padded))
                 if trained:
-                    found.append(Pool(f"G{unit}", Kind.GRADIENT, 1, padded))
+                    pools.append(Pool(f"G{unit}", Kind.GRADIENT, 1, padded))
             if trained and (others := self._others(unit)):
-                found.append(Pool(f"A{unit}", Kind.GRADIENT, len(others), padded))
+                pools.append(Pool(f"A{unit}", Kind.GRADIENT, len(others), padded))
             if trained and self.several and unit in self.homed:
-                found.append(Pool(f"R{unit}", Kind.GRADIENT, 1, stripe))
-        return tuple(found)
+                pools.append(Pool(f"R{unit}", Kind.GRADIENT, 1, stripe))
+        return tuple(pools)
 
     # the program
 
@@ -273,29 +273,29 @@ class _StageProgram:
                 peer = self.shape.positions.rank(there, self.replica)
                 yield exchange(lane, (Transfer(send, peer, unit, buffer),), "world")
                 if not weights and not send:
-                    own = self.gradients[unit]
-                    yield Action(Op.ADD, lane, (own, arriving), (own,), unit=unit)
+                    gradient = self.gradients[unit]
+                    yield Action(Op.ADD, lane, (gradient, arriving), (gradient,), unit=unit)
 
     def _body(self) -> Iterator[Action]:
         compute, host = self.order.compute[self.position], self.order.host
-        made = {work: list(self._compute(work)) for work in compute}
+        actions_of = {work: list(self._compute(work)) for work in compute}
         slots: dict[Work, int] = {}
         for work in host[self.position] if host else ():
-            made[work] = list(self._host(work, slots))
-        self._take_turns(made)
-        events = [(self.times[work][0], 1, work, actions) for work, actions in made.items()]
+            actions_of[work] = list(self._host(work, slots))
+        self._take_turns(actions_of)
+        events = [(self.times[work][0], 1, work, actions) for work, actions in actions_of.items()]
         events += [(self.times[work][1], 0, work, [action]) for work, action in self._transfers()]
         for _, _, _, actions in sorted(events, key=lambda event: event[:3]):
             yield from actions
 
-    def _take_turns(self, made: dict[Work, list[Action]]) -> None:
+    def _take_turns(self, actions_of: dict[Work, list[Action]]) -> None:
         """Let works wait for those of the other lane that ``Order.after`` names."""
         for number, (work, other) in enumerate(sorted(self.order.after.items())):
-            if made.get(work) and made.get(other):
-                ended, begun = made[other][-1], made[work][0]
-                made[other][-1] = replace(ended, writes=(*ended.writes, turn(number)))
+            if actions_of.get(work) and actions_of.get(other):
+                ended, begun = actions_of[other][-1], actions_of[work][0]
+                actions_of[other][-1] = replace(ended, writes=(*ended.writes, turn(number)))
                 reads, frees = (*begun.reads, turn(number)), (*begun.frees, turn(number))
-                made[work][0] = replace(begun, reads=reads, frees=frees)
+                actions_of[work][0] = replace(begun, reads=reads, frees=frees)
 
     def _transfers(self) -> Iterator[tuple[Work, Action]]:
         """What goes to another position, or comes from there, with the work that makes it."""
@@ -307,14 +307,14 @@ class _StageProgram:
             yield work, exchange(self.shape.lanes[source, target], transfers, "world")
 
     def _compute(self, work: Work) -> Iterator[Action]:
-        m, own, blocks = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage), self.model.blocks
+        m, of_stage, blocks = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage), self.model.blocks
         if work.kind == "F":
-            for block in own:
+            for block in of_stage:
                 if blocks[block].kind != "head" or not self.training:
                     weights = [self.weights[unit] for unit in blocks[block].units]
                     yield forward(self.step, block, m, weights, training=self.training)
             return
-        for block in reversed(own):
+        for block in reversed(of_stage):
             spec = blocks[block]
             if not spec.needs_backward and spec.kind != "head":
                 continue
@@ -341,9 +341,11 @@ class _StageProgram:
         Args:
             slots: places in the host's memory that are taken, by the work that took them.
         """
-        m, own = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
+        m, of_stage = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
         first = max(1, self.model.first_backward)
-        layers = [b for b in own if b >= first and self.model.blocks[b].kind == "layer" and self.shape.costs.moves(b)]
+        layers = [
+            b for b in of_stage if b >= first and self.model.blocks[b].kind == "layer" and self.shape.costs.moves(b)
+        ]
         there = work._replace(kind="O")
         if work.kind == "O":
             taken = {slot for other, slot in slots.items() if other.stage == work.stage}
@@ -365,22 +367,22 @@ class _StageProgram:
 
 def _with_contexts(program: Sequence[Action]) -> tuple[Action, ...]:
     """The program with PREPARE where no embedding makes a micro-batch's context, which its last reader frees."""
-    made, last = set[Buffer](), dict[Buffer, int]()
+    existing, last = set[Buffer](), dict[Buffer, int]()
     for index, action in enumerate(program):
         for buffer in action.reads:
             if buffer.kind is Kind.CONTEXT:
                 last[buffer] = index
-    found: list[Action] = []
+    actions: list[Action] = []
     for index, action in enumerate(program):
         mine = next((buffer for buffer in (*action.reads, *action.writes) if buffer.kind is Kind.CONTEXT), None)
         if mine is not None:
-            if mine not in made and mine in action.reads:
-                found.append(Action(Op.PREPARE, Lane.COMPUTE, (), (mine,), micro_batch=action.micro_batch))
+            if mine not in existing and mine in action.reads:
+                actions.append(Action(Op.PREPARE, Lane.COMPUTE, (), (mine,), micro_batch=action.micro_batch))
             if mine not in last:  # an embedding alone on its position, frozen
-                found.append(replace(action, writes=tuple(buffer for buffer in action.writes if buffer != mine)))
+                actions.append(replace(action, writes=tuple(buffer for buffer in action.writes if buffer != mine)))
                 continue
-            made.add(mine)
+            existing.add(mine)
             frees = tuple(buffer for buffer in action.frees if buffer != mine)
             action = replace(action, frees=(*frees, mine) if last.get(mine) == index else frees)
-        found.append(action)
-    return tuple(found)
+        actions.append(action)
+    return tuple(actions)

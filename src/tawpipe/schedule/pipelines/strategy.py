@@ -108,12 +108,12 @@ class ActivationPipeline(Strategy):
         Raises:
             UserError: a pipeline of one.
         """
-        found = Positions(topology, self.axis)
-        if found.size < 2:
+        positions = Positions(topology, self.axis)
+        if positions.size < 2:
             several = [axis for axis in AXES if Positions(topology, axis).size > 1]
             expected = f"one of {', '.join(several)}" if several else "nothing: a pipeline needs several devices"
             raise UserError("schedule.stages", self.axis, f"{expected}; {AXES[self.axis]} it would have one position")
-        return found
+        return positions
 
     def costs(self, model: ModelSpec) -> PipelineCosts:
         """What orders are made for: times that were measured, or what the sizes of the blocks say."""
@@ -128,9 +128,9 @@ class ActivationPipeline(Strategy):
         positions = self.positions(topology)
         costs = self.costs(model)
         for name in BY_POSITION:
-            if len(found := getattr(costs, name)) not in (0, positions.size):
+            if len(numbers := getattr(costs, name)) not in (0, positions.size):
                 expected = f"{positions.size} numbers, one for every position"
-                raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, found))}", expected)
+                raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, numbers))}", expected)
         layout = self.layout_of(model, positions.size)
         return PipelineShape(model, layout, positions, costs, lambda count: order_of_layout(self, layout, costs, count))
 
@@ -177,7 +177,7 @@ class ActivationPipeline(Strategy):
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
         """One of all pipelines with as many micro-batches: side by side they do the same."""
         positions = self.positions(step.topology)
-        one_of = {len(own): positions.replica(rank) for rank, own in reversed([*enumerate(step.micro_batches)])}
+        one_of = {len(share): positions.replica(rank) for rank, share in reversed([*enumerate(step.micro_batches)])}
         world = range(step.topology.world_size)
         return tuple(rank for rank in world if positions.replica(rank) in one_of.values())
 
@@ -203,7 +203,7 @@ class ActivationPipeline(Strategy):
         pipeline has an equal share.
         """
         positions = self.positions(step.topology)
-        each = -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
+        each = -(-len({m for share in step.micro_batches for m in share}) // positions.replicas)
         least, round_ = self.played_round(step, positions, each, rounds)
         if each <= least + round_:
             return step, step, 0.0
@@ -221,11 +221,11 @@ class ActivationPipeline(Strategy):
 def _costs(block_times: str, model: ModelSpec) -> PipelineCosts:
     if not block_times:
         return times_from_sizes(model)
-    found = parse_times(block_times)
-    if len(found.blocks) != len(model.blocks):
+    costs = parse_times(block_times)
+    if len(costs.blocks) != len(model.blocks):
         expected = f"times of the {len(model.blocks)} blocks of the model, the embedding and the head included"
-        raise UserError("schedule.block_times", f"{len(found.blocks)} blocks", expected)
-    return found
+        raise UserError("schedule.block_times", f"{len(costs.blocks)} blocks", expected)
+    return costs
 
 
 @lru_cache(KEPT)

@@ -10,7 +10,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.spec import ModelSpec
 
-USUAL = (None, None, None, *(one.default for one in fields(BlockTimes)[3:]))
+USUAL = (None, None, None, *(field.default for field in fields(BlockTimes)[3:]))
 """What is left out at the end of a block, if it is this."""
 OTHERS = ("hop", "pace", "memory", "host", "near_hop", "nodes")
 BY_POSITION = ("nodes", "pace")
@@ -25,8 +25,8 @@ def spell_times(costs: PipelineCosts) -> str:
     >>> spell_times(PipelineCosts((BlockTimes(1, 2.5, 0), *[BlockTimes(10, 20, 10, 1, 4)] * 32), hop=3))
     '1/2.5/0,32x10/20/10/1/4;hop=3'
     """
-    runs = [(len(list(same)), one) for one, same in itertools.groupby(costs.blocks)]
-    parts = [",".join(f"{count}x{_spell_block(one)}" if count > 1 else _spell_block(one) for count, one in runs)]
+    runs = [(len(list(same)), block) for block, same in itertools.groupby(costs.blocks)]
+    parts = [",".join(f"{count}x{_spell_block(block)}" if count > 1 else _spell_block(block) for count, block in runs)]
     usual = PipelineCosts(())
     for name in OTHERS:
         if (value := getattr(costs, name)) != getattr(usual, name):
@@ -93,17 +93,17 @@ def times_from_sizes(model: ModelSpec) -> PipelineCosts:
         trained.append(sum(unit.computing for unit in units if unit.trainable))
     largest = max(sizes)
     times = []
-    for block, size, own in zip(model.blocks, sizes, trained, strict=True):
-        one, weights = (-(-1000 * number // largest) for number in (size, own))
+    for block, size, trained_size in zip(model.blocks, sizes, trained, strict=True):
+        forward, weights = (-(-1000 * number // largest) for number in (size, trained_size))
         if block.kind == "head":
-            times.append(BlockTimes(0, 2 * one + weights, 0))
+            times.append(BlockTimes(0, 2 * forward + weights, 0))
         else:
-            times.append(BlockTimes(one, 2 * one if block.needs_backward else 0, weights))
+            times.append(BlockTimes(forward, 2 * forward if block.needs_backward else 0, weights))
     return PipelineCosts(tuple(times))
 
 
 def _spell_block(block: BlockTimes) -> str:
-    values = [getattr(block, one.name) for one in fields(BlockTimes)]
+    values = [getattr(block, field.name) for field in fields(BlockTimes)]
     while len(values) > 3 and values[-1] == USUAL[len(values) - 1]:
         values.pop()
     return "/".join(map(_number, values))

@@ -86,7 +86,7 @@ class Order:
 
         compute, host, after = text.split(";")
         pairs = (pair.partition(">") for pair in after.split())
-        return cls(lanes(compute), lanes(host), {Work.parse(one): Work.parse(other) for one, _, other in pairs})
+        return cls(lanes(compute), lanes(host), {Work.parse(work): Work.parse(other) for work, _, other in pairs})
 
     @property
     def micro_batches(self) -> int:
@@ -231,11 +231,11 @@ class StageCosts:
 
     def levels(self, works: Iterable[Work]) -> list[Any]:
         """What a lane alone has taken less what it has given back, by state: see memory.py."""
-        found = [0]
+        levels = [0]
         for work in works:
-            running = found[-1] + self.taken[work.kind, work.stage]
-            found += [running, running - self.given[work.kind, work.stage]]
-        return found
+            running = levels[-1] + self.taken[work.kind, work.stage]
+            levels += [running, running - self.given[work.kind, work.stage]]
+        return levels
 
 
 def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
@@ -268,7 +268,7 @@ def play(
     """
     lanes, seconds = order.lanes, costs.stages(layout).seconds
     known = {work for _, works in lanes for work in works}
-    found: dict[Work, tuple[float, float]] = {}
+    times: dict[Work, tuple[float, float]] = {}
     at, free = [0] * len(lanes), [0.0] * len(lanes)
     moved = True
     while moved:
@@ -276,21 +276,21 @@ def play(
         for lane, (place, works) in enumerate(lanes):
             while at[lane] < len(works):
                 work, ready = works[at[lane]], free[lane]
-                waits = [one for choice in needs(work, layout.stages) for one in choice if one in known]
+                waits = [need for choice in needs(work, layout.stages) for need in choice if need in known]
                 if (other := order.after.get(work)) is not None:
                     waits.append(other)
-                if any(one not in found for one in waits):
+                if any(need not in times for need in waits):
                     break
-                for one in waits:
-                    ready = max(ready, found[one][1] + costs.travel(layout.places[one.stage], place))
+                for need in waits:
+                    ready = max(ready, times[need][1] + costs.travel(layout.places[need.stage], place))
                 free[lane] = ready + seconds[work.kind, work.stage] * slower(work)
-                found[work] = ready, free[lane]
+                times[work] = ready, free[lane]
                 at[lane] += 1
                 moved = True
-    if len(found) < len(known):
+    if len(times) < len(known):
         stuck = ", ".join(str(works[at[lane]]) for lane, (_, works) in enumerate(lanes) if at[lane] < len(works))
         raise ValueError(f"these wait for ever: {stuck}")
-    return found
+    return times
 
 
 def makespan(times: Mapping[Work, tuple[float, float]]) -> float:

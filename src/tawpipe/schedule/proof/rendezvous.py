@@ -43,7 +43,7 @@ class Rendezvous(Generic[Part]):
         here.append((part, action))
         if len(here) < needed:
             return []
-        parts = [one for one, _ in here]
+        parts = [member for member, _ in here]
         here.clear()
         return parts
 
@@ -69,11 +69,11 @@ class Rendezvous(Generic[Part]):
 
     def present(self, action: Action, members: tuple[int, ...]) -> list[Part]:
         """The parts of a collective that are there and wait for the others."""
-        return [one for one, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
+        return [member for member, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
 
     def unmet(self, part: Part) -> list[Transfer]:
         """The transfers of an exchange that wait for their other side."""
-        return [transfer for queue in self._open.values() for one, transfer, _ in queue if one == part]
+        return [transfer for queue in self._open.values() for other, transfer, _ in queue if other == part]
 
 
 def _operation(action: Action) -> tuple:

@@ -206,8 +206,8 @@ class Contents:
         gathers = parts[0].action.collective == "all_gather"
         for part in parts:
             (buffer,), here = part.action.reads, self.places[part.rank]
-            own = frozenset((self._place(part.rank),))
-            if part.action.reads != parts[0].action.reads or here.get(buffer) != own:
+            mine = frozenset((self._place(part.rank),))
+            if part.action.reads != parts[0].action.reads or here.get(buffer) != mine:
                 raise ScheduleError(f"a member brings {buffer} with {here.get(buffer)}: {part}")
             if (buffer.kind is Kind.KEYS) != gathers:
                 raise ScheduleError(f"keys are gathered, their gradients summed up: {part}")
@@ -285,14 +285,14 @@ class Contents:
         they are read.
         """
         action, here, unfinished = running.action, self.places[running.rank], self._unfinished[running.rank]
-        for buffer in (one for one in action.reads if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
+        for buffer in (buffer for buffer in action.reads if buffer.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
             if len(here.get(buffer, ())) != self.schedule.step.sequence_ranks:
                 raise ScheduleError(f"reads {buffer}, which is not of all ranks: {running}")
             del here[buffer]
-        for buffer in (one for one in action.writes if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
+        for buffer in (buffer for buffer in action.writes if buffer.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
             here[buffer] = frozenset((self._place(running.rank),))
         (unfinished.update if action.op is Op.BACKWARD else unfinished.difference_update)(
-            one for one in action.writes if one.kind is Kind.INPUT_GRADIENT
+            buffer for buffer in action.writes if buffer.kind is Kind.INPUT_GRADIENT
         )
 
     def _activations(self, running: Running) -> None:

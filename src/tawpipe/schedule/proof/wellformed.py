@@ -84,7 +84,9 @@ class _Checker:
         self.buffers = schedule.buffer_elements(rank)
         self.step, self.own = schedule.step, schedule.step.micro_batches[rank]
         homes = [unit for unit, home in enumerate(schedule.homes) if home.index(rank) is not None]
-        self.contexts = {one for action in schedule.programs[rank] for one in action.reads if one.kind is Kind.CONTEXT}
+        self.contexts = {
+            buffer for action in schedule.programs[rank] for buffer in action.reads if buffer.kind is Kind.CONTEXT
+        }
         self.early = schedule.training and schedule.step.settings.early_updates
         overlaps = any(action.lane is not Lane.COMPUTE for action in schedule.programs[rank])
         self.homes = Lane.HOME if overlaps else Lane.COMPUTE
@@ -203,7 +205,7 @@ class _Checker:
             source = back if self.step.moves(b) and back in action.reads else self._boundary(b, m)
             reads, writes = {source, context(m)}, {keys(m, b)}
         elif action.op is Op.KEYS_BACKWARD:
-            reads = {one for one in reads if one != input_gradient(m, b + 1) and one.kind not in KEPT}
+            reads = {buffer for buffer in reads if buffer != input_gradient(m, b + 1) and buffer.kind not in KEPT}
             reads |= {key_gradients(m, b)} | writes
         elif together:
             reads |= {keys(m, b)}
@@ -227,7 +229,7 @@ class _Checker:
             yield "reads a gradient that it does not add to"
         if NORM in (*action.reads, *action.writes):
             yield "has nothing to do with the norm"
-        turns = {one for one in action.reads if one.kind is Kind.TURN}
+        turns = {buffer for buffer in action.reads if buffer.kind is Kind.TURN}
         if not set(action.frees) <= reads | turns:
             yield "frees something else than an activation that it reads"
 

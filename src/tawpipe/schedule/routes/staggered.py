@@ -104,19 +104,19 @@ class ExchangeRoute(Route):
         if self.holds(index, unit):
             self.full[index, unit] = self.resident[unit]
             return
-        own = self._slice(index, unit)
+        part = self._slice(index, unit)
         if self.topology.local_size == 1:
-            assert own is not None
-            self.full[index, unit] = self.resident[unit] = own
+            assert part is not None
+            self.full[index, unit] = self.resident[unit] = part
             return
-        target = self._full_buffer(index, unit) if own is None or not self._whole else own
+        target = self._full_buffer(index, unit) if part is None or not self._whole else part
         if self._whole:
             reads, writes, collective, root = (), (target,), "broadcast", self._carriers(unit, self.node)[0]
             if self.rank == root:
                 reads, writes = (target,), ()
         else:
-            assert own is not None
-            reads, writes, collective, root = (own,), (target,), "all_gather", -1
+            assert part is not None
+            reads, writes, collective, root = (part,), (target,), "all_gather", -1
         yield Action(
             Op.COLLECTIVE, Lane.GATHER, reads, writes, unit=unit, collective=collective, group="node", root=root
         )

@@ -118,8 +118,8 @@ class _RingProgram:
         transfers = []
         for journey in self._here(turn, Stream.GRADIENT):
             unit = journey.unit
-            arrived, made = self._arrived.pop((turn, Stream.GRADIENT, unit), None), self._made.get(unit)
-            gradients = tuple(buffer for buffer in (arrived, made) if buffer)
+            arrived, computed = self._arrived.pop((turn, Stream.GRADIENT, unit), None), self._made.get(unit)
+            gradients = tuple(buffer for buffer in (arrived, computed) if buffer)
             if turn == journey.arrival:
                 home = home_gradient(unit)
                 reads = (home, *gradients) if unit in self._started else gradients

@@ -51,9 +51,9 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
     """
     if micro_batches > searched(layout.size):
         return continuing(layout, costs, split=split).of(micro_batches)
-    found = _orders(layout, costs, micro_batches, split)
-    limit = min(found, key=lambda one: one[:2])[0] * (1000 + SLACK) // 1000
-    return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+    orders = _orders(layout, costs, micro_batches, split)
+    limit = min(orders, key=lambda order: order[:2])[0] * (1000 + SLACK) // 1000
+    return min((order for order in orders if order[0] <= limit), key=lambda order: (order[1], order[0]))[2]
 
 
 @lru_cache(maxsize=64)
@@ -67,11 +67,11 @@ def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> P
     stages = Ticks.of(costs).stages(layout)
     options: list[tuple[float, int, Periodic]] = []
     for *_, order in _orders(layout, costs, few, split, regular=True):
-        made, most = periodic(layout, order, costs, few), max(worst(stages, order))
+        repeating, most = periodic(layout, order, costs, few), max(worst(stages, order))
         time = makespan(play(layout, order, costs))
-        options.append((time + LONG * few * made.length / made.period, most, made))
+        options.append((time + LONG * few * repeating.length / repeating.period, most, repeating))
     limit = min(length for length, _, _ in options) * (1 + SLACK / 1000)
-    return min((one for one in options if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+    return min((option for option in options if option[0] <= limit), key=lambda option: (option[1], option[0]))[2]
 
 
 def _orders(
@@ -85,22 +85,22 @@ def _orders(
     ticks = Ticks.of(costs)
     stages = ticks.stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))
-    found: list[tuple[int, int, Order]] = []
+    orders: list[tuple[int, int, Order]] = []
     tried = policies(layout.size, micro_batches)
     if len(passes.works) > MANY:
         few = replace(passes, micro_batches=min(micro_batches, FEW * layout.size))
         hopeful = max(1, min(HOPEFUL, MOST // (2 * ROUNDS * len(passes.works))))
-        tried = sorted(tried, key=lambda one: began(few, *one).makespan)[:hopeful]
+        tried = sorted(tried, key=lambda policy: began(few, *policy).makespan)[:hopeful]
     for flying, group in tried:
         first = began(passes, flying, group)
         for timed in (justified(passes, first, flying), *([first] if regular else [])):
             order = joined(passes, timed)
-            found.append((timed.makespan, max(worst(stages, order)), order))
+            orders.append((timed.makespan, max(worst(stages, order)), order))
     for order in published(layout, costs, micro_batches, split):
         most = max(worst(stages, order))
         if most <= ticks.memory:
-            found.append((round(makespan(play(layout, order, costs)) * ticks.scale), most, order))
-    return found
+            orders.append((round(makespan(play(layout, order, costs)) * ticks.scale), most, order))
+    return orders
 
 
 def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:

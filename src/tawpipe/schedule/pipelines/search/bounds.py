@@ -41,21 +41,21 @@ def bound(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bo
     table = costs.stages(layout)
     head, tail = _ends(table, split=split)
     last = table.layout.stages - 1
-    found = head[last] + sum(table.seconds[kind, last] for kind in ("F", _kinds(table, split=split)[last])) + tail[last]
+    least = head[last] + sum(table.seconds[kind, last] for kind in ("F", _kinds(table, split=split)[last])) + tail[last]
     for place in range(table.layout.size):
         stages = table.layout.stages_of(place)
         first, rest = min(head[stage] for stage in stages), min(tail[stage] for stage in stages)
         work = micro_batches * sum(table.seconds[kind, stage] for kind in "FB" for stage in stages)
         late = _late(table, micro_batches, place) if split else 0.0
         memory = _memory(table, micro_batches, place, split=split)
-        found = max(found, first + work, first + work - late + rest, first + memory + rest)
-    return found
+        least = max(least, first + work, first + work - late + rest, first + memory + rest)
+    return least
 
 
 def _late(table: StageCosts, micro_batches: int, place: int) -> float:
     """The most work that can be left of W at the end of the last B or I of a position, beside which it has to fit."""
     stages = table.layout.stages_of(place)
-    parts = [(table.kept_for_weights[one], table.seconds["W", one]) for one in stages if apart(table, one)]
+    parts = [(table.kept_for_weights[stage], table.seconds["W", stage]) for stage in stages if apart(table, stage)]
     most = micro_batches * sum(seconds for _, seconds in parts)
     if math.isinf(table.costs.memory) or not all(memory > 0 for memory, _ in parts):
         return most
@@ -79,26 +79,26 @@ def _memory(table: StageCosts, micro_batches: int, place: int, *, split: bool) -
     total, more, saved = 0.0, 0.0, []
     for stage in stages:
         kept, link = table.kept[stage], 2 * table.seconds["O", stage]
-        own = sum(table.seconds[one, stage] for one in ("F", kinds[stage]))
-        trip = own
+        here = sum(table.seconds[kind, stage] for kind in ("F", kinds[stage]))
+        trip = here
         for later in range(stage + 1, table.layout.stages):
             hop = table.costs.travel(table.layout.places[later], table.layout.places[later - 1])
-            trip += sum(table.seconds[one, later] for one in ("F", kinds[later])) + 2 * hop
+            trip += sum(table.seconds[kind, later] for kind in ("F", kinds[later])) + 2 * hop
         total += micro_batches * trip * kept
         if kinds[stage] == "I":
             inputs, weights = (table.seconds[kind, stage] for kind in "IW")
             parts = table.kept_for_weights[stage]
             more += micro_batches * min(parts * (inputs + weights), kept * weights)
-        if (gain := (trip - own - link) * table.moved[stage]) > 0:
+        if (gain := (trip - here - link) * table.moved[stage]) > 0:
             saved.append((gain / max(link, 1e-12), micro_batches * link))
     saved.sort(reverse=True)
     limit = table.limits[place]
     most = max(table.kept_for_weights[stage] for stage in stages)
     later = most * _late(table, micro_batches, place) if split else 0.0
-    found = _held(total + max(0.0, more - later), saved, limit)
+    least = _held(total + max(0.0, more - later), saved, limit)
     if len(sizes) == 1:
-        found = max(found, _held(total, saved, math.floor(limit / min(sizes)) * min(sizes)))
-    return found
+        least = max(least, _held(total, saved, math.floor(limit / min(sizes)) * min(sizes)))
+    return least
 
 
 def _held(total: float, saved: list[tuple[float, float]], limit: float) -> float:

@@ -58,8 +58,8 @@ class Model:
         self.end = model.new_int_var(min(least, self.horizon), self.horizon, "")
         model.add_hint(self.end, self.horizon)
         self.moves = [model.new_int_var(0, width, "") for _ in range(layout.size)] if window else []
-        for one in self.moves:
-            model.add_hint(one, 0)
+        for move in self.moves:
+            model.add_hint(move, 0)
         self.slack: dict[tuple[int, int], int] = {}
         self.start: dict[Work, Any] = {}
         self.until: dict[tuple[int, int], Any] = {}
@@ -101,17 +101,17 @@ class Model:
 
     def _now(self, times: Mapping[Work, tuple[float, float]]) -> dict[Work, int | None]:
         """Starts in the order given; None of O and R that are not there."""
-        found: dict[Work, int | None] = {}
+        starts: dict[Work, int | None] = {}
         for stage in range(self.layout.stages):
             for number in range(self.micro_batches):
                 for kind in "FIWOR":
                     work = Work(kind, stage, number)
-                    found[work] = int(times[work][0]) if work in times else None
+                    starts[work] = int(times[work][0]) if work in times else None
                 if (stage, number) in self.wholes:
                     start = int(times[Work("B", stage, number)][0])
-                    found[Work("I", stage, number)] = start
-                    found[Work("W", stage, number)] = start + self._time("I", stage)
-        return found
+                    starts[Work("I", stage, number)] = start
+                    starts[Work("W", stage, number)] = start + self._time("I", stage)
+        return starts
 
     def _side(self, work: Work) -> int:
         """-1: fixed; 0: free; 1: moves with its position."""
@@ -123,14 +123,14 @@ class Model:
         start, side = self.now[work], self._side(work)
         if side == 0:
             last = min(self.far, self.horizon) - self._time(work.kind, work.stage)
-            found = self.model.new_int_var(self.first, max(self.first, last), "")
+            begin = self.model.new_int_var(self.first, max(self.first, last), "")
             fallback = self.now[Work("F", work.stage, work.micro_batch)] or 0
-            self.model.add_hint(found, max(self.first, fallback) if start is None else start)
+            self.model.add_hint(begin, max(self.first, fallback) if start is None else start)
         else:
             assert start is not None
-            found = start if side < 0 else start - self.moves[self.layout.places[work.stage]]
-        self.start[work] = found
-        return found
+            begin = start if side < 0 else start - self.moves[self.layout.places[work.stage]]
+        self.start[work] = begin
+        return begin
 
     def _lane(self, work: Work, size: int, interval: Any) -> None:
         """Onto its lane, if it can be in the way of what is free."""
@@ -231,11 +231,11 @@ class Model:
                 size = (
                     ended - began + (self._time("B", stage) if self._is_whole(last) else self._time(last.kind, stage))
                 )
-            one = start, size, end
+            interval = start, size, end
             held.append(
-                model.new_interval_var(*one, "")
+                model.new_interval_var(*interval, "")
                 if present is True
-                else model.new_optional_interval_var(*one, present, "")
+                else model.new_optional_interval_var(*interval, present, "")
             )
             demands.append(up(memory / unit))
 
@@ -275,11 +275,11 @@ class Model:
         elif not now:
             return False
         self.away[key] = away
-        for one in (out, into):
-            begin = self._begin(one)
-            self._lane(one, time, model.new_optional_fixed_size_interval_var(begin, time, away, ""))
+        for work in (out, into):
+            begin = self._begin(work)
+            self._lane(work, time, model.new_optional_fixed_size_interval_var(begin, time, away, ""))
         front = Work("F", stage, number)
-        starts = {one: self.start[one] for one in (front, out, into, back)}
+        starts = {work: self.start[work] for work in (front, out, into, back)}
         if free:
             model.add(starts[out] >= starts[front] + self._time("F", stage))
             model.add(starts[into] >= starts[out] + time).only_enforce_if(away)
@@ -308,9 +308,9 @@ class Model:
             whole = _value(solver, self.whole.get(key, True))
             if (work.kind in "OR" and not _value(solver, self.away[key])) or (work.kind == "W" and whole):
                 continue
-            one = Work("B", *key) if work.kind == "I" and whole else work
+            run = Work("B", *key) if work.kind == "I" and whole else work
             begin = start if isinstance(start, int) else solver.value(start)
-            times[one] = begin, begin + self.times[one.kind, one.stage]
+            times[run] = begin, begin + self.times[run.kind, run.stage]
         lanes = [
             tuple(
                 sorted(

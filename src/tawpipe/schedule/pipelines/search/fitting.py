@@ -33,14 +33,14 @@ MOST = 200_000
 def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[int]:
     """Micro-batches of every stage under way from its F to its B, if all positions are always busy; 1F1B's numbers."""
     seconds = costs.stages(layout).seconds
-    one = [[seconds[kind, stage] for kind in "FB"] for stage in range(layout.stages)]
-    busiest = max(sum(sum(one[stage]) for stage in layout.stages_of(place)) for place in range(layout.size))
-    found, trip = [], 0.0
+    round_trip = [[seconds[kind, stage] for kind in "FB"] for stage in range(layout.stages)]
+    busiest = max(sum(sum(round_trip[stage]) for stage in layout.stages_of(place)) for place in range(layout.size))
+    flying, trip = [], 0.0
     for stage in reversed(range(layout.stages)):
-        trip += sum(one[stage])
-        found.append(max(1, math.ceil(trip / max(busiest, 1e-12) - 1e-6)) + spare)
+        trip += sum(round_trip[stage])
+        flying.append(max(1, math.ceil(trip / max(busiest, 1e-12) - 1e-6)) + spare)
         trip += 2 * costs.travel(layout.places[stage], layout.places[stage - 1]) if stage else 0.0
-    return found[::-1]
+    return flying[::-1]
 
 
 def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, share: float):

@@ -83,8 +83,8 @@ def generate(
         if search.spent <= most or plan in begun:
             for eased in search.eased(plan):
                 search.score(eased)
-    if not budget and (found := search.best(1)):
-        return Layout(len(costs.blocks), *found[0])
+    if not budget and (plans := search.best(1)):
+        return Layout(len(costs.blocks), *plans[0])
     for plan in search.best(SUNK):
         search.score(search.sunk(plan))
     spent = search.spent
@@ -188,7 +188,7 @@ class _Search:
         while self.spent < limit and best[0] > self.enough:
             step = self._step(plan, best[0])
             if step is None or without > PATIENCE:
-                left = [one for one in self.best(len(self.scores)) if one not in self.gone_on]
+                left = [other for other in self.best(len(self.scores)) if other not in self.gone_on]
                 if not left:
                     return
                 step, without = left[0], PATIENCE // 2
@@ -202,7 +202,7 @@ class _Search:
         while True:
             limit = max(self.moves.loads(plan)) * 51 // 50
             options = (*self.moves.shifts(plan, limit), *self.moves.placements(plan, limit))
-            better = min((self._bound(one)[1], one) for one in (*self._lightest(options), plan))
+            better = min((self._bound(other)[1], other) for other in (*self._lightest(options), plan))
             if better[1] == plan:
                 return plan
             plan = better[1]
@@ -215,18 +215,18 @@ class _Search:
         kinds = [self._lightest(self.moves.shifts(plan, limit)), self._lightest(self.moves.placements(plan, limit))]
         chosen: list[StagePlan] = []
         for kind in [kinds[0], kinds[1]] if layers else [kinds[1], kinds[0]] if edges else [kinds[0] + kinds[1]]:
-            hopeful = [one for one in kind if one not in self.gone_on and self._bound(one)[0] < best]
+            hopeful = [other for other in kind if other not in self.gone_on and self._bound(other)[0] < best]
             played = 0
-            for one in sorted(hopeful, key=lambda one: (self._bound(one)[1], one)):
-                if one not in self.scores:
+            for other in sorted(hopeful, key=lambda other: (self._bound(other)[1], other)):
+                if other not in self.scores:
                     if played == WIDTH:
                         continue
                     played += 1
-                score = self.score(one)
+                score = self.score(other)
                 if score is not None:
-                    chosen.append(one)
+                    chosen.append(other)
                     if score < best:
-                        return one
+                        return other
         return min(chosen, key=self._key, default=None)
 
     def _least(self, micro_batches: int) -> int:

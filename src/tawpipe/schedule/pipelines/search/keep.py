@@ -191,7 +191,7 @@ class _Choosing:
         """The choice with stages that are made for it, if a step is shorter then."""
         layout = generate(self.costs_of(choice), choice.layout.size, self.micro_batches, budget=QUICK)
         other = replace(choice, layout=layout)
-        return min((choice, other), key=lambda one: self._judged(one, math.inf))
+        return min((choice, other), key=lambda option: self._judged(option, math.inf))
 
     def fitted(self, layout: Layout) -> Iterator[Keeping]:
         """Of two options as many layers of every position with the one that keeps more as 1F1B leaves room for, or

@@ -39,9 +39,9 @@ class _Play:
         for choice in needs(work, self.layout.stages):
             if choice[0].kind == "R" and (work.stage, work.micro_batch) not in self.away:
                 continue
-            for one in choice:
-                if (found := self.times.get(one)) is not None:
-                    if found[1] + self.costs.travel(self.layout.places[one.stage], place) > self.now:
+            for need in choice:
+                if (span := self.times.get(need)) is not None:
+                    if span[1] + self.costs.travel(self.layout.places[need.stage], place) > self.now:
                         return False
                     break
             else:
@@ -141,21 +141,21 @@ class _Listed:
         for stage in self.stages:
             kept = self.table.taken["F", stage]
             parts = self.table.taken["I", stage] if self.backward == "I" else 0.0
-            first, last = self.next["X", stage], max(self.next["F", one] for one in self.stages)
+            first, last = self.next["X", stage], max(self.next["F", other] for other in self.stages)
             for number in range(first, max(last, work.micro_batch + 1)):
                 if number < self.next["F", stage]:
                     holds[number] = holds.get(number, 0.0) + kept
                 else:
                     wants[number] = wants.get(number, 0.0) + kept
                 wants[number] = max(wants.get(number, 0.0), wants.get(number, 0.0) + parts)
-        for one in self.weights:
-            parts = self.table.taken["I", one.stage]
-            holds[one.micro_batch] = holds.get(one.micro_batch, 0.0) + parts
+        for waiting in self.weights:
+            parts = self.table.taken["I", waiting.stage]
+            holds[waiting.micro_batch] = holds.get(waiting.micro_batch, 0.0) + parts
         number = work.micro_batch
         holds[number] = holds.get(number, 0.0) + more
         wants[number] = wants.get(number, 0.0) - more
         free, numbers = self.room - sum(holds.values()), sorted(holds)
-        return free >= 0 and all_end(free, [wants.get(one, 0.0) for one in numbers], [holds[one] for one in numbers])
+        return free >= 0 and all_end(free, [wants.get(m, 0.0) for m in numbers], [holds[m] for m in numbers])
 
 
 def listed(
@@ -179,14 +179,14 @@ def listed(
     places = [_Listed(played, place, micro_batches, caps, split, rooms[place], late) for place in range(layout.size)]
     while True:
         for place in played.woken():
-            one = places[place]
-            if not played.busy[place][0] and (work := one.choose()) is not None:
+            chooser = places[place]
+            if not played.busy[place][0] and (work := chooser.choose()) is not None:
                 played.start(work)
-                one.started(work)
+                chooser.started(work)
         if not played.advance():
             break
     total = micro_batches * layout.stages * (3 if split else 2)
-    return tuple(tuple(one.order) for one in places) if len(played.times) == total else None
+    return tuple(tuple(chooser.order) for chooser in places) if len(played.times) == total else None
 
 
 def with_host(
@@ -225,11 +225,11 @@ def with_host(
         if at[place] and played.busy[place][0]:
             last = works[at[place] - 1]
             level -= table.given[last.kind, last.stage]
-        for one in works[at[place] : index[wants]]:
-            level += table.taken[one.kind, one.stage]
+        for between in works[at[place] : index[wants]]:
+            level += table.taken[between.kind, between.stage]
             if level > table.limits[place]:
                 return None
-            level -= table.given[one.kind, one.stage]
+            level -= table.given[between.kind, between.stage]
         return work
 
     while True:
@@ -247,7 +247,7 @@ def with_host(
                 leaves = offloads[place][0] if offloads[place] and played.ready(offloads[place][0]) else None
                 if work and leaves:
                     before = works[at[place] : index[reloads[place][0]]]
-                    until = sum(table.seconds[one.kind, one.stage] for one in before)
+                    until = sum(table.seconds[earlier.kind, earlier.stage] for earlier in before)
                     if until > table.seconds["O", leaves.stage] + table.seconds["R", work.stage]:
                         work = None
                 work = work or leaves

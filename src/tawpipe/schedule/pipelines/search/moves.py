@@ -60,7 +60,7 @@ class Moves:
         """
         count, travel, places, loads = self.micro_batches, self.travel, plan.places, self.loads(plan)
         forward, inputs = [0] * self.positions, [0] * self.positions
-        first, found = [-1] * self.positions, [0] * self.positions
+        first, bounds = [-1] * self.positions, [0] * self.positions
         at, tail, before = 0, 0, places[0]
         tails = []
         for cut, end, place in zip(plan.cuts, self._ends(plan), places, strict=True):
@@ -70,8 +70,8 @@ class Moves:
                 at += hop
                 tail += hop
             time = at + count * (loads[place] - forward[place])
-            if time > found[place]:
-                found[place] = time
+            if time > bounds[place]:
+                bounds[place] = time
             if first[place] < 0:
                 first[place] = at
             sums = self.forward[place]
@@ -87,15 +87,15 @@ class Moves:
             hop = travel(place, places[stage + 1]) if stage + 1 < len(places) else 0
             inputs[place] += tails[stage + 1] - tails[stage] - hop
             time = first[place] + count * (forward[place] + inputs[place]) + tails[stage]
-            if time > found[place]:
-                found[place] = time
-        return found
+            if time > bounds[place]:
+                bounds[place] = time
+        return bounds
 
     def shifts(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
         """(largest load, plan) of all in which one or two cuts are a block further, and no load reaches the limit."""
         cuts, places, total = plan.cuts, plan.places, self.total
         loads, ends = self.loads(plan), self._ends(plan)
-        found, single = [], []
+        plans, single = [], []
         for at in range(1, len(cuts)):
             for step in (-1, 1):
                 cut = cuts[at] + step
@@ -109,22 +109,22 @@ class Moves:
             loads[less] -= out
             loads[more] += into
             if (most := max(loads)) < limit:
-                found.append((most, StagePlan((*cuts[:at], cut, *cuts[at + 1 :]), places)))
+                plans.append((most, StagePlan((*cuts[:at], cut, *cuts[at + 1 :]), places)))
             for other, place, less2, more2, out2, into2 in single[index + 1 :]:
                 loads[less2] -= out2
                 loads[more2] += into2
                 if (most := max(loads)) < limit and other != at and place > (cut if other == at + 1 else 0):
                     changed = (*cuts[:at], cut, *cuts[at + 1 : other], place, *cuts[other + 1 :])
-                    found.append((most, StagePlan(changed, places)))
+                    plans.append((most, StagePlan(changed, places)))
                 loads[less2] += out2
                 loads[more2] -= into2
             loads[less] += out
             loads[more] -= into
-        return found
+        return plans
 
     def placements(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
         """The same of all in which a stage goes elsewhere, two change places, one becomes two or two become one."""
-        loads, found = self.loads(plan), []
+        loads, plans = self.loads(plan), []
         for less, more, (first, end), (start, stop), changed in self._placed(plan):
             if len(set(changed.places)) < self.positions:
                 continue
@@ -134,10 +134,10 @@ class Moves:
             loads[less] -= out
             loads[more] += into
             if (most := max(loads)) < limit:
-                found.append((most, changed))
+                plans.append((most, changed))
             loads[less] += out
             loads[more] -= into
-        return found
+        return plans
 
     def _placed(self, plan: StagePlan) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int], StagePlan]]:
         """(position that gives blocks, that takes them, from and to which, those that come back, plan)."""
@@ -171,7 +171,9 @@ class Moves:
         while max(loads := self.loads(plan)) > enough:
             now = max(loads), sum(load * load for load in loads)
             options = sorted(self.shifts(plan, now[0] + 1))[:40]
-            best = min((((most, sum(x * x for x in self.loads(one))), one) for most, one in options), default=None)
+            best = min(
+                (((most, sum(x * x for x in self.loads(option))), option) for most, option in options), default=None
+            )
             if best is None or best[0] >= now:
                 return plan
             plan = best[1]
@@ -186,12 +188,12 @@ class Moves:
         turns = [turn for number in (1, 2, 3) for turn in product((there, back), repeat=number) if turn[0] is there]
         turns += [(there,) * 4, (there, back) * 2]
         for turn, ramp in product(turns, ((), there, back)):
-            own = sum(turn, ())
-            stages = len(ramp) + len(own)
+            turned = sum(turn, ())
+            stages = len(ramp) + len(turned)
             if stages <= min(blocks, self.most):
                 rest = blocks - len(ramp)
-                cuts = *range(len(ramp)), *(len(ramp) + rest * at // len(own) for at in range(len(own)))
-                yield self.balanced(StagePlan(cuts, (*ramp, *own)))
+                cuts = *range(len(ramp)), *(len(ramp) + rest * at // len(turned) for at in range(len(turned)))
+                yield self.balanced(StagePlan(cuts, (*ramp, *turned)))
 
     def _ends(self, plan: StagePlan) -> tuple[int, ...]:
         return (*plan.cuts[1:], self.blocks)

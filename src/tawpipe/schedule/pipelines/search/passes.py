@@ -54,17 +54,17 @@ class Passes:
     @cached_property
     def _steps(self) -> tuple[list[int], list[int], list[int]]:
         """(time, position, time until what follows M later can begin) of every work."""
-        own, places, count = self.stages, self.stages.layout.places, self.micro_batches
+        table, places, count = self.stages, self.stages.layout.places, self.micro_batches
         back = range(len(places) - 1, -1, -1)
-        times = [own.seconds["F", s] for s in range(len(places))]
-        times += [own.seconds["I", s] + (0 if self.split[s] else own.seconds["W", s]) for s in back]
-        times += [own.seconds["W", s] for s in back]
+        times = [table.seconds["F", s] for s in range(len(places))]
+        times += [table.seconds["I", s] + (0 if self.split[s] else table.seconds["W", s]) for s in back]
+        times += [table.seconds["W", s] for s in back]
         where = [*places, *places[::-1], *places[::-1]]
-        away = [own.costs.travel(a, b) for a, b in pairwise(where[: 2 * len(places)])]
+        away = [table.costs.travel(a, b) for a, b in pairwise(where[: 2 * len(places)])]
         away += [0] * (len(where) - len(away))
 
         def each(values: Sequence[int]) -> list[int]:
-            return [one for one in values for _ in range(count)]
+            return [value for value in values for _ in range(count)]
 
         return each(times), each(where), each(away)
 
@@ -122,12 +122,12 @@ class Passes:
             now, place = heappop(wakes)
             if free[place] > now:
                 continue
-            arriving, own = coming[place], ready[place]
+            arriving, runnable = coming[place], ready[place]
             while arriving and arriving[0][0] <= now:
-                heappush(own, rank[heappop(arriving)[1]])
+                heappush(runnable, rank[heappop(arriving)[1]])
             work = -1
-            if own:
-                work = works[heappop(own)] if room is None else room.first(place, own, works)
+            if runnable:
+                work = works[heappop(runnable)] if room is None else room.first(place, runnable, works)
             if work < 0:
                 idle[place] = True
                 if arriving:
@@ -187,15 +187,15 @@ class Passes:
             now, place = heappop(wakes)
             if free[place] > now:
                 continue
-            arriving, own = coming[place], ready[place]
+            arriving, runnable = coming[place], ready[place]
             while arriving and arriving[0][0] <= now:
-                heappush(own, rank[heappop(arriving)[1]])
-            if not own:
+                heappush(runnable, rank[heappop(arriving)[1]])
+            if not runnable:
                 idle[place] = True
                 if arriving:
                     heappush(wakes, (arriving[0][0], place))
                 continue
-            work = works[heappop(own)]
+            work = works[heappop(runnable)]
             end = now + times[work]
             starts[work] = free[place] = end
             lanes[place].append(work)
@@ -207,15 +207,15 @@ class Passes:
                 before = (work - count,)
             else:
                 before = (last + work - flying,) if work >= flying else ()
-            for one in before:
-                other, at = places[one], end + (away[one] if one == work - count else 0)
-                if at > due[one]:
-                    due[one] = at
-                missing[one] -= 1
-                if not missing[one]:
-                    heappush(coming[other], (due[one], one))
+            for earlier in before:
+                other, at = places[earlier], end + (away[earlier] if earlier == work - count else 0)
+                if at > due[earlier]:
+                    due[earlier] = at
+                missing[earlier] -= 1
+                if not missing[earlier]:
+                    heappush(coming[other], (due[earlier], earlier))
                     if idle[other]:
-                        heappush(wakes, (due[one], other))
+                        heappush(wakes, (due[earlier], other))
         makespan = max(free)
         ends = [makespan - start + time for start, time in zip(starts, times, strict=True)]
         return TimedOrder(ends, [lane[::-1] for lane in lanes], makespan)

@@ -31,8 +31,8 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
         expected = f"at least {least:.6g}: position {place} keeps so much of one micro-batch in {layout}"
         raise UserError("memory of a position", f"{there:.6g}", f"{expected}, {least - there:.3g} more than there is")
     for place in range(layout.size):
-        own = layout.stages_of(place)
-        for stage, below in zip(own, accumulate(stages.kept[stage] for stage in own), strict=True):
+        own_stages = layout.stages_of(place)
+        for stage, below in zip(own_stages, accumulate(stages.kept[stage] for stage in own_stages), strict=True):
             apart[stage] = apart[stage] and below + stages.kept_for_weights[stage] <= rooms[place]
     return tuple(apart)
 
@@ -66,7 +66,7 @@ class OrderMemory:
         layout, self.count = stages.layout, micro_batches
         self.rooms = stages.rooms
         places, kept = layout.places, stages.kept
-        parts = [one if apart else 0 for one, apart in zip(stages.kept_for_weights, split, strict=True)]
+        parts = [part if apart else 0 for part, apart in zip(stages.kept_for_weights, split, strict=True)]
         self.stages, self.split = layout.stages, split
         self.kept, self.parts, self.places = kept, parts, places
         self.held = [0] * layout.size
@@ -79,9 +79,9 @@ class OrderMemory:
         self.most: list[list[int]] = []
         """By position and number of such stages, what a micro-batch needs to end."""
         for place in range(layout.size):
-            own = layout.stages_of(place)
-            sums = list(accumulate((kept[stage] for stage in own), initial=0))
-            ends = [total + parts[stage] for total, stage in zip(sums[1:], own, strict=True)]
+            own_stages = layout.stages_of(place)
+            sums = list(accumulate((kept[stage] for stage in own_stages), initial=0))
+            ends = [total + parts[stage] for total, stage in zip(sums[1:], own_stages, strict=True)]
             self.most.append(list(accumulate(ends, max, initial=0)))
         self.wanted = [[most[-1]] * micro_batches for most in self.most]
         """By position and micro-batch, what it needs to end besides what it has."""
@@ -110,10 +110,10 @@ class OrderMemory:
         mine, wanted, number = self.mine[place], self.wanted[place], work % self.count
         mine[number] += takes
         wanted[number] -= takes
-        found = all_end(free + self.waiting[place], wanted, mine, self.most[place][-1])
+        fits = all_end(free + self.waiting[place], wanted, mine, self.most[place][-1])
         mine[number] -= takes
         wanted[number] += takes
-        return found
+        return fits
 
     def start(self, place: int, work: int) -> None:
         """Take and give back what a work does; nothing else runs there before it ends."""

@@ -36,21 +36,21 @@ class Rounded(PipelineCosts):
         """
         seconds, hops = costs.stages(layout).seconds, (costs.hop, costs.near_hop)
         works = [seconds[kind, stage] for kind in _kinds(costs) for stage in range(layout.stages)]
-        times = [one for one in (*works, *hops) if one > 0]
+        times = [time for time in (*works, *hops) if time > 0]
         unit = unit_of(times, max(min(times) / TICKS, most / 2**22))
-        stretch = max(up(one / unit) * unit / one for one in times)
-        hop, near = (up(one / unit) for one in hops)
+        stretch = max(up(time / unit) * unit / time for time in times)
+        hop, near = (up(time / unit) for time in hops)
         return cls(costs.blocks, hop, near_hop=near, nodes=costs.nodes, unit=unit, stretch=stretch, true=costs)
 
     def stages(self, layout: Layout) -> StageCosts:
         assert self.true is not None
-        found, seconds = super().stages(layout), self.true.stages(layout).seconds
+        table, seconds = super().stages(layout), self.true.stages(layout).seconds
         for stage in range(layout.stages):
             for kind in _kinds(self.true):
-                found.seconds[kind, stage] = up(seconds[kind, stage] / self.unit)
+                table.seconds[kind, stage] = up(seconds[kind, stage] / self.unit)
             # A whole backward pass is as long as its parts, so that one variable says which of them it is.
-            found.seconds["B", stage] = found.seconds["I", stage] + found.seconds["W", stage]
-        return found
+            table.seconds["B", stage] = table.seconds["I", stage] + table.seconds["W", stage]
+        return table
 
 
 def _kinds(costs: PipelineCosts) -> str:

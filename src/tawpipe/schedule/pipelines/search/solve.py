@@ -50,7 +50,7 @@ class Solved:
         variables: of the model.
         constraints: of the model.
         status: in words.
-        found: (seconds after the start, makespan) of every better order, in the solver's rounded times.
+        history: (seconds after the start, makespan) of every better order, in the solver's rounded times.
     """
 
     order: Order
@@ -60,7 +60,7 @@ class Solved:
     constraints: int
     seconds: float
     status: str
-    found: tuple[tuple[float, float], ...] = ()
+    history: tuple[tuple[float, float], ...] = ()
 
     @property
     def gap(self) -> float:
@@ -143,7 +143,7 @@ class _Solving:
         self.order = start
         self.length = self.most = makespan(play(layout, start, costs))
         self.least = bound(layout, costs, micro_batches, split=split)
-        self.found = [(time.perf_counter() - begin, self.length)]
+        self.history = [(time.perf_counter() - begin, self.length)]
         self.sizes = 0, 0
 
     def grant(self, until: float, work: float) -> None:
@@ -188,7 +188,7 @@ class _Solving:
             return
         if all(fits(self.costs, most) for most in peak(self.layout, order, self.costs)):
             if length < self.length * (1 - 1e-9):
-                self.found.append((time.perf_counter() - self.begin, length))
+                self.history.append((time.perf_counter() - self.begin, length))
             self.order, self.length = order, length
 
     def whole(self, share: float) -> None:
@@ -253,4 +253,4 @@ class _Solving:
         gap = 1 - least / self.length
         words = "optimal" if gap < 1e-6 else f"within {gap:.1%}"
         seconds = time.perf_counter() - self.begin
-        return Solved(self.order, self.length, least, *self.sizes, seconds, words, tuple(self.found))
+        return Solved(self.order, self.length, least, *self.sizes, seconds, words, tuple(self.history))

@@ -36,19 +36,21 @@ class Ticks(PipelineCosts):
     @classmethod
     def of(cls, costs: PipelineCosts) -> Ticks:
         """Of some costs, rounded."""
-        times = [time for one in costs.blocks for time in (one.forward, one.backward_input, one.backward_weight)]
+        times = [
+            time for block in costs.blocks for time in (block.forward, block.backward_input, block.backward_weight)
+        ]
         scale = scale_of([*times, costs.hop, costs.near_hop])
-        memory_scale = scale_of(memory for one in costs.blocks for memory in (one.kept, one.kept_for_weights))
+        memory_scale = scale_of(memory for block in costs.blocks for memory in (block.kept, block.kept_for_weights))
         blocks = tuple(
             BlockTimes(
-                round(one.forward * scale),
-                round(one.backward_input * scale),
-                round(one.backward_weight * scale),
-                round(one.kept * memory_scale),
-                round(one.kept_for_weights * memory_scale),
-                round(one.resident * memory_scale),
+                round(block.forward * scale),
+                round(block.backward_input * scale),
+                round(block.backward_weight * scale),
+                round(block.kept * memory_scale),
+                round(block.kept_for_weights * memory_scale),
+                round(block.resident * memory_scale),
             )
-            for one in costs.blocks
+            for block in costs.blocks
         )
         memory = costs.memory * memory_scale * (1 + ROUNDING)
         return cls(

@@ -44,12 +44,12 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
         needed = [] if task.kind == "F" else [Work("F", task.stage, task.micro_batch)]
         if 0 <= task.stage + before < layout.stages:
             needed.append(Work(task.kind, task.stage + before, task.micro_batch))
-        place, found = layout.places[task.stage], 0
-        for one in needed:
-            if one not in ends:
+        place, at = layout.places[task.stage], 0
+        for need in needed:
+            if need not in ends:
                 return None
-            found = max(found, ends[one] + ticks.travel(layout.places[one.stage], place))
-        return found
+            at = max(at, ends[need] + ticks.travel(layout.places[need.stage], place))
+        return at
 
     def choice(p: int) -> tuple[int, int, int, int, int, Work] | None:
         """(start, what decides between equal ones..., work): what a position would do next."""
@@ -66,7 +66,7 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
         return min(options, default=None)
 
     best = [choice(p) for p in range(size)]
-    while options := [one for one in best if one is not None]:
+    while options := [option for option in best if option is not None]:
         at, *_, p, task = min(options)
         ends[task] = free[p] = at + seconds[task.kind, task.stage]
         orders[p].append(task)
