@@ -219,7 +219,7 @@ def found_for(
         UserError: nothing of this kind fits into the workload's room.
     """
     strategy = find(rows()[name]) if name in rows() else None
-    if not isinstance(strategy, ActivationPipeline) or not strategy.made or not isinstance(workload, TimedWorkload):
+    if not isinstance(strategy, ActivationPipeline) or not strategy.arranges or not isinstance(workload, TimedWorkload):
         return {}
     if "order" in knobs or "block_times" in knobs:
         return {}
