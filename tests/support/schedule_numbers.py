@@ -259,6 +259,8 @@ class Numbers:
         action, buffers = members[0].action, self.buffers
         if any(name.startswith(("kv.", "dkv.")) for name in (*action.reads, *action.writes)):
             self._keys_together(members)
+        elif action.op is Op.SIZE:
+            pass  # numbers come whole here
         elif action.op is Op.COUNT:
             for one in members:
                 step = self.schedule.step

@@ -141,7 +141,9 @@ class Pipeline:
         self.dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, world)[0]]
         self.settings = settings = strategy_of(schedule)[1]
         self.sequence_ranks = settings.sequence_ranks or 1
-        refuse_settings(settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize)
+        refuse_settings(
+            settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize, dtype=self.dtype
+        )
         _ = share_in_sets(0, world.topology, settings)
 
         # The model as a chain of blocks, and its first values.
