@@ -20,7 +20,7 @@ from tawpipe.runtime.exact import (
     CPU_SLICE,
     NOTHING,
     WHOLE,
-    Form,
+    ChangeForm,
     best_form,
     changes,
     checksum,
@@ -29,10 +29,13 @@ from tawpipe.runtime.exact import (
 )
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import SIZE, Kind, home_weight, weight_copy
+from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule
+from tawpipe.simulate import CostModel, LinkModel, play
 
+PLAIN = {"strategy": "tawpipe-step"}
 EXACT = {"strategy": "tawpipe-step", "weights_compression": "exact"}
 
 
@@ -40,7 +43,7 @@ def bf16(bits: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def there(home: torch.Tensor, copy: torch.Tensor, form: Form) -> torch.Tensor:
+def there(home: torch.Tensor, copy: torch.Tensor, form: ChangeForm) -> torch.Tensor:
     """The copy after a message in a form."""
     message = torch.full((form.message_bytes(home.numel()),), 0xA5, dtype=torch.uint8)
     encode_change(home, copy, form, message)
@@ -54,7 +57,7 @@ def check(home: torch.Tensor, copy: torch.Tensor) -> None:
     counts = changes(home, copy).tolist()
     for bits, count in zip(CODED, counts[1:], strict=True):
         for room in (count, count + 3):  # of the member that has most
-            assert torch.equal(there(home, copy, Form(bits, room)).view(torch.int16), home.view(torch.int16))
+            assert torch.equal(there(home, copy, ChangeForm(bits, room)).view(torch.int16), home.view(torch.int16))
     form = best_form(counts, home.numel())
     assert (form.bits == NOTHING) == torch.equal(home.view(torch.int16), copy.view(torch.int16))
     assert form.message_bytes(home.numel()) <= 2 * home.numel()
@@ -109,9 +112,9 @@ def test_a_copy_that_messages_alone_have_changed_has_its_owners_bits():
 
 def test_the_shortest_form_is_taken():
     assert best_form([0, 0, 0, 0], 5).bits == NOTHING
-    assert best_form([1, 0, 0, 0], 1000) == Form(2)
-    assert best_form([1000, 1000, 3, 0], 1000) == Form(4, 3)
-    assert best_form([1000, 1000, 900, 0], 1000) == Form(8)
+    assert best_form([1, 0, 0, 0], 1000) == ChangeForm(2)
+    assert best_form([1000, 1000, 3, 0], 1000) == ChangeForm(4, 3)
+    assert best_form([1000, 1000, 900, 0], 1000) == ChangeForm(8)
     assert best_form([1000, 1000, 1000, 800], 1000).bits == best_form([ABSENT] * 4, 1000).bits == WHOLE
 
 
@@ -237,6 +240,29 @@ def test_a_member_whose_copy_is_of_another_version_is_refused():
         verify(replace(schedule, programs=(tuple(no_refresh(schedule.programs[0])), *schedule.programs[1:])))
 
 
+@pytest.mark.parametrize("kind", [{}, {"lora": True}, {"frozen": 2}])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 2)])
+def test_what_is_said_of_links_is_what_the_clock_moves(nodes, local, kind):
+    widths, model = Widths(2, 4, 4, 2), llama(4, **kind)
+    usual, schedule = (make(model, nodes, local, 4, **given) for given in (PLAIN, EXACT))
+    plain, exact = (costs(one, widths, activation_bytes={}) for one in (usual, schedule))
+    clock = CostModel.timed(layers=4, forward_s=0.1, backward_s=0.3, between=LinkModel(1e5), inside=LinkModel(1e6))
+    moved = play(schedule, replace(clock, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring"), steps=2)
+    for said, node in zip(exact.link_sent_bytes, moved.node_bytes[moved.steady_step], strict=True):
+        assert node.sent == pytest.approx(said, rel=0.01)
+    gone = 2 * (nodes - 1) / nodes  # bytes of an element of weights over a link, in the ring
+    sizes = [(home.padded, unit.trainable) for home, unit in zip(schedule.homes, model.units, strict=True)]
+    saved = sum(size * (1 - trained * 5 / 16) for size, trained in sizes) * gone
+    assert plain.link_sent_bytes[0] - exact.link_sent_bytes[0] == pytest.approx(saved, rel=0.01)
+    assert all(
+        home.stripe * nodes == schedule.buffer_elements(0)[weight_copy(u)] for u, home in enumerate(schedule.homes)
+    )
+    messages = max(home.stripe for home in schedule.homes) * 2 * (1 + nodes)
+    more = 2 * sum(schedule.pool_elements(0, kind) - usual.pool_elements(0, kind) for kind in (Kind.WEIGHT, Kind.COPY))
+    assert exact.buffer_bytes - plain.buffer_bytes == messages + more
+    assert more <= 2 * nodes * sum(home.stripe for home in schedule.homes[:1] + schedule.homes[-2:])  # used once a step
+
+
 # refusals
 
 
@@ -284,12 +310,13 @@ def test_other_types_than_bf16_are_refused_by_name(dtype):
 # training
 
 CASES = {
-    "plain": {"topology": (2, 1)},
-    "tied": {"topology": (2, 2), "tied": True, "delays": 1},
-    "adapters": {"topology": (2, 2), "lora": True},
-    "frozen layers": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},
+    "tied, frozen layers": {"topology": (2, 1), "tied": True, "frozen": True},
+    "adapters": {"topology": (2, 2), "lora": True, "delays": 1},
 }
 MORE = {
+    "plain": {"topology": (2, 1)},
+    "early": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},
+    "tied": {"topology": (2, 2), "tied": True, "delays": 2},
     "groups": {"topology": (2, 2), "strategy": "tawpipe-groups", "groups": "1n/1n/2n", "delays": 2},
     "a low rate": {"topology": (3, 2), "lr": 1e-5},
     "homes in the host's memory": {"topology": (2, 2), "host_homes": "state"},

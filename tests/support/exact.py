@@ -17,6 +17,7 @@ from tawpipe.runtime.exact import CODED, NOTHING, WHOLE, checksum
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import home_weight, weight_copy
+from tawpipe.schedule.traffic import scratch_bytes
 
 RATES = (1.0, 1.0, 0.0, 1.0, 1000.0, 1.0, 1.0)
 """Of the steps: one changes nothing, one changes everything."""
@@ -102,10 +103,12 @@ def run(world: World, folder: str = "", **knobs: Any) -> tuple[list[Any], dict[s
             pipeline.step(given[0])
             pipeline.load(folder)
             assert not refresh._present
-        if exact and step and not folder:
+        if exact and 0 < step <= SAVED:
             frozen = [unit.index for unit in pipeline.storage.units if not unit.trainable]
             wrong += [f"step {step}: frozen unit {u} came" for u in frozen if refresh._forms[u].bits != NOTHING]
     pipeline.drain()
+    if sum(r.nbytes for r in pipeline.transport._scratch.values()) > scratch_bytes(pipeline.schedule(5), world.rank):
+        wrong.append("more room for messages than said")
     if refresh.healed:
         wrong.append(f"differed: {refresh.healed}")
     state = dict(state_of_rank(pipeline))

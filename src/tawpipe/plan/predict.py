@@ -150,7 +150,7 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [one.strategy.traffic(one, training=True) for one in ((short, longer) if left else (short,))]
-    far = far_widths(step.settings, request.widths, model=step.model)
+    far = far_widths(step.settings, request.widths, step=step)
     rates, amounts = request.link_rates, list[list[int]]()
     for links in traffic:
         if links is None:

@@ -24,7 +24,7 @@ CPU_SLICE, GPU_SLICE = 1 << 16, 1 << 22
 _HASH = (1 << 31) - 1
 
 
-class Form(NamedTuple):
+class ChangeForm(NamedTuple):
     """How the change of a stripe travels.
 
     Args:
@@ -38,8 +38,8 @@ class Form(NamedTuple):
     def message_bytes(self, elements: int) -> int:
         """Bytes of a message, an even number.
 
-        >>> Form(NOTHING).message_bytes(1000), Form(4, 10).message_bytes(1000), Form(WHOLE).message_bytes(1000)
-        (0, 522, 2000)
+        >>> [ChangeForm(bits, 10).message_bytes(1000) for bits in (NOTHING, 4, WHOLE)]
+        [0, 522, 2000]
         """
         if self.bits in (NOTHING, WHOLE):
             return elements * self.bits // 8
@@ -54,19 +54,19 @@ class Form(NamedTuple):
         return message[:codes], message[codes:].view(torch.int16)
 
 
-def best_form(counts: Sequence[int], elements: int) -> Form:
+def best_form(counts: Sequence[int], elements: int) -> ChangeForm:
     """The form with the fewest bytes for a stripe of so many elements.
 
     >>> best_form([0, 0, 0, 0], 1000), best_form([900, 300, 9, 0], 1000), best_form([1000] * 4, 1000)
-    (Form(bits=0, exceptions=0), Form(bits=4, exceptions=9), Form(bits=16, exceptions=0))
+    (ChangeForm(bits=0, exceptions=0), ChangeForm(bits=4, exceptions=9), ChangeForm(bits=16, exceptions=0))
 
     Args:
         counts: of ``changes``, the most of all members.
     """
     changed, *beyond = counts
     if not changed:
-        return Form(NOTHING)
-    forms = [Form(WHOLE), *(Form(bits, count) for bits, count in zip(CODED, beyond, strict=True))]
+        return ChangeForm(NOTHING)
+    forms = [ChangeForm(WHOLE), *(ChangeForm(bits, count) for bits, count in zip(CODED, beyond, strict=True))]
     return min(forms, key=lambda form: form.message_bytes(elements))
 
 
@@ -87,7 +87,7 @@ def changes(home: Tensor, copy: Tensor) -> Tensor:
     return counts
 
 
-def encode_change(home: Tensor, copy: Tensor, form: Form, out: Tensor) -> None:
+def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> None:
     """Write the message that turns ``copy`` into ``home``.
 
     Args:
@@ -118,7 +118,7 @@ def encode_change(home: Tensor, copy: Tensor, form: Form, out: Tensor) -> None:
         begin = end
 
 
-def decode_change(message: Tensor, form: Form, copy: Tensor) -> None:
+def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
     """Turn ``copy`` (bf16 [n]) into what a message was made of."""
     most, codes, exceptions = _most(form.bits), *form.parts(message, copy.numel())
     per_byte, begin = 8 // form.bits, 0

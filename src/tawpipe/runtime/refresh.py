@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.model.units import Unit
-from tawpipe.runtime.exact import ABSENT, CODED, WHOLE, Form, best_form, changes, checksum
+from tawpipe.runtime.exact import ABSENT, CODED, WHOLE, ChangeForm, best_form, changes, checksum
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer
@@ -38,7 +38,7 @@ class Refresh:
         self._units, self._transport = units, transport
         self._present: set[int] = set()
         """Units whose copies are what their owners have sent, on all members of the group."""
-        self._forms: dict[int, Form] = {}
+        self._forms: dict[int, ChangeForm] = {}
         self._exchanges = 0
         self.check_every = CHECK_EVERY
         self.healed: list[int] = []
@@ -73,7 +73,7 @@ class Refresh:
             unit, elements = home.at[0], buffers[home].numel()
             self._forms[unit] = best_form(counts, elements)
             if counts[0] < ABSENT and most != -least:
-                self._forms[unit] = Form(WHOLE)
+                self._forms[unit] = ChangeForm(WHOLE)
                 self._say(action, unit)
 
     def gather(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:

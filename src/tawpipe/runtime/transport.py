@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.compression import Scratch, decode, encode
-from tawpipe.runtime.exact import NOTHING, WHOLE, Form, decode_change, encode_change
+from tawpipe.runtime.exact import NOTHING, WHOLE, ChangeForm, decode_change, encode_change
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.warm_up import few_numbers, first_uses
 from tawpipe.runtime.world import set_group_timeout
@@ -316,7 +316,7 @@ class Transport:
             self._check_collective(key, action)
         self._wait(dist.all_reduce(values, dist.ReduceOp.MAX, group=self._groups[key], async_op=True))
 
-    def refresh(self, action: Action, home: Tensor, copy: Tensor, form: Form) -> None:
+    def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
         """Run an all_gather of changes: every member's part of ``copy`` becomes its ``home``.
 
         Args:

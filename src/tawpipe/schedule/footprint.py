@@ -10,10 +10,9 @@ from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.landing import ROOMS, SLICE
-from tawpipe.schedule.placement import alike_sizes
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
-from tawpipe.schedule.spec import ModelSpec, compressed_width
-from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.spec import compressed_width
+from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.traffic import borders_passed, link_elements, scratch_bytes
 from tawpipe.topology import Topology
 
@@ -245,15 +244,14 @@ class Costs(StepMemory):
         return f"Costs({self.strategy}: {self.parts()}; the busiest link sends {sent / 1e6:.1f} MB a step)"
 
 
-def far_widths(settings: ScheduleSettings, widths: Widths, *, model: ModelSpec | None = None) -> tuple[float, float]:
-    """Bytes of an element of weights, and of gradients, between nodes; of a model's units, of which no change travels
-    where they are frozen, in the mean.
+def far_widths(settings: ScheduleSettings, widths: Widths, *, step: StepSpec | None = None) -> tuple[float, float]:
+    """Bytes of an element of weights, and of gradients, between nodes. Where a step's weights travel as they change,
+    what is frozen does not: then it is the mean of all.
     """
     travels = 1.0
-    if model is not None and settings.weights_compression == "exact":
-        sizes = alike_sizes([unit.numel for unit in model.units])
-        trained = sum(size for size, unit in zip(sizes, model.units, strict=True) if unit.trainable)
-        travels = trained / sum(sizes)
+    if step is not None and step.refreshes:
+        units = zip(step.homes, step.model.units, strict=True)
+        travels = sum(home.padded for home, unit in units if unit.trainable) / sum(home.padded for home in step.homes)
     return (
         compressed_width(settings.weights_compression, widths.weight) * travels,
         compressed_width(settings.gradients_compression, widths.gradient),
@@ -367,7 +365,7 @@ def costs(
     """
     traffic = link_elements(schedule, physical=nodes)
     settings, units = schedule.step.settings, schedule.model.units
-    far, passed = far_widths(settings, widths, model=schedule.model), borders_passed(schedule, physical=nodes)
+    far, passed = far_widths(settings, widths, step=schedule.step), borders_passed(schedule, physical=nodes)
     border = activation_bytes.get(Kind.INPUT, 0)
     memory = held(schedule, widths, activation_bytes=activation_bytes, working=working)
     return Costs(
