@@ -133,7 +133,7 @@ def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
             far = code == last
             places = far.cumsum(0, dtype=torch.int32).add_(count)
             count = places[-1].clone()
-            new = torch.where(far, exceptions[places.clamp_(max=form.exceptions)], new)
+            new = torch.where(far, exceptions.index_select(0, places.clamp_(max=form.exceptions)), new)
         old.copy_(new)
         begin = end
 
