@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.simulate import CostModel, LinkModel, play
 from tawpipe.topology import Topology
 
-PLAIN = {"strategy": "tawpipe-step"}
-EXACT = {"strategy": "tawpipe-step", "weights_compression": "exact"}
+PLAIN: dict[str, Any] = {"strategy": "tawpipe-step"}
+EXACT: dict[str, Any] = {"strategy": "tawpipe-step", "weights_compression": "exact"}
 
 
 def bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -307,7 +308,7 @@ def test_on_one_node_it_does_nothing(strategy):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_types_than_bf16_are_refused_by_name(dtype):
-    usual = {"clip_norm": 1.0, "compile_layers": False, "quantize": "none"}
+    usual: dict[str, Any] = {"clip_norm": 1.0, "compile_layers": False, "quantize": "none"}
     chosen = ScheduleSettings(strategy="tawpipe-step", weights_compression="exact")
     refuse_settings(chosen, **usual, dtype=torch.bfloat16)
     with pytest.raises(UserError, match=r"none with float(32|64).*or bfloat16"):
