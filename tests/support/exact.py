@@ -13,6 +13,7 @@ from cases import batches, llama, random_delays
 from host_homes import state_of_rank
 from pipelines import make_pipeline
 from tawpipe import Pipeline
+from tawpipe.errors import RunError
 from tawpipe.runtime.exact import CODED, NOTHING, WHOLE, checksum
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World
@@ -146,8 +147,12 @@ def spoiled(world: World) -> tuple[list[int], list[str], bool]:
         for step, batch in enumerate(batches(4, 4)):
             if spoils and step == 2 and world.rank == 1:
                 copies_of(pipeline)[2].view(torch.int16)[5] ^= 4
+            if spoils and step == 2:
+                with pytest.raises(RunError, match="unit 2: what rank 1 and rank 3 keep of its weights differs"):
+                    pipeline.check_copies()
             pipeline.step(batch)
             pipeline.drain()
+        pipeline.check_copies()
         pipeline.evaluate(batches(4, 1)[0])
         wrong, healed = wrong_copies(pipeline), pipeline.executor.refresh.healed
         states.append(dict(state_of_rank(pipeline)))

@@ -495,14 +495,14 @@ class Pipeline:
         return self._costs.of(self._steps.schedule(bins.shape), self.bin_tokens * bins.ranks)
 
     def check_copies(self) -> None:
-        """Compare what should be alike on several processes: the copies of every home, and what travels of it with its
-        master. Waits for what is under way; call on all ranks.
+        """Compare what should be alike on several processes: the copies of every home, what travels of it with its
+        master, and what nodes keep of weights from step to step. Waits for what is under way; call on all ranks.
 
         Raises:
             RunError: something is not alike; on all ranks.
         """
         self.drain()
-        self._state.parameters.check_copies()
+        self._state.parameters.check_copies(self.executor.refresh.checksums())
 
     # weights
 

@@ -11,7 +11,7 @@ something here is wrong) they say so, and the unit comes whole before anybody re
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class Refresh:
 
     def __init__(self, units: Sequence[Unit], transport: Transport) -> None:
         self._units, self._transport = units, transport
-        self._present: set[int] = set()
-        """Units whose copies are what their owners have sent, on all members of the group."""
+        self._present: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        """Unit -> its copy, which is what owners have sent on all members of the group, and these."""
         self._forms: dict[int, ChangeForm] = {}
         self._exchanges = 0
         self.check_every = CHECK_EVERY
@@ -69,7 +69,7 @@ class Refresh:
                 row[_COUNTS + 1] = -row[_COUNTS]
         self._transport.largest(action, table)
         self._forms = {}
-        for home, (*counts, most, least) in zip(homes, table.tolist(), strict=True):
+        for home, (*counts, most, least) in zip(homes, table.cpu().tolist(), strict=True):
             unit, elements = home.at[0], buffers[home].numel()
             self._forms[unit] = best_form(counts, elements)
             if counts[0] < ABSENT and most != -least:
@@ -79,11 +79,16 @@ class Refresh:
     def gather(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Run the all_gather of a unit's changes."""
         home, copy = action.reads[:2]
-        form = self._forms[action.unit]
+        form, members = self._forms[action.unit], self._transport.topology.group(action.group, self._transport.rank)
         self._transport.refresh(action, buffers[home], buffers[copy], form)
-        self._present.add(action.unit)
+        self._present[action.unit] = buffers[copy], members
         self.moved_bytes += form.message_bytes(buffers[home].numel())
         self.moved_elements += buffers[home].numel()
+
+    def checksums(self) -> Iterator[tuple[int, int, str]]:
+        """Of every copy the first rank of its group, the unit and a checksum. With nothing under way."""
+        for unit, (copy, members) in self._present.items():
+            yield members[0], unit, f"{int(checksum(copy)):08x}"
 
     def share(self) -> float | None:
         """What this rank has sent since this was last asked, relative to the same weights in bf16; None if nothing."""
