@@ -145,7 +145,8 @@ def schedule_bytes(
     Args:
         boundary: bytes of an activation between two layers.
     """
-    far, passed = far_widths(schedule.step.settings, widths), borders_passed(schedule, physical=topology)
+    far = far_widths(schedule.step.settings, widths, step=schedule.step)
+    passed = borders_passed(schedule, physical=topology)
     pairs = [*zip(link_elements(schedule, physical=topology), passed, strict=True)]
     sent = tuple(elements.bytes_sent(*far) + away * boundary for elements, (away, _) in pairs)
     return sent, tuple(elements.bytes_received(*far) + back * boundary for elements, (_, back) in pairs)

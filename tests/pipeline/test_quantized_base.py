@@ -111,5 +111,5 @@ def test_merged_it_is_the_model_that_was_trained(tmp_path):
 
 
 def test_messages_in_8_bits_are_refused_beside_it():
-    with pytest.raises(UserError, match=r"weights_compression.*none with quantize=nf4"):
+    with pytest.raises(UserError, match=r"weights_compression.*none or exact with quantize=nf4"):
         adapted(weights_compression="int8")

@@ -191,6 +191,14 @@ BASES = {
     "hybrid": {"strategy": "hsdp", "nodes": 2, "local": 2, "gradients_scope": "step"},
     "groups of two": {"strategy": "tawpipe-groups", "nodes": 4, "local": 1, "groups": "2/2/4"},
     "groups within a node, and copies": {"strategy": "tawpipe-groups", "nodes": 2, "local": 2, "groups": "1/2/2"},
+    "exact changes": {"strategy": "tawpipe-step", "nodes": 2, "local": 2, "weights_compression": "exact"},
+    "exact changes of one device": {
+        "strategy": "tawpipe-step",
+        "nodes": 3,
+        "local": 1,
+        "weights_compression": "exact",
+        "early_updates": True,
+    },
     "ring": {"strategy": "weipipe", "nodes": 3, "local": 1},
     "spread, homes in the host": {"strategy": "tawpipe-spread", "nodes": 2, "local": 2, "host_homes": "state"},
     "one device, homes in the host": {

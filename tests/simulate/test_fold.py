@@ -37,8 +37,9 @@ def costs(layers: int, *, shared: bool = True, **settings) -> CostModel:
     per_visit=st.integers(1, 2),
     look_ahead=st.integers(1, 3),
     shared=st.booleans(),
+    exact=st.booleans(),
 )
-def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, look_ahead, shared):
+def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, look_ahead, shared, exact):
     strategy, scope = kind
     topology, prices = Topology.grid(nodes, local), costs(4, shared=shared)
     step = step_for(
@@ -49,6 +50,7 @@ def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, 
         micro_batches_per_visit=per_visit,
         look_ahead=look_ahead,
         gradients_scope=scope,
+        weights_compression="exact" if exact and strategy == "tawpipe-step" else "none",
     )
     assert foldable(step, prices)
     whole, folded = play(build(step), prices), play(build(step, ranks=stand_ins(step)), prices)

@@ -127,7 +127,10 @@ def in_texts(action: Action) -> Any:
     texts = {name: [str(one) for one in getattr(action, name)] for name in ("reads", "writes", "frees")}
     used = {"weights": [str(one) for one in action.weights], "gradients": [str(one) for one in action.gradients]}
     transfers = [SimpleNamespace(send=t.send, peer=t.peer, unit=t.unit, buffer=str(t.buffer)) for t in action.transfers]
-    plain = {name: getattr(action, name) for name in ("op", "lane", "block", "micro_batch", "unit", "root", "group")}
+    plain = {
+        name: getattr(action, name)
+        for name in ("op", "lane", "block", "micro_batch", "unit", "root", "group", "compression")
+    }
     return SimpleNamespace(**plain, **texts, **used, collective=action.collective, transfers=transfers)
 
 
@@ -151,6 +154,10 @@ class Numbers:
         self.buffers: list[dict[str, np.ndarray]] = []
         self.held: list[dict[str, Any]] = []
         self.norms: list[list[int]] = []
+        self.present: list[set[str]] = [set() for _ in schedule.programs]
+        """Copies that have come."""
+        self.sized: list[dict[str, bool]] = [{} for _ in schedule.programs]
+        """Copies whose changes were counted last, and whether there were any."""
         self.counts: dict[int, int] = {}
         self.lanes: dict[tuple[int, Lane], deque[Issued]] = {}
         for rank, program in enumerate(schedule.programs):
@@ -259,6 +266,8 @@ class Numbers:
         action, buffers = members[0].action, self.buffers
         if any(name.startswith(("kv.", "dkv.")) for name in (*action.reads, *action.writes)):
             self._keys_together(members)
+        elif action.op is Op.SIZE:
+            self._size(members)
         elif action.op is Op.COUNT:
             for one in members:
                 step = self.schedule.step
@@ -271,6 +280,8 @@ class Numbers:
                 total += sum(self.held[one.rank].pop(n) for n in one.action.frees)
             for one in members:
                 self.norms[one.rank].append(total % PRIME)
+        elif action.compression == "exact":
+            self._refresh(members)
         elif action.collective == "all_gather":
             whole = np.concatenate([buffers[one.rank][one.action.reads[0]] for one in members])
             for one in members:
@@ -291,6 +302,32 @@ class Numbers:
                 else:
                     buffers[one.rank][one.action.writes[0]][:] = 55  # whatever a reduction leaves there
         self._end(*members)
+
+    def _size(self, members: list[Issued]) -> None:
+        """Find the copies of which something has changed on any member, or which are not there."""
+        for home, copy in zip(members[0].action.reads[::2], members[0].action.reads[1::2], strict=True):
+            changed = any(
+                copy not in self.present[one.rank] or self._change(members, at, home, copy).any()
+                for at, one in enumerate(members)
+            )
+            for one in members:
+                self.sized[one.rank][copy] = changed
+
+    def _refresh(self, members: list[Issued]) -> None:
+        """Add to copies how what is at home differs from the owner's part of its copy; whole the first time."""
+        home, copy = members[0].action.reads[0], members[0].action.writes[0]
+        if self.sized[members[0].rank][copy]:
+            there = all(copy in self.present[one.rank] for one in members)
+            changes = np.concatenate([self._change(members, at, home, copy) for at in range(len(members))])
+            whole = np.concatenate([self.buffers[one.rank][home] for one in members])
+            for one in members:
+                held = self.buffers[one.rank][copy]
+                self._fill(self.buffers[one.rank], copy, held + changes if there else whole)
+                self.present[one.rank].add(copy)
+
+    def _change(self, members: list[Issued], at: int, home: str, copy: str) -> np.ndarray:
+        own = self.buffers[members[at].rank]
+        return own[home] - own[copy].reshape(len(members), -1)[at]
 
     def _keys_together(self, members: list[Issued]) -> None:
         """Every rank's own number is at its place; of gradients the sum of all is left there."""

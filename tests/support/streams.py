@@ -59,6 +59,7 @@ def played(
     layers: int = 4,
     evaluate: bool = False,
     momentum: float = 0.0,
+    dtype: torch.dtype = torch.float32,
     **knobs: Any,
 ) -> Ledger:
     """The ledger of one rank's steps, one after the other without a pause.
@@ -75,7 +76,7 @@ def played(
         pipeline = make_pipeline(
             tiny(layers),
             world=world,
-            dtype=torch.float32,
+            dtype=dtype,
             check="never",
             optimizer=partial(SGD, lr=0.05, momentum=momentum, fused=True),
             **knobs,

@@ -74,6 +74,7 @@ def _run(words: PlanWords) -> int:
         clip_norm=config.optimizer.clip_norm if clipped else None,
         compile_layers=config.compile,
         quantize=config.quantize,
+        dtype=getattr(torch, dtype),
     )
     ask = partial(_request, words, machine=machine, here=here, dtype=getattr(torch, dtype), corpus=corpus)
     request = ask(config, tell=tell)

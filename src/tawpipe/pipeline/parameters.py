@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 from torch import Tensor
@@ -58,12 +59,23 @@ class Parameters:
         # A copy: the caller may change it, and the unit is kept for the next name.
         return None if flat is None else slot.view(flat).clone()
 
-    def check_copies(self) -> None:
-        """Compare the copies of every home, and what travels of it with its master.
+    def check_copies(self, kept: Iterable[tuple[int, int, str]] = ()) -> None:
+        """Compare the copies of every home, and what travels of it with its master; and copies that nodes keep.
+
+        Args:
+            kept: of those the first rank of a group, the unit and a checksum, see ``Refresh.checksums``.
 
         Raises:
             RunError: something is not alike; on all ranks.
         """
+        texts = self._world.gather_texts("\n".join(f"{first} {unit} {value}" for first, unit, value in kept))
+        alike: dict[str, tuple[int, str]] = {}
+        for rank, text in enumerate(texts):
+            for name, value in (line.rsplit(" ", 1) for line in filter(None, text.split("\n"))):
+                first, expected = alike.setdefault(name, (rank, value))
+                if value != expected:
+                    unit = name.split()[1]
+                    raise RunError(f"unit {unit}: what rank {first} and rank {rank} keep of its weights differs")
         sums = self._world.gather_texts("\n".join(f"{unit} {value}" for unit, value in self._storage.checksums()))
         known: dict[tuple[str, int], tuple[int, str]] = {}
         for rank, text in enumerate(sums):

@@ -141,7 +141,9 @@ class Pipeline:
         self.dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, world)[0]]
         self.settings = settings = strategy_of(schedule)[1]
         self.sequence_ranks = settings.sequence_ranks or 1
-        refuse_settings(settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize)
+        refuse_settings(
+            settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize, dtype=self.dtype
+        )
         _ = share_in_sets(0, world.topology, settings)
 
         # The model as a chain of blocks, and its first values.
@@ -493,14 +495,14 @@ class Pipeline:
         return self._costs.of(self._steps.schedule(bins.shape), self.bin_tokens * bins.ranks)
 
     def check_copies(self) -> None:
-        """Compare what should be alike on several processes: the copies of every home, and what travels of it with its
-        master. Waits for what is under way; call on all ranks.
+        """Compare what should be alike on several processes: the copies of every home, what travels of it with its
+        master, and what nodes keep of weights from step to step. Waits for what is under way; call on all ranks.
 
         Raises:
             RunError: something is not alike; on all ranks.
         """
         self.drain()
-        self._state.parameters.check_copies()
+        self._state.parameters.check_copies(self.executor.refresh.checksums())
 
     # weights
 

@@ -37,9 +37,18 @@ def refuse_values(
 
 
 def refuse_settings(
-    settings: ScheduleSettings, *, clip_norm: float | None, compile_layers: bool, quantize: str
+    settings: ScheduleSettings,
+    *,
+    clip_norm: float | None,
+    compile_layers: bool,
+    quantize: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise UserError for settings that contradict each other, whatever the model."""
+    """Raise UserError for settings that contradict each other, whatever the model.
+
+    Args:
+        dtype: in which weights travel; None where that is not known yet.
+    """
     if clip_norm is not None and settings.early_updates:
         raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
     if compile_layers and settings.sequence_chunk:
@@ -48,9 +57,13 @@ def refuse_settings(
     if compile_layers and (settings.sequence_ranks or 1) > 1:
         expected = "false with schedule.sequence_ranks: keys and values are made by a layer that is left half-way"
         raise UserError("compile_layers", True, expected)
-    if quantize != NONE and settings.weights_compression != "none":
-        expected = f"none with quantize={quantize}: what is frozen travels in fewer bits already"
-        raise UserError("schedule.weights_compression", settings.weights_compression, expected)
+    compression = settings.weights_compression
+    if quantize != NONE and compression not in ("none", "exact"):
+        expected = f"none or exact with quantize={quantize}: what is frozen travels in fewer bits already"
+        raise UserError("schedule.weights_compression", compression, expected)
+    if compression == "exact" and dtype not in (None, torch.bfloat16):
+        expected = f"none with {str(dtype).removeprefix('torch.')}: changes of its numbers are not small; or bfloat16"
+        raise UserError("schedule.weights_compression", compression, expected)
 
 
 def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:

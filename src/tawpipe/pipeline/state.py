@@ -96,6 +96,7 @@ class State:
         finally:
             self._generation += 1
             wiring.chain.forget()
+            wiring.executor.refresh.forget()
         self._whole = True
         self._results.forget()
         self.step_number = manifest["step"]

@@ -150,7 +150,8 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [played.strategy.traffic(played, training=True) for played in ((short, longer) if left else (short,))]
-    far, rates, amounts = far_widths(step.settings, request.widths), request.link_rates, list[list[int]]()
+    far = far_widths(step.settings, request.widths, step=step)
+    rates, amounts = request.link_rates, list[list[int]]()
     for links in traffic:
         if links is None:
             return compute

@@ -80,7 +80,10 @@ class Scratch:
 
     def take(self, elements: Sequence[int], compression: str) -> list[Tensor]:
         """Room for messages of so many elements each, uint8, one behind the other; good until the next call."""
-        sizes = [compressed_bytes(count) for count in elements]
+        return self.room([compressed_bytes(count) for count in elements])
+
+    def room(self, sizes: Sequence[int]) -> list[Tensor]:
+        """The same for messages of so many bytes each."""
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._buffer.device)
         return list(self._buffer[: sum(sizes)].split(sizes))

@@ -21,6 +21,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.refresh import Refresh
 from tawpipe.runtime.slices import loads_of, squares_of
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.storage import HomePiece, Storage
@@ -217,6 +218,8 @@ class Executor:
         if storage.in_host:
             assert isinstance(optimizers, UnitOptimizers)
             self.streaming = Streaming(storage, optimizers)
+        self.refresh = Refresh(storage.units, transport)
+        """What changes the copies of weights that stay from step to step."""
         self._failure = failure = Failure()
         self._lanes: dict[Lane, LaneProtocol] = {
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
@@ -246,6 +249,7 @@ class Executor:
             Op.COLLECTIVE: lambda action, _: self._collective(action),
             Op.OFFLOAD: lambda action, _: compute.offload(action),
             Op.RELOAD: lambda action, _: compute.reload(action),
+            Op.SIZE: lambda action, _: self.refresh.size(action, self._buffers),
             Op.COUNT: self._count,
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
@@ -256,6 +260,7 @@ class Executor:
         for pool in schedule.pools[self.rank]:
             dtype = {
                 Kind.WEIGHT: self.storage.compute_dtype,
+                Kind.COPY: self.storage.compute_dtype,
                 Kind.GRADIENT: self.reduce_dtype,
                 Kind.LANDING: self.storage.master_dtype,
             }[pool.kind]
@@ -365,6 +370,8 @@ class Executor:
     def _collective(self, action: Action) -> None:
         if action.lane is Lane.SEQ:
             self.compute.keys_together(action, self.transport)
+        elif action.compression == "exact":
+            self.refresh.gather(action, self._buffers)
         else:
             self.transport.collective(action, self._buffers)
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.compression import Scratch, decode, encode
+from tawpipe.runtime.exact import NOTHING, WHOLE, ChangeForm, decode_change, encode_change
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.warm_up import few_numbers, first_uses
 from tawpipe.runtime.world import set_group_timeout
@@ -308,6 +309,44 @@ class Transport:
             self._check_collective(key, action)
         self._wait(dist.all_reduce(values, group=self._groups[key], async_op=True))
 
+    def largest(self, action: Action, values: Tensor) -> None:
+        """The largest of every number over the action's group, in place of ``values``."""
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        self._wait(dist.all_reduce(values, dist.ReduceOp.MAX, group=self._groups[key], async_op=True))
+
+    def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
+        """Run an all_gather of changes: every member's part of ``copy`` becomes its ``home``.
+
+        Args:
+            form: alike on all members.
+        """
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        if form.bits == NOTHING:
+            return
+        if form.bits == WHOLE:
+            self._apart(action, home, copy)
+            return
+        members = self.topology.group(action.group, self.rank)
+        size, here, each = len(members), members.index(self.rank), form.message_bytes(home.numel())
+        pieces = copy.view(size, -1)
+        mine, *theirs = self._scratch[action.lane].room([each] * (1 + size))
+        encode_change(home, pieces[here], form, mine)
+        self._gather_messages(mine, size, self._groups[key])
+        for at, (piece, message) in enumerate(zip(pieces, theirs, strict=True)):
+            if at == here:
+                piece.copy_(home)
+            else:
+                decode_change(message, form, piece)
+
+    def _gather_messages(self, mine: Tensor, size: int, group: dist.ProcessGroup) -> None:
+        """An all_gather into the room behind a message."""
+        together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
+        self._wait(_all_gather(together, mine, group=group, async_op=True))
+
     def _ring_all_gather(
         self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
     ) -> None:
@@ -336,8 +375,7 @@ class Transport:
         if action.collective == "all_gather":
             mine, *all_of_them = scratch.take([stripe] * (1 + size), action.compression)
             encode(source, action.compression, mine)
-            together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
-            self._wait(_all_gather(together, mine, group=group, async_op=True))
+            self._gather_messages(mine, size, group)
             for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
                 decode(message, action.compression, piece)
             return

@@ -36,9 +36,10 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
                 for peer in {transfer.peer for transfer in action.transfers}:
                     pair = (min(rank, peer), max(rank, peer))
                     pairs.add((action.lane, action.group, pair, action.compression))
-            elif action.group:  # COUNT and NORM sum up over the world
+            elif action.group:  # COUNT and NORM sum up over the world, SIZE looks for the largest
                 collective = action.collective or "all_reduce"
-                collectives.add((action.lane, action.group, collective, action.root, action.compression))
+                compression = action.compression.replace("exact", "")  # whose messages are gathered like others
+                collectives.add((action.lane, action.group, collective, action.root, compression))
     for lane, group in sorted({(use[0], use[1]) for use in (*collectives, *pairs)}):
         for *_, collective, root, compression in sorted(use for use in collectives if use[:2] == (lane, group)):
             in_place = collective in ("all_reduce", "reduce", "broadcast")

@@ -63,6 +63,8 @@ class Op(StrEnum):
     """Into a home gradient, in the schedule's order."""
     COUNT = "COUNT"
     """Tokens of the step over the world, for updates that do not wait for NORM."""
+    SIZE = "SIZE"
+    """How the weights of all members have changed since their copies came, the most of a group."""
     NORM = "NORM"
     """Gradient norm, loss and token count over the world."""
     RAISE = "RAISE"
@@ -118,12 +120,12 @@ class Action:
         frees: those of ``reads`` that nobody reads afterwards (activations).
         block, micro_batch, unit: what it is about, -1 where that does not apply.
         collective: what a COLLECTIVE does.
-        group: of a COLLECTIVE, of COUNT and NORM (``world``), and of an EXCHANGE: all its peers are in it, and it is
-            the communicator whose order its transfers share.
+        group: of a COLLECTIVE, of SIZE, of COUNT and NORM (``world``), and of an EXCHANGE: all its peers are in it, and
+            it is the communicator whose order its transfers share.
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
         compression: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits
-            (runtime/compression.py).
+            (runtime/compression.py), ``exact`` where it sends how they have changed (runtime/exact.py).
 
     BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
     weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes

@@ -28,6 +28,8 @@ class Kind(StrEnum):
     """A buffer of a pool, for a gradient or a slice of one (number in the pool)."""
     LANDING = "landing"
     """A buffer of a pool, for the gradient of a unit whose home is in the host's memory (number in the pool)."""
+    COPY = "copy"
+    """A slice of a unit's weights, or all of it, that stays here from step to step (0, in a pool of its own)."""
     INPUT = "x"
     """The input of a block (micro-batch, block)."""
     INPUT_GRADIENT = "dx"
@@ -68,14 +70,16 @@ class Kind(StrEnum):
     """The step's gradient norm, and whether all numbers were finite."""
     COUNT = "count"
     """The step's number of tokens."""
+    SIZE = "size"
+    """How the changes of weights since their copies came are coded in this step."""
 
     __hash__ = str.__hash__  # an enum's own is Python code, and buffers are keys of every dictionary
 
 
-WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT})
+WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT, Kind.COPY})
 GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT, Kind.LANDING})
 HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
-ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT}
+ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT, Kind.SIZE}
 TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
@@ -98,10 +102,11 @@ KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
 """What selective recomputation keeps of a layer, wherever it is."""
 STAYING = OUTSIDE | {Kind.RELOADED}
 """Activations whose places are there for the whole run, see blocks.py."""
-_POOLS = dict.fromkeys("WSB", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT) | {"L": Kind.LANDING}
+_POOLS = dict.fromkeys("WSB", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT)
+_POOLS |= {"L": Kind.LANDING, "C": Kind.COPY}
 """First letter of a pool's name -> kind: whole units ``W``, slices ``S``, what comes from homes in the host's memory
 ``B``; whole gradients ``G``, slices ``H``, sums in the node ``A``, what arrives on the way home ``R``, and what a
-backward pass fills instead of a home ``L``.
+backward pass fills instead of a home ``L``; and ``C3`` is what stays of unit 3.
 """
 
 
@@ -158,6 +163,7 @@ class Buffer(NamedTuple):
 
 NORM = Buffer(Kind.NORM)
 COUNT = Buffer(Kind.COUNT)
+SIZE = Buffer(Kind.SIZE)
 
 
 def pool_kind(pool: str) -> Kind:
@@ -167,7 +173,9 @@ def pool_kind(pool: str) -> Kind:
         ValueError: no such letter.
     """
     if pool[:1] not in _POOLS:
-        raise ValueError(f"{pool!r} is no pool's name: W.. and S.. hold weights, G.., H.., A.., R.. and L.. gradients")
+        raise ValueError(
+            f"{pool!r} is no pool's name: C.., W.. and S.. hold weights, G.., H.., A.., R.. and L.. gradients"
+        )
     return _POOLS[pool[0]]
 
 
@@ -185,6 +193,12 @@ def home_weight(unit: int) -> Buffer:
 @cache
 def home_gradient(unit: int) -> Buffer:
     return Buffer(Kind.HOME_GRADIENT, (unit,))
+
+
+@cache
+def weight_copy(unit: int) -> Buffer:
+    """Named by its unit, so that it is the same in all schedules."""
+    return pooled(f"C{unit}", 0)
 
 
 @cache
@@ -245,7 +259,7 @@ class Pool:
 
     Args:
         name: begins the text of its buffers, see ``buffers.pool_kind``.
-        kind: WEIGHT (compute dtype), GRADIENT (reduce dtype) or LANDING (dtype of the masters).
+        kind: WEIGHT or COPY (compute dtype), GRADIENT (reduce dtype) or LANDING (dtype of the masters).
         elements: of one buffer.
     """
 

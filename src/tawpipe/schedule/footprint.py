@@ -12,7 +12,7 @@ from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, B
 from tawpipe.schedule.landing import ROOMS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
-from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.traffic import borders_passed, link_elements, scratch_bytes
 from tawpipe.topology import Topology
 
@@ -244,10 +244,16 @@ class Costs(StepMemory):
         return f"Costs({self.strategy}: {self.parts()}; the busiest link sends {sent / 1e6:.1f} MB a step)"
 
 
-def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float]:
-    """Bytes of an element of weights, and of gradients, between nodes."""
+def far_widths(settings: ScheduleSettings, widths: Widths, *, step: StepSpec | None = None) -> tuple[float, float]:
+    """Bytes of an element of weights, and of gradients, between nodes. Where a step's weights travel as they change,
+    what is frozen does not: then it is the mean of all.
+    """
+    travels = 1.0
+    if step is not None and step.refreshes:
+        units = zip(step.homes, step.model.units, strict=True)
+        travels = sum(home.padded for home, unit in units if unit.trainable) / sum(home.padded for home in step.homes)
     return (
-        compressed_width(settings.weights_compression, widths.weight),
+        compressed_width(settings.weights_compression, widths.weight) * travels,
         compressed_width(settings.gradients_compression, widths.gradient),
     )
 
@@ -263,7 +269,7 @@ def held(
     ranks = schedule.played
     homes = [home_bytes(schedule, rank, widths) for rank in ranks]
     buffers = [
-        schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
+        (schedule.pool_elements(rank, Kind.WEIGHT) + schedule.pool_elements(rank, Kind.COPY)) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
         + schedule.pool_elements(rank, Kind.LANDING) * widths.master
         + scratch_bytes(schedule, rank)
@@ -359,14 +365,16 @@ def costs(
     """
     traffic = link_elements(schedule, physical=nodes)
     settings, units = schedule.step.settings, schedule.model.units
-    far, passed = far_widths(settings, widths), borders_passed(schedule, physical=nodes)
+    far, passed = far_widths(settings, widths, step=schedule.step), borders_passed(schedule, physical=nodes)
     border = activation_bytes.get(Kind.INPUT, 0)
     memory = held(schedule, widths, activation_bytes=activation_bytes, working=working)
     return Costs(
         **vars(memory),
         parameters=sum(unit.parameters for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
-        strategy=schedule.name + (", homes as given" if settings.homes else ""),
+        strategy=schedule.name
+        + (", homes as given" if settings.homes else "")
+        + (", changes of weights taken for 5 bits each" if schedule.step.refreshes else ""),
         schedule=_in_words(schedule),
         link_sent_bytes=tuple(
             link.bytes_sent(*far) + sent * border for link, (sent, _) in zip(traffic, passed, strict=True)

@@ -16,6 +16,7 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.spec import ModelSpec
 
 Compression = Literal["none", "int8", "fp8"]
+WeightsCompression = Literal["none", "exact", "int8", "fp8"]
 RECOMPUTE: dict[str, Kind | None] = {"full": None, "selective": Kind.ATTENTION, "none": Kind.GRAPH}
 """How much a backward pass computes again, and the kind of activation that is kept instead."""
 
@@ -78,9 +79,10 @@ class ScheduleSettings:
     offload_dir: str = ""
     """Under sequence_chunk, a folder on every machine's own disk (NVMe) in whose files they wait instead. The files
     have no names: they go with the process."""
-    weights_compression: Compression = "none"
-    """In what weights travel between nodes: as --dtype says (none), or in 8 bits with a scale for every 256 of them,
-    which changes the numbers; see docs/knobs.md."""
+    weights_compression: WeightsCompression = "none"
+    """In what weights travel between nodes: as --dtype says (none); how their bits have changed since the step before
+    (exact: 2 to 8 bits a weight as a rule, the numbers stay the same; bfloat16 under tawpipe-step); or in 8 bits with a
+    scale for every 256 of them, which changes the numbers. See docs/numbers.md."""
     gradients_compression: Compression = "none"
     """In what gradients travel between nodes: as reduce_dtype says (none), or in 8 bits likewise."""
     early_updates: bool = False
@@ -91,7 +93,7 @@ class ScheduleSettings:
     paper; for comparisons."""
     reduce_dtype: Literal["float32", "same"] = "float32"
     """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype (same),
-    which under bfloat16 halves their bytes and rounds every sum to 8 bits; see docs/knobs.md."""
+    which under bfloat16 halves their bytes and rounds every sum to 8 bits; see docs/numbers.md."""
     loss_chunk_tokens: int = bounded(0, minimum=0)
     """Tokens whose logits exist at one time; those of a long sequence never do. 0 for 1024 to 8192, as many as take 4
     GiB on a GPU or 1 GiB on a CPU."""

@@ -101,6 +101,13 @@ class StepSpec:
         return bool(self.settings.sequence_chunk) and self.offloads(block) and block >= self.model.first_backward
 
     @property
+    def refreshes(self) -> bool:
+        """True if a node keeps what it has gathered from step to step, and owners send how it has changed. On one node
+        nothing does: a run that goes on without the other machines need not be told.
+        """
+        return self.settings.weights_compression == "exact" and self.topology.num_nodes > 1
+
+    @property
     def homes_in_host(self) -> bool:
         """True if masters, gradients and the optimizer's state live in the host's memory."""
         return self.settings.host_homes not in (None, "none")
@@ -280,6 +287,10 @@ class Strategy(ABC):
         """The ways to lay the strategy out on some nodes, of which a plan takes the best."""
         return (self,)
 
+    def why_not_exact(self, step: StepSpec) -> str:
+        """Why no copy of weights could stay from step to step and be changed there; empty where one can."""
+        return "it keeps no copy of weights that the owners could change"
+
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
         """A step with few rounds, one with one more, and how often what that one takes comes on top of the first, to
         the real number of rounds; 0 for short steps. So a step of many rounds need not be played as a whole.
@@ -297,8 +308,17 @@ class Strategy(ABC):
         Raises:
             UserError: which, and why.
         """
-        usual = ScheduleSettings(**NEUTRAL)
+        usual, setting = ScheduleSettings(**NEUTRAL), "schedule.weights_compression"
+        exact = step.settings.weights_compression == "exact"
+        if step.refreshes:
+            reason = self.why_not_exact(step) or ("" if step.settings.reuse else "without reuse nothing is kept")
+            if not reason and step.copies_in_host:
+                reason = "with host_homes all what travels is not on the device, which finds what has changed"
+            if reason:
+                raise UserError(setting, "exact", f"none under {self.name}: {reason}")
         for name, reason in self.refusals.items():
+            if exact and setting.endswith(name):
+                continue
             value, neutral = getattr(step.settings, name), getattr(usual, name)
             if value != neutral:
                 expected = "nothing" if neutral == "" else neutral

@@ -56,7 +56,7 @@ def borders_passed(schedule: Schedule, *, physical: Topology | None = None) -> t
 
 
 def scratch_bytes(schedule: Schedule, rank: int) -> int:
-    """Bytes of the room that one rank needs for messages in 8 bits; those of a lane share a place."""
+    """Bytes of the room that one rank needs for messages that are coded; those of a lane share a place."""
     sizes, most = schedule.buffer_elements(rank), dict[Lane, int]()
     for action in schedule.programs[rank]:
         if not action.compression:
@@ -66,7 +66,8 @@ def scratch_bytes(schedule: Schedule, rank: int) -> int:
         else:
             members = len(schedule.topology.group(action.group, rank))
             gathers = action.collective == "all_gather"
-            message = compressed_bytes(sizes[action.reads[0] if gathers else action.writes[0]])
+            stripe = sizes[action.reads[0] if gathers else action.writes[0]]
+            message = compressed_bytes(stripe, action.compression)
             needed = message * (1 + members if gathers else 2 * members)
         most[action.lane] = max(most.get(action.lane, 0), needed)
     return sum(most.values())

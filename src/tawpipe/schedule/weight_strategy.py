@@ -148,6 +148,7 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
     """One rank's actions but for the end of the step."""
     step, model, visits = tour.step, tour.step.model, tour.visits
     ahead = 0
+    yield from route.begin()
     for position, visit in enumerate(visits):
         weights: tuple[Buffer, ...] = ()
         if visit.weight_index is not None:

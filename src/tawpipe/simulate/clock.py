@@ -305,7 +305,7 @@ class Player:
         here = self.rendezvous.collective(number, action, members, self._taking_part[members[0], action.group])
         if not here:
             return
-        if action.op in (Op.COUNT, Op.NORM):
+        if action.op in (Op.SIZE, Op.COUNT, Op.NORM):
             load = self.transfers.norm(members)
         else:
             payer = next(n for n in here if action.root < 0 or self.record.rank(n) == action.root)

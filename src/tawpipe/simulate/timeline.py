@@ -12,7 +12,7 @@ from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
-TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)
+TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.SIZE, Op.COUNT, Op.NORM)
 
 
 @dataclass(slots=True)

@@ -103,6 +103,7 @@ class Transfers:
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, topology: Topology) -> None:
         self.cost_model, self.topology, self.step = cost_model, topology, schedule.step
+        self._model = schedule.model
         self._played = set(schedule.played)
         self._nodes_played = {topology.node_of(rank) for rank in self._played}
         self._folded = len(self._played) < topology.world_size
@@ -125,12 +126,15 @@ class Transfers:
         if buffer.is_activation:
             return self._keys(action, members)
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
-        key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, action.compression)
+        stays = action.compression == "exact" and not self._model.units[action.unit].trainable  # since the first step
+        how = "nothing" if stays else action.compression
+        key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, how)
         if key not in self._collectives:
             costs, n = self.cost_model, len(members)
             width = compressed_width(
                 action.compression, costs.weight_bytes if buffer.is_weight else costs.gradient_bytes
             )
+            width *= not stays
             how = "pairwise" if action.compression else costs.reduce_scatter  # a ring would round at every hop
             moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=how)
             delay = self.latency(action.collective, members, action.root)
@@ -206,7 +210,7 @@ class Transfers:
         return Load(limited, link.latency_s if up or down else 0.0, least_s=least_s)
 
     def norm(self, members: tuple[int, ...]) -> Load:
-        """The load of COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
+        """The load of SIZE, COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
         key = ("NORM", members[0])
         if key not in self._collectives:
             self._collectives[key] = Load((), self.latency("all_reduce", members, -1))

@@ -45,7 +45,7 @@ from tawpipe.train.step_limit import FollowedLimit
 from tawpipe.train.stopping import StopRequest
 from tawpipe.train.tracking import Tracking
 
-SHARES = {"mfu": "MFU", "link_use": "link"}
+SHARES = {"mfu": "MFU", "link_use": "link", "weights_sent": "weights sent"}
 """Values that are shares of what there is, and their names on the console."""
 
 
@@ -264,6 +264,8 @@ class Training:
                 values["mfu"] = self._mfu(done, seconds)
             if (link_s := self._link_seconds(done.given)) is not None:
                 values["link_use"] = link_s / seconds
+            if (sent := self.pipeline.executor.refresh.share()) is not None:
+                values["weights_sent"] = sent
 
             # How evenly it was dealt.
             bins, count = done.given.batch.bins, len(done.given.batch.micro_batches)

@@ -144,6 +144,7 @@ def prepare(
         clip_norm=config.optimizer.clip_norm or None,
         compile_layers=config.compile,
         quantize=config.quantize,
+        dtype=DTYPES.get(config.dtype),
     )
     world.require_same(repr(config), "settings", "the same on every machine")
 

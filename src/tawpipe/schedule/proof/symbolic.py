@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import OUTSIDE, Buffer, Kind, home_gradient, home_weight
+from tawpipe.schedule.buffers import OUTSIDE, Buffer, Kind, home_gradient, home_weight, weight_copy
 from tawpipe.schedule.step import Schedule
 
 COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -94,6 +94,8 @@ class Contents:
             if action.op is Op.BACKWARD_INPUT
         }
         """(block, micro-batch) pairs whose backward pass is in two parts."""
+        self._sized: list[dict[int, Content]] = [{} for _ in schedule.programs]
+        """Of every rank, the units whose changes a SIZE has counted and that have not come since, with what it saw."""
         self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
         """Of every rank's places in the host's memory the micro-batches that are there, in pipelines."""
         self._everything = {
@@ -122,6 +124,8 @@ class Contents:
         return self.schedule.topology.local_of(rank) % self.schedule.step.sequence_ranks
 
     def _read(self, buffer: Buffer, running: Running) -> Content:
+        if buffer.kind is Kind.COPY and int(buffer.pool[1:]) in self._sized[running.rank]:
+            raise ScheduleError(f"reads {buffer} before this step's refresh: {running}")
         content = self.held[running.rank].get(buffer)
         if content is None:
             raise ScheduleError(f"reads {buffer}, which holds nothing yet: {running}")
@@ -175,6 +179,10 @@ class Contents:
             return
         brings = [p for p in parts if action.collective != "broadcast" or p.rank == action.root]
         contents = [self._read(p.action.reads[0], p) for p in brings]
+        if action.compression == "exact":
+            for part, content in zip(parts, contents, strict=True):
+                if (seen := self._sized[part.rank].pop(action.unit, None)) != content:
+                    raise ScheduleError(f"refreshes from {content}, of which {seen} was counted: {part}")
         kind = "w" if action.collective in ("all_gather", "broadcast") else "g"
         for content, part in zip(contents, brings, strict=True):
             if (content.kind, content.unit, content.version) != (kind, action.unit, contents[0].version):
@@ -213,6 +221,20 @@ class Contents:
                 raise ScheduleError(f"keys are gathered, their gradients summed up: {part}")
         for part in parts:
             self.places[part.rank][part.action.reads[0]] = everyone
+
+    def size(self, parts: Sequence[Running]) -> None:
+        """A SIZE, with all members of its group: their copies of a unit must be of one version, or not be there."""
+        for part in parts:
+            if part.action.reads != parts[0].action.reads:
+                raise ScheduleError(f"counts other changes than {parts[0]}: {part}")
+            sized = self._sized[part.rank]
+            if sized:
+                raise ScheduleError(f"unit {min(sized)} was counted and has not come: {part}")
+            sized.update({home.at[0]: self._read(home, part) for home in part.action.reads[::2]})
+        for unit in self._sized[parts[0].rank]:
+            copies = {self.held[part.rank].get(weight_copy(unit)) for part in parts}
+            if len(copies) > 1:
+                raise ScheduleError(f"copies of unit {unit} of several versions: {parts[0]}")
 
     def norm(self, running: Running) -> None:
         """NORM on one of the ranks."""
@@ -347,6 +369,9 @@ class Contents:
 
     def expect_end(self, steps: int) -> None:
         """After all steps every home has its updates, and no activation is left behind."""
+        for rank, sized in enumerate(self._sized):
+            if sized:
+                raise ScheduleError(f"rank {rank} ends without unit {min(sized)}, whose changes were counted")
         for rank, (held, alive) in enumerate(zip(self.held, self.alive, strict=True)):
             if alive:
                 raise ScheduleError(f"rank {rank} never frees {', '.join(sorted(map(str, alive))[:3])}")

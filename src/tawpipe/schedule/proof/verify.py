@@ -21,7 +21,8 @@ impose it.
 It fails if something waits for ever; if operations of one group do not match; if a read finds anything but what the
 action needs (unit, stripes, version, contributions); if a gradient contribution is missing or counted twice; if an
 update, a loss or a part of the norm is missing, counted twice, or made from an earlier step; if activations pile up;
-if a buffer is in no pool, in no use, of another size or kind than what it holds; or if the elements between nodes
+if copies that stay from step to step are of several versions, or are read before the step has refreshed them; if a
+buffer is in no pool, in no use, of another size or kind than what it holds; or if the elements between nodes
 differ from the closed formula.
 """
 
@@ -142,6 +143,8 @@ class _ClocklessPlay:
         if running.action.op in (Op.COUNT, Op.NORM):
             for part in ended:
                 (self.contents.norm if part.action.op is Op.NORM else self.contents.count)(part)
+        elif ended and running.action.op is Op.SIZE:
+            self.contents.size(ended)
         elif ended:
             self.contents.collective(ended)
         return ended

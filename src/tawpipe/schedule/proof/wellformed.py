@@ -16,6 +16,7 @@ from tawpipe.schedule.buffers import (
     COUNT,
     KEPT,
     NORM,
+    SIZE,
     TRAVELLING,
     Buffer,
     Kind,
@@ -31,6 +32,7 @@ from tawpipe.schedule.buffers import (
     offloaded,
     pool_kind,
     reloaded,
+    weight_copy,
 )
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.step import Schedule
@@ -100,13 +102,13 @@ class _Checker:
             if len(set(buffers)) < len(buffers):
                 yield "names a buffer twice"
         for buffer in (*action.reads, *action.writes):
-            if buffer not in self.buffers and not buffer.is_activation and buffer not in (NORM, COUNT):
+            if buffer not in self.buffers and not buffer.is_activation and buffer not in (NORM, COUNT, SIZE):
                 yield f"{buffer} is in no pool and no home"
         if bool(action.transfers) != (action.op is Op.EXCHANGE) or bool(action.collective) != (
             action.op is Op.COLLECTIVE
         ):
             yield "has transfers or a collective that its operation does not take, or none"
-        if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)):
+        if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.SIZE, Op.COUNT, Op.NORM)):
             yield "has a group that its operation does not take, or none"
         yield from self._compression(action)
         yield from self._lane_of_homes(action)
@@ -127,12 +129,18 @@ class _Checker:
             Op.ADD: self._add,
             Op.EXCHANGE: self._exchange,
             Op.COLLECTIVE: self._collective,
+            Op.SIZE: self._size,
             Op.COUNT: self._count,
             Op.NORM: self._norm,
             Op.RAISE: self._raise,
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
         }
+        refreshes = action.op is Op.COLLECTIVE and action.compression == "exact"
+        if not (refreshes or action.op is Op.SIZE) and SIZE in (*action.reads, *action.writes):
+            yield "has nothing to do with what has changed"
+        if not refreshes and any(buffer.kind is Kind.COPY for buffer in action.writes):
+            yield "only a refresh changes what stays"
         if action.op is Op.PREPARE and not self.step.strategy.axis:
             yield "is for ranks that another one sends a micro-batch to"
         if action.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) and not self.step.strategy.splits:
@@ -145,6 +153,10 @@ class _Checker:
         for op, wanted in ((Op.NORM, 1), (Op.COUNT, int(self.early))):
             if counts[op] != wanted:
                 yield f"has {counts[op]} {op}"
+        sized = [buffer for action in program if action.op is Op.SIZE for buffer in action.reads]
+        refreshed = [action for action in program if action.compression == "exact"]
+        if counts[Op.SIZE] != self.step.refreshes or sorted(sized) != sorted(b for a in refreshed for b in a.reads[:2]):
+            yield f"counts once a step what has changed of {_texts(sized)}, and refreshes something else"
         updates = Counter(action.unit for action in program if action.op is Op.UPDATE)
         if updates != Counter(self.updated):
             yield f"updates the units {sorted(updates.elements())}, at home are {self.updated}"
@@ -336,6 +348,11 @@ class _Checker:
         rooted = action.collective in ("broadcast", "reduce")
         if rooted != (action.root in self.topology.group(action.group, self.rank)):
             yield "the root is not in the group"
+        if action.compression == "exact":
+            copy = weight_copy(action.unit)
+            if (action.reads, action.writes) != ((home_weight(action.unit), copy, SIZE), (copy,)):
+                yield "must read what is at home, its copy and size, and write the copy"
+            return
         gathers = action.collective in ("all_gather", "broadcast")
         if not all(buffer.is_weight if gathers else buffer.is_gradient for buffer in (*action.reads, *action.writes)):
             yield "weights are gathered, gradients are reduced"
@@ -367,12 +384,16 @@ class _Checker:
         far = action.op in (Op.EXCHANGE, Op.COLLECTIVE) and action.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SEQ)
         far = far and self.topology.num_nodes > 1
         allowed = {"" if chosen == "none" else chosen} if far else {""}
+        if weights and chosen == "exact" and not any(buffer.kind is Kind.HOME_WEIGHT for buffer in action.reads):
+            allowed = {""}  # of what a refresh has brought
         if action.lane is Lane.COMPUTE:  # without overlap, where a lane does not say how far
             allowed.add("")
         if action.compression not in allowed:
             yield f"travels as {action.compression or 'its own type'}"
         if action.compression and action.collective not in ("", "all_gather", "reduce_scatter"):
             yield f"no {action.collective} knows 8 bits"
+        if action.compression == "exact" and action.collective != "all_gather":
+            yield "changes of weights are gathered"
 
     def _lane_of_homes(self, action: Action) -> Iterator[str]:
         """What passes between the device and homes in the host's memory uses the same room: it has one lane."""
@@ -398,6 +419,15 @@ class _Checker:
         places = [buffer for buffer in action.writes if buffer.kind is Kind.WEIGHT]
         if action.reads != (home_weight(action.unit),) or len(action.writes) != 1 or not places or action.frees:
             yield "must bring weights from home to a place on the device"
+
+    def _size(self, action: Action) -> Iterator[str]:
+        pairs = [buffer for home in action.reads[::2] for buffer in (home, weight_copy(home.at[0]))]
+        if action.writes != (SIZE,) or action.frees or list(action.reads) != pairs or not pairs:
+            yield "must read weights at home, each with its copy, and write size"
+        if any(buffer.kind is not Kind.HOME_WEIGHT for buffer in action.reads[::2]):
+            yield "counts changes of what is not at home"
+        if action.group not in GROUPS and not self.topology.has_strided_group(action.group):
+            yield "there is no such group"
 
     def _count(self, action: Action) -> Iterator[str]:
         if (action.group, action.reads, action.writes, action.frees) != ("world", (), (COUNT,), ()):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, home_weight
+from tawpipe.schedule.buffers import SIZE, Buffer, home_weight, weight_copy
 from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.visits import Visit
@@ -57,6 +57,12 @@ class CollectiveRoute(Route):
     def _size(self, hop: Hop) -> int:
         return len(self.topology.group(hop.group, self.rank))
 
+    def begin(self) -> Iterator[Action]:
+        if self.step.refreshes:
+            units = sorted(set(self.residency.arrivals()))
+            reads = tuple(buffer for unit in units for buffer in (home_weight(unit), weight_copy(unit)))
+            yield Action(Op.SIZE, Lane.INTER_G, reads, (SIZE,), group=self.there[0].group)
+
     def pull(self, visit: Visit) -> Iterator[Action]:
         assert visit.weight_index is not None
         for unit in self.model.blocks[visit.block].units:
@@ -70,14 +76,16 @@ class CollectiveRoute(Route):
         stays = not held and self.residency.holds_slice(index, unit)
         for place, hop in enumerate(() if held else self.there):
             elements *= self._size(hop)
-            if place == self.kept:
+            if place == 0 and self.step.refreshes:
+                target = self.pools.copy(unit, elements=elements)
+            elif place == self.kept:
                 target = self._slice_buffer(index, unit, elements)
             elif place == len(self.there) - 1:
                 target = self._full_buffer(index, unit)
             else:  # on the way, STREAMING of them at one time
                 target = self.pools.take(f"S{place}x", unit, elements=elements, limit=STREAMING)
             if not (stays and place <= self.kept):
-                yield self._collective(hop, unit, source, target)
+                yield self._collective(hop, unit, source, target, refreshes=place == 0 and self.step.refreshes)
             source = target
         self.full[index, unit] = self.resident[unit] = source
 
@@ -106,14 +114,15 @@ class CollectiveRoute(Route):
             if self.back:
                 yield self._add_home(unit, source, self.back[-1].lane)
 
-    def _collective(self, hop: Hop, unit: int, source: Buffer, target: Buffer) -> Action:
+    def _collective(self, hop: Hop, unit: int, source: Buffer, target: Buffer, *, refreshes: bool = False) -> Action:
+        how = self.compression(weights=hop.collective == "all_gather") if hop.far else ""
         return Action(
             Op.COLLECTIVE,
             hop.lane,
-            (source,),
+            (source, target, SIZE) if refreshes else (source,),
             (target,),
             unit=unit,
             collective=hop.collective,
             group=hop.group,
-            compression=self.compression(weights=hop.collective == "all_gather") if hop.far else "",
+            compression="" if how == "exact" and not refreshes else how,
         )

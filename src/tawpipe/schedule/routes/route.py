@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, Pool, home_gradient, pool_kind, pooled
+from tawpipe.schedule.buffers import Buffer, Pool, home_gradient, pool_kind, pooled, weight_copy
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import Residency
 from tawpipe.schedule.step import StepSpec
@@ -72,6 +72,12 @@ class Pools:
         self._made[pool], self._next[pool] = (elements, len(numbers)), len(numbers)
         return pooled(pool, place)
 
+    def copy(self, unit: int, *, elements: int) -> Buffer:
+        """The buffer that keeps a unit's weights from step to step."""
+        buffer = weight_copy(unit)
+        self._made[buffer.pool], self._next[buffer.pool] = (elements, 1), 1
+        return buffer
+
     def pools(self) -> tuple[Pool, ...]:
         """All pools, with as many buffers as were used."""
         return tuple(
@@ -120,6 +126,10 @@ class Route(ABC):
         self.started: set[Buffer] = set()
         """Gradient buffers at home or in the node that hold something of this step already."""
         self.pushes = _visits_of_units((v.gradient_index, self.model.trainable_units(v.block)) for v in tour.visits)
+
+    def begin(self) -> Iterator[Action]:
+        """What comes before the first visit."""
+        yield from ()
 
     @abstractmethod
     def pull(self, visit: Visit) -> Iterator[Action]:

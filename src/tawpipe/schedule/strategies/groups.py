@@ -158,6 +158,18 @@ class Grouped(WeightStrategy):
             return None
         return ahead if held == 1 else min(ahead, STREAMING - 1)
 
+    def why_not_exact(self, step: StepSpec) -> str:
+        topology = step.topology
+        sizes, held = self.sizes(topology), self._held(topology)
+        hops = [(a, b) for a, b in pairwise(sizes.cuts(topology)) if held <= a and b <= sizes.state]
+        if sizes.weights == sizes.state:
+            return "weights come anew for every visit from the group of the state; keep them over a smaller one"
+        if sizes.state <= topology.local_size:
+            return "no weights pass a link between nodes"
+        if sizes.weights > topology.local_size or len(hops) > 1:
+            return "weights take several hops; those of state / weights = nodes, as in 1n/1n/2n, take one"
+        return ""
+
     def cached(self, step: StepSpec) -> int:
         sizes = self.sizes(step.topology)
         return len(step.model.units) if sizes.weights < sizes.state else 0

@@ -57,6 +57,11 @@ class Spread(WeightStrategy):
         in_slices = step.topology.num_nodes > 1 and step.topology.local_size > 1
         return min(step.settings.look_ahead, STREAMING - 1) if in_slices else None
 
+    def why_not_exact(self, step: StepSpec) -> str:
+        if step.step_cache < len(step.model.units):
+            return "a node drops what it has gathered; schedule.step_cache all keeps it, as tawpipe-step does"
+        return ""
+
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
         """(1 - 1/D) of the unit in and out, on D nodes."""
         return LinkTraffic(*[home.padded * (topology.num_nodes - 1) // topology.num_nodes] * 4)
@@ -86,6 +91,9 @@ class Striped(Spread):
 
     def places(self, topology: Topology) -> int:
         return topology.num_nodes
+
+    def why_not_exact(self, step: StepSpec) -> str:
+        return "units go from their node to each of the others, in messages of one size"
 
     def route(self, rank: int, tour: Tour) -> Route:
         if tour.step.topology.num_nodes == 1:  # one hop of collectives
@@ -233,6 +241,9 @@ class WeiPipe(Spread):
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
         super().place(model, topology, homes)  # looks at homes
         return place_on_ring(model, topology)
+
+    def why_not_exact(self, step: StepSpec) -> str:
+        return "no node keeps what goes round the ring"
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
         if step.topology.world_size == 1:

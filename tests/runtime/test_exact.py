@@ -1,0 +1,362 @@
+"""Exact changes of weights: a copy that messages alone have changed has its owner's bits, whatever they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedule_numbers import check_numbers
+from schedules import group_sizes, llama, make
+from tawpipe.errors import UserError
+from tawpipe.pipeline.refuse import refuse_settings
+from tawpipe.runtime.exact import (
+    ABSENT,
+    CODED,
+    CPU_SLICE,
+    NOTHING,
+    WHOLE,
+    ChangeForm,
+    best_form,
+    changes,
+    checksum,
+    decode_change,
+    encode_change,
+)
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import SIZE, Kind, home_weight, weight_copy
+from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import Schedule
+from tawpipe.simulate import CostModel, LinkModel, play
+from tawpipe.topology import Topology
+
+PLAIN: dict[str, Any] = {"strategy": "tawpipe-step"}
+EXACT: dict[str, Any] = {"strategy": "tawpipe-step", "weights_compression": "exact"}
+
+
+def bf16(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def there(home: torch.Tensor, copy: torch.Tensor, form: ChangeForm) -> torch.Tensor:
+    """The copy after a message in a form."""
+    message = torch.full((form.message_bytes(home.numel()),), 0xA5, dtype=torch.uint8)
+    encode_change(home, copy, form, message)
+    changed = copy.clone()
+    decode_change(message, form, changed)
+    return changed
+
+
+def check(home: torch.Tensor, copy: torch.Tensor) -> None:
+    """Every form changes the copy into what is at home, and no message is longer than the weights."""
+    counts = changes(home, copy).tolist()
+    for bits, count in zip(CODED, counts[1:], strict=True):
+        for room in (count, count + 3):  # of the member that has most
+            assert torch.equal(there(home, copy, ChangeForm(bits, room)).view(torch.int16), home.view(torch.int16))
+    form = best_form(counts, home.numel())
+    assert (form.bits == NOTHING) == torch.equal(home.view(torch.int16), copy.view(torch.int16))
+    assert form.message_bytes(home.numel()) <= 2 * home.numel()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.one_of(st.integers(1, 70), st.integers(1, 70_000), st.sampled_from((CPU_SLICE, CPU_SLICE + 1))),
+    most=st.sampled_from((0, 1, 2, 7, 8, 127, 128, 40_000, 65_535)),
+    rare=st.sampled_from((1, 2, 50)),
+    seed=st.integers(0, 2**31),
+)
+def test_any_bits_become_any_others(length, most, rare, seed):
+    dice = torch.Generator().manual_seed(seed)
+    before = torch.randint(0, 1 << 16, (length,), generator=dice)
+    moved = torch.randint(-most, most + 1, (length,), generator=dice)
+    moved *= torch.randint(0, rare, (length,), generator=dice) == 0
+    check(bf16(before + moved), bf16(before))
+    check(bf16(torch.randint(0, 1 << 16, (length,), generator=dice) & 0x8000), bf16(before))  # zeros of both signs
+
+
+@pytest.mark.parametrize("distance", [0, 1, 7, 8, 127, 128, 255, 0x7FFF, 0x8000, 0xFFFF])
+def test_every_bit_pattern_becomes_the_one_that_lies_so_far_from_it(distance):
+    every = torch.arange(1 << 16)
+    check(bf16(every), bf16(every.roll(distance)))
+    check(bf16(every), bf16(every ^ distance))
+
+
+def test_numbers_that_are_next_to_each_other_are_one_apart():
+    before = bf16(torch.tensor([0xC000, 0x8000, 0x0000, 0x3F80]))  # -2, -0, 0, 1
+    after = bf16(torch.tensor([0xBFFF, 0x0000, 0x0001, 0x3F81]))
+    assert (after[[0, 2, 3]] > before[[0, 2, 3]]).all()
+    assert changes(after, before).tolist() == [4, 0, 0, 0]
+
+
+def test_a_copy_that_messages_alone_have_changed_has_its_owners_bits():
+    torch.manual_seed(0)
+    master, forms = torch.randn(CPU_SLICE + 999) * 0.02, set()
+    copy = master.bfloat16()
+    for step in range(50):
+        master -= (1e-5, 3e-4, 0.0, 1e-3, 1.0)[step % 5] * torch.randn_like(master).sign() * torch.rand_like(master)
+        home = master.bfloat16()
+        form = best_form(changes(home, copy).tolist(), home.numel())
+        forms.add(form.bits)
+        if form.bits in CODED:
+            copy = there(home, copy, form)
+        elif form.bits == WHOLE:
+            copy = home.clone()
+        assert torch.equal(copy.view(torch.int16), home.view(torch.int16))
+    assert {NOTHING, 2, 4, WHOLE} <= forms
+
+
+def test_the_shortest_form_is_taken():
+    assert best_form([0, 0, 0, 0], 5).bits == NOTHING
+    assert best_form([1, 0, 0, 0], 1000) == ChangeForm(2)
+    assert best_form([1000, 1000, 3, 0], 1000) == ChangeForm(4, 3)
+    assert best_form([1000, 1000, 900, 0], 1000) == ChangeForm(8)
+    assert best_form([1000, 1000, 1000, 800], 1000).bits == best_form([ABSENT] * 4, 1000).bits == WHOLE
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 70_000), st.integers(0, 2**31), st.integers(0, 15))
+def test_a_bit_that_turns_over_changes_the_checksum(length, seed, bit):
+    values = torch.randint(0, 1 << 16, (length,), generator=torch.Generator().manual_seed(seed))
+    turned = values.clone()
+    turned[seed % length] ^= 1 << bit
+    before, after = int(checksum(bf16(values))), int(checksum(bf16(turned)))
+    assert before != after and 0 <= before < 2**31 and before == int(checksum(bf16(values)))
+
+
+# schedules
+
+
+def refused(nodes: int, local: int, groups: str) -> bool:
+    """True of groups whose weights take another way than one hop between nodes to where they are kept."""
+    weights, gradients, state = map(int, groups.split("/"))
+    return weights != local or state <= local or local < gradients < state
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_schedules_are_proved_and_right(data):
+    nodes, local = data.draw(st.sampled_from([(2, 1), (2, 2), (3, 2), (4, 1)]))
+    kind = data.draw(st.sampled_from([{}, {"tied": True}, {"lora": True}, {"frozen": 2}]))
+    given = dict(data.draw(st.sampled_from([EXACT, EXACT | {"early_updates": True}, EXACT | {"look_ahead": 0}])))
+    given |= data.draw(st.sampled_from([{}, {"strategy": "tawpipe-spread", "step_cache": "all"}, {"groups": ""}]))
+    if "groups" in given:
+        some = [sizes for sizes in group_sizes(Topology.grid(nodes, local)) if not refused(nodes, local, sizes)]
+        given |= {"strategy": "tawpipe-groups", "groups": data.draw(st.sampled_from(["", *some]))}
+    count = data.draw(st.integers(1, 3 * nodes * local))
+    for training in (True, False):
+        schedule = make(llama(3, **kind), nodes, local, count, training=training, **given)
+        verify(schedule, one_thread=True)
+        check_numbers(schedule, seed=data.draw(st.integers(0, 99)))
+        for program in schedule.programs:
+            assert [Action.parse(str(action)) for action in program] == list(program)
+            refreshed = [action.unit for action in program if action.compression == "exact"]
+            assert sorted(refreshed) == list(range(len(schedule.model.units)))  # once each
+
+
+def test_evaluation_keeps_copies_in_the_same_places():
+    steps = [make(llama(3), 2, 2, count, training=training, **EXACT) for count, training in ((4, True), (7, False))]
+    first, second = ({p.name: p.elements for p in s.pools[0] if p.kind is Kind.COPY} for s in steps)
+    assert first == second and len(first) == len(steps[0].model.units)
+
+
+def edited(schedule: Schedule, change) -> Schedule:
+    """A schedule with a change of every rank's program."""
+    return replace(schedule, programs=tuple(tuple(change(list(program))) for program in schedule.programs))
+
+
+def of_unit(action: Action, unit: int) -> bool:
+    return action.compression == "exact" and action.unit == unit
+
+
+def no_size(program):
+    return [action for action in program if action.op is not Op.SIZE]
+
+
+def late_size(program):
+    return [*no_size(program), *(action for action in program if action.op is Op.SIZE)]
+
+
+def no_refresh(program):
+    return [action for action in program if not of_unit(action, 2)]
+
+
+def twice(program):
+    return [copy for action in program for copy in [action] * (1 + of_unit(action, 2))]
+
+
+def whole_without_a_word(program):
+    plain = lambda action: replace(action, reads=action.reads[:1], compression="")  # noqa: E731
+    return [plain(action) if of_unit(action, 2) else action for action in program]
+
+
+def of_another_unit(program):
+    return [replace(a, writes=(weight_copy(3),)) if of_unit(a, 2) else a for a in program]
+
+
+def without_its_size(program):
+    return [replace(a, reads=a.reads[:2]) if of_unit(a, 2) else a for a in program]
+
+
+def uncounted(program):
+    left = lambda action: tuple(b for b in action.reads if b not in (home_weight(2), weight_copy(2)))  # noqa: E731
+    return [replace(a, reads=left(a)) if a.op is Op.SIZE else a for a in program]
+
+
+def read_before(program):
+    at = next(i for i, a in enumerate(program) if of_unit(a, 2))
+    reader = next(i for i, a in enumerate(program) if weight_copy(2) in a.reads and i > at and a.op is Op.COLLECTIVE)
+    program[at], program[reader] = program[reader], program[at]
+    return program
+
+
+def size_read_elsewhere(program):
+    return [replace(a, reads=(*a.reads, SIZE)) if a.op is Op.FORWARD and a.block == 1 else a for a in program]
+
+
+MUTANTS = (
+    no_size,
+    late_size,
+    no_refresh,
+    twice,
+    whole_without_a_word,
+    of_another_unit,
+    without_its_size,
+    uncounted,
+    read_before,
+    size_read_elsewhere,
+)
+
+
+@pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
+def test_what_would_leave_a_copy_stale_is_refused(change):
+    schedule = make(llama(3), 2, 2, 4, **EXACT)
+    verify(schedule)
+    with pytest.raises(ScheduleError):
+        verify(edited(schedule, change))
+
+
+def test_a_member_whose_copy_is_of_another_version_is_refused():
+    schedule = make(llama(3), 2, 2, 4, **EXACT)
+    with pytest.raises(ScheduleError):
+        verify(replace(schedule, programs=(tuple(no_refresh(schedule.programs[0])), *schedule.programs[1:])))
+
+
+@pytest.mark.parametrize("kind", [{}, {"lora": True}, {"frozen": 2}])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 2)])
+def test_what_is_said_of_links_is_what_the_clock_moves(nodes, local, kind):
+    widths, model = Widths(2, 4, 4, 2), llama(4, **kind)
+    usual, schedule = (make(model, nodes, local, 4, **given) for given in (PLAIN, EXACT))
+    plain, exact = (costs(one, widths, activation_bytes={}) for one in (usual, schedule))
+    clock = CostModel.timed(layers=4, forward_s=0.1, backward_s=0.3, between=LinkModel(1e5), inside=LinkModel(1e6))
+    moved = play(schedule, replace(clock, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring"), steps=2)
+    for said, node in zip(exact.link_sent_bytes, moved.node_bytes[moved.steady_step], strict=True):
+        assert node.sent == pytest.approx(said, rel=0.01)
+    gone = 2 * (nodes - 1) / nodes  # bytes of an element of weights over a link, in the ring
+    sizes = [(home.padded, unit.trainable) for home, unit in zip(schedule.homes, model.units, strict=True)]
+    saved = sum(size * (1 - trained * 5 / 16) for size, trained in sizes) * gone
+    assert plain.link_sent_bytes[0] - exact.link_sent_bytes[0] == pytest.approx(saved, rel=0.01)
+    assert all(
+        home.stripe * nodes == schedule.buffer_elements(0)[weight_copy(u)] for u, home in enumerate(schedule.homes)
+    )
+    messages = max(home.stripe for home in schedule.homes) * 2 * (1 + nodes)
+    more = 2 * sum(schedule.pool_elements(0, kind) - usual.pool_elements(0, kind) for kind in (Kind.WEIGHT, Kind.COPY))
+    assert exact.buffer_bytes - plain.buffer_bytes == messages + more
+    assert more <= 2 * nodes * sum(home.stripe for home in schedule.homes[:1] + schedule.homes[-2:])  # used once a step
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "reason"),
+    [
+        (2, {"strategy": "tawpipe-spread"}, "step_cache all"),
+        (2, {"strategy": "tawpipe-striped", "step_cache": "all"}, "to each of the others"),
+        (2, {"strategy": "tawpipe-whole"}, "to each of the others"),
+        (2, {"strategy": "flat"}, "no copy of weights"),
+        (2, {"strategy": "hsdp"}, "no copy of weights"),
+        (2, {"strategy": "weipipe"}, "round the ring"),
+        (2, {"strategy": "1f1b"}, "no copy of weights"),
+        (2, {"strategy": "tawpipe-groups", "groups": "2n/2n/2n"}, "anew for every visit"),
+        (2, {"strategy": "tawpipe-groups", "groups": "1n/1n/1n"}, "anew for every visit"),
+        (2, {"strategy": "tawpipe-groups", "groups": "1/2/2"}, "no weights pass a link"),
+        (4, {"strategy": "tawpipe-groups", "groups": "1n/2n/4n"}, "several hops"),
+        (4, {"strategy": "tawpipe-groups", "groups": "2n/2n/4n"}, "several hops"),
+        (2, {"strategy": "tawpipe-step", "host_homes": "all"}, "host_homes all"),
+        (2, {"strategy": "tawpipe-step", "reuse": False, "step_cache": "all"}, "without reuse"),
+    ],
+)
+def test_where_no_copy_stays_it_is_refused_by_name(nodes, given, reason):
+    with pytest.raises(UserError, match=reason) as refused:
+        make(llama(6), nodes, 2, 4, weights_compression="exact", **given)
+    assert refused.value.setting == "schedule.weights_compression" and "none" in str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["tawpipe-step", "tawpipe-groups", "1f1b"])
+def test_on_one_node_it_does_nothing(strategy):
+    """A run that goes on without the other machines must not end."""
+    schedule = make(llama(3), 1, 2, 4, strategy=strategy, weights_compression="exact")
+    assert schedule.programs == make(llama(3), 1, 2, 4, strategy=strategy).programs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_types_than_bf16_are_refused_by_name(dtype):
+    usual: dict[str, Any] = {"clip_norm": 1.0, "compile_layers": False, "quantize": "none"}
+    chosen = ScheduleSettings(strategy="tawpipe-step", weights_compression="exact")
+    refuse_settings(chosen, **usual, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"none with float(32|64).*or bfloat16"):
+        refuse_settings(chosen, **usual, dtype=dtype)
+
+
+# training
+
+CASES = {
+    "tied, frozen layers": {"topology": (2, 1), "tied": True, "frozen": True},
+    "adapters": {"topology": (2, 2), "lora": True, "delays": 1},
+}
+MORE = {
+    "plain": {"topology": (2, 1)},
+    "early": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},
+    "tied": {"topology": (2, 2), "tied": True, "delays": 2},
+    "groups": {"topology": (2, 2), "strategy": "tawpipe-groups", "groups": "1n/1n/2n", "delays": 2},
+    "a low rate": {"topology": (3, 2), "lr": 1e-5},
+    "homes in the host's memory": {"topology": (2, 2), "host_homes": "state"},
+    "adapters on 4 bits": {"topology": (2, 2), "lora": True, "quantize": "nf4"},
+    "gradients in 8 bits": {"topology": (2, 1), "gradients_compression": "int8", "reduce_dtype": "same"},
+    **{f"delays {seed}": {"topology": (2, 2), "delays": seed} for seed in range(3, 9)},
+}
+
+
+def run_cases(pool, cases, folder: str) -> None:
+    by = lambda case: case[1]["topology"]  # noqa: E731
+    for (nodes, local), group in groupby(sorted(cases.items(), key=by), key=by):
+        names, mine = zip(*group, strict=True)
+        given = [{key: value for key, value in case.items() if key != "topology"} for case in mine]
+        given[0] |= {"folder": f"{folder}/{nodes}x{local}"}
+        for found in pool.run("exact:compared", nodes, local, cases=given, timeout_s=600):
+            assert not any(found), dict(zip(names, found, strict=True))
+
+
+def test_no_bit_depends_on_how_weights_travel(pool, tmp_path):
+    """Weights, moments, losses, norms after steps that change nothing, everything, or would not be finite; between
+    them evaluations, a save and a load.
+    """
+    run_cases(pool, CASES, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_no_bit_depends_on_how_weights_travel_in_more_cases(pool, tmp_path):
+    run_cases(pool, MORE, str(tmp_path))
+
+
+def test_a_copy_that_a_bit_has_spoiled_is_found_said_and_healed(pool):
+    results = pool.run("exact:spoiled", 2, 2)
+    assert [healed for healed, _, _ in results] == [[], [2], [], [2]]  # the members of a rail
+    assert all(not wrong and same for _, wrong, same in results)

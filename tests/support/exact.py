@@ -1,0 +1,163 @@
+"""Training with exact changes of weights beside the same with whole ones, bit by bit; what workers run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import batches, llama, random_delays
+from host_homes import state_of_rank
+from pipelines import make_pipeline
+from tawpipe import Pipeline
+from tawpipe.errors import RunError
+from tawpipe.runtime.exact import CODED, NOTHING, WHOLE, checksum
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.refresh import logger
+from tawpipe.runtime.world import World
+from tawpipe.schedule.buffers import home_weight, weight_copy
+from tawpipe.schedule.traffic import scratch_bytes
+
+RATES = (1.0, 1.0, 0.0, 1.0, 1000.0, 1.0, 1.0)
+"""Of the steps: one changes nothing, one changes everything."""
+EMPTY, POISONED, EVALUATED, SAVED = 3, 5, (1, 2, 5), 5
+"""Steps without a label, with a loss that is no number, with an evaluation after them; the one after which the state is
+saved, spoiled by a step more, and loaded.
+"""
+
+
+poison = [False]
+"""Whether losses are no numbers."""
+
+
+def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return total * float("nan") if poison[0] else total
+
+
+def pipeline_of(world: World, *, lora: bool = False, frozen: bool = False, **knobs: Any) -> Pipeline:
+    tied, delays = knobs.pop("tied", False), knobs.pop("delays", None)
+    model: Any = llama(torch.float32, tied=tied)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.0." not in name and "layers.1." not in name and "embed" not in name)
+    if lora:
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(5)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        )
+    return make_pipeline(
+        model,
+        optimizer=adamw(knobs.pop("lr", 3e-4)),
+        world=world,
+        strict=True,
+        dtype=torch.bfloat16,
+        skip_limit=3,
+        loss=loss,
+        check="never",
+        delay=(lambda lane: random_delays(hash((lane, world.rank, delays)), 0.002)) if delays is not None else None,
+        **{"strategy": "tawpipe-step", **knobs},
+    )
+
+
+def copies_of(pipeline: Pipeline) -> dict[int, Tensor]:
+    """The copies of this rank by unit."""
+    buffers = pipeline.executor._buffers
+    return {u.index: buffers[weight_copy(u.index)] for u in pipeline.storage.units if weight_copy(u.index) in buffers}
+
+
+def wrong_copies(pipeline: Pipeline) -> list[str]:
+    """What is not as it should be when a step has refreshed all copies and no update has come since."""
+    found, world, lines = [], pipeline.world, []
+    for unit, copy in copies_of(pipeline).items():
+        home = pipeline.executor._buffers[home_weight(unit)].view(torch.int16)
+        if not any(torch.equal(home, part) for part in copy.view(torch.int16).view(-1, home.numel())):
+            found.append(f"unit {unit}: the copy has not what is at home here")
+        lines.append(f"{unit} {int(checksum(copy))}")
+    sums = world.gather_texts("\n".join(lines))
+    rail = [sums[rank] for rank in pipeline.transport.topology.group("rail", world.rank)]
+    return found + ["members hold other copies"] * (len(set(rail)) > 1)
+
+
+def run(world: World, folder: str = "", **knobs: Any) -> tuple[list[Any], dict[str, Tensor], list[str], set[int]]:
+    """Numbers of all steps and evaluations; the state of this rank; what is wrong with copies; forms that occurred."""
+    pipeline = pipeline_of(world, **knobs)
+    exact, refresh, forms = knobs.get("weights_compression") == "exact", pipeline.executor.refresh, set[int]()
+    refresh.check_every = 2
+    numbers, wrong, given = list[Any](), list[str](), batches(5, len(RATES))
+    for step, (batch, rate) in enumerate(zip(given, RATES, strict=True)):
+        if step == EMPTY:
+            batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+        poison[0] = step == POISONED and not knobs.get("early_updates")
+        result = pipeline.step(batch, rate=rate)
+        numbers.append((result.loss, result.grad_norm, result.finite))
+        poison[0] = False
+        forms |= {form.bits for form in refresh._forms.values()}
+        if step in EVALUATED:
+            numbers.append(pipeline.evaluate(given[0]).loss)
+            wrong += wrong_copies(pipeline) if exact else []
+        if step == SAVED and folder:
+            pipeline.save(folder)
+            pipeline.step(given[0])
+            pipeline.load(folder)
+            assert not refresh._present
+        if exact and 0 < step <= SAVED:
+            frozen = [unit.index for unit in pipeline.storage.units if not unit.trainable]
+            wrong += [f"step {step}: frozen unit {u} came" for u in frozen if refresh._forms[u].bits != NOTHING]
+    pipeline.drain()
+    if sum(r.nbytes for r in pipeline.transport._scratch.values()) > scratch_bytes(pipeline.schedule(5), world.rank):
+        wrong.append("more room for messages than said")
+    if refresh.healed:
+        wrong.append(f"differed: {refresh.healed}")
+    state = dict(state_of_rank(pipeline))
+    pipeline.close()
+    return numbers, state, wrong, forms
+
+
+def compared(world: World, *, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """For every case what is not equal in every bit on this rank, or is wrong."""
+    found = []
+    for case in cases:
+        numbers, state, _, _ = run(world, **case)
+        exact = run(world, **case, weights_compression="exact")
+        here = [] if str(numbers) == str(exact[0]) else [f"numbers {numbers} and {exact[0]}"]
+        here += sorted(state.keys() ^ exact[1].keys())
+        here += [name for name in state.keys() & exact[1].keys() if not torch.equal(state[name], exact[1][name])]
+        if not {NOTHING, WHOLE} < exact[3] or not exact[3] & {*CODED}:
+            here.append(f"forms {exact[3]} alone")
+        found.append(here + exact[2])
+    return found
+
+
+def spoiled(world: World) -> tuple[list[int], list[str], bool]:
+    """A bit of one rank's copy turns over between two steps: units found, what is wrong after it, and whether the state
+    is as if it had not happened.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    states = []
+    for spoils in (False, True):
+        pipeline = pipeline_of(world, weights_compression="exact")
+        pipeline.executor.refresh.check_every = 3
+        for step, batch in enumerate(batches(4, 4)):
+            if spoils and step == 2 and world.rank == 1:
+                copies_of(pipeline)[2].view(torch.int16)[5] ^= 4
+            if spoils and step == 2:
+                with pytest.raises(RunError, match="unit 2: what rank 1 and rank 3 keep of its weights differs"):
+                    pipeline.check_copies()
+            pipeline.step(batch)
+            pipeline.drain()
+        pipeline.check_copies()
+        pipeline.evaluate(batches(4, 1)[0])
+        wrong, healed = wrong_copies(pipeline), pipeline.executor.refresh.healed
+        states.append(dict(state_of_rank(pipeline)))
+        pipeline.close()
+    logging.getLogger("tawpipe.runtime.refresh").removeHandler(handler)
+    same = all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    return healed, wrong + [line for line in said if "unit 2" not in line], same
