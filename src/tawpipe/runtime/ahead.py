@@ -20,10 +20,6 @@ from tawpipe.schedule.actions import Action, Lane, Op, Transfer
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.topology import Topology
 
-MOST, ROOM = 16, 32 << 20
-"""Actions of a lane that are begun before the first of them is over, at most; and bytes of activations among what they
-receive, which are made for it."""
-
 
 class TransportError(RuntimeError):
     """A message that is not the one this rank expects."""
@@ -41,15 +37,6 @@ def compare_headers(mine: Tensor, theirs: Tensor, what: str) -> None:
         )
 
 
-def most_ahead(message_bytes: int) -> int:
-    """Messages of activations that a lane may receive before it has come to them.
-
-    >>> most_ahead(1 << 20), most_ahead(8 << 20), most_ahead(1 << 30)
-    (16, 4, 1)
-    """
-    return min(MOST, max(1, ROOM // max(1, message_bytes)))
-
-
 @dataclass
 class Message:
     """A message under way; in strict mode behind its header."""
@@ -60,9 +47,9 @@ class Message:
 
     def wait(self) -> None:
         if self.header is not None:
-            work, *headers, what = self.header
+            work, mine, theirs, what = self.header
             work.wait()
-            compare_headers(*headers, what)
+            compare_headers(mine, theirs, what)
         self.work.wait()
 
 

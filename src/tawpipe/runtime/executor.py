@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.runtime.ahead import MOST, most_ahead
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.recording import Recording
@@ -32,6 +31,7 @@ from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight
+from tawpipe.schedule.footprint import MOST_AHEAD, most_ahead
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.step import Schedule
 
@@ -227,7 +227,7 @@ class Executor:
             for lane in Lane
             if lane not in (Lane.HOME, Lane.RAISE) or self.streaming is not None
         }
-        self._beside: dict[Lane, CpuLane] = {}
+        self._beside: dict[Lane, LaneProtocol] = {}
         """Beside a lane, what begins its actions before it comes to them."""
         self._begun: dict[Lane, deque[Event]] = {}
         """The ends of those."""
@@ -373,20 +373,20 @@ class Executor:
         """Begin an action as soon as its buffers allow, of an EXCHANGE those that it receives into: they are written
         from then on. Its lane is not waited for, so what else happens there to the buffers is.
         """
-        lane, reads = action.lane, () if action.op is Op.EXCHANGE else action.reads
+        lane = action.lane
         if lane not in self._beside:
             delay = self._delay(f"{lane.value} ahead") if self._delay else None
             self._beside[lane] = CpuLane(f"{lane.value} ahead", self._failure, delay=delay)
-            self._begun[lane] = deque(maxlen=MOST)
+            self._begun[lane] = deque(maxlen=MOST_AHEAD)
         begin = partial(self._begin, action, step, tuple(self._begun[lane]))
-        return self._beside[lane].submit(begin, self._hazards.before(reads=reads, writes=action.writes), str(action))
+        return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), str(action))
 
     def _begin(self, action: Action, step: _Step, earlier: Sequence[Event]) -> None:
         """
         Args:
             earlier: the ends of what the lane was begun before.
         """
-        buffers, most = self._buffers, MOST
+        buffers, most = self._buffers, MOST_AHEAD
         if action.writes[0].is_activation:
             buffers = self.compute.room_for(action, step.given)
             most = most_ahead(sum(tensor.nbytes for tensor in buffers.values()))
