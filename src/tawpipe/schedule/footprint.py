@@ -359,11 +359,12 @@ def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> in
     Args:
         sizes: of one activation of every kind.
     """
-    receives = dict[Lane, list[int]]()
+    largest = dict[Lane, int]()
     for action in schedule.programs[rank]:
         if action.begins_ahead and action.writes[0].is_activation:
-            receives.setdefault(action.lane, []).append(sum(sizes.get(buffer.kind, 0) for buffer in action.writes))
-    return sum(max(own) * min(len(own), most_ahead(max(own)) - 1) for own in receives.values())
+            size = sum(sizes.get(buffer.kind, 0) for buffer in action.writes)
+            largest[action.lane] = max(largest.get(action.lane, 0), size)
+    return sum(size * (most_ahead(size) - 1) for size in largest.values())
 
 
 def costs(
