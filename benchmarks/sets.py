@@ -41,8 +41,8 @@ from tawpipe.model.chunked import Chunk, KeyStore
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
 from tawpipe.runtime.rows import OnDevice, Rows
 from tawpipe.runtime.sets import LayerInSet, SetTokens
-from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.schedule.pieces import Ranges
+from tawpipe_lab.rivals.fsdp_collectives import ring_reduce_scatter
 
 RANKS = 2
 

@@ -102,7 +102,7 @@ class _Events:
             self.work += [(i, self.ports.setdefault(port, len(self.ports)), s) for port, s in busy.items()]
             for number in event.members:
                 self._edge(self.starts[number], i, 0.0)
-                latency_s = self.latency_s if event.load.sent else 0.0
+                latency_s = self.latency_s if event.load.sent and number != event.sender else 0.0
                 self._edge(i, self.ends[number], max([event.load.least_s, *busy.values()]) + latency_s)
                 latencies[number] = max(latency_s, latencies.get(number, 0.0))
         for rank, program in enumerate(self.schedule.programs):

@@ -216,10 +216,11 @@ class _SleepingCompute:
 
     def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
         tensors = {transfer.buffer: self._held[transfer.buffer] for transfer in action.transfers if transfer.send}
-        tensors |= {transfer.buffer: self._new(transfer.buffer) for transfer in action.transfers if not transfer.send}
-        transport.exchange(action, tensors)
-        self._held |= {transfer.buffer: tensors[transfer.buffer] for transfer in action.transfers if not transfer.send}
+        self._held |= transport.exchange(action, tensors)
         self._drop(action)
+
+    def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+        return {buffer: self._new(buffer) for buffer in action.writes}
 
     def _compute(self, action: Action, seconds: float) -> None:
         """Compute for a rank's share of so many seconds of a usual micro-batch."""
@@ -302,9 +303,9 @@ class _MeasuredTransport(Transport):
         with self.busy(_row(action)):
             super().together(action, pairs)
 
-    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
         with self.busy(_row(action)):
-            super().exchange(action, buffers)
+            return super().exchange(action, buffers)
 
     def all_reduce(self, action: Action, values: Tensor) -> None:
         with self.busy(_row(action)):

@@ -22,6 +22,7 @@ from tawpipe.runtime.transport import needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import context
+from tawpipe.schedule.footprint import MOST_AHEAD
 from tawpipe.topology import Topology
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]
@@ -215,6 +216,11 @@ def test_every_lane_has_groups_of_its_own():
 
 def test_groups_are_made_and_used_before_the_first_step(pool):
     assert all(pool.run("cases:groups_of_lanes", 2, 2))
+
+
+@pytest.mark.parametrize("knobs", [{"strategy": "tawpipe-spread"}, {"strategy": "1f1b", "stages": "nodes"}], ids=str)
+def test_a_slow_lane_has_begun_what_it_has_not_come_to(pool, knobs):
+    assert 1 < max(pool.run("cases:begun_ahead", 2, 1, slow="INTER_W", **knobs)) <= MOST_AHEAD
 
 
 def test_ranks_read_weights_at_the_same_time(pool, tmp_path):

@@ -22,7 +22,7 @@ from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batches import Deal
 from tawpipe.runtime import moves, rows, slices, streaming
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.footprint import BlockMemory, held_apart
+from tawpipe.schedule.footprint import BlockMemory, held_apart, posted_ahead
 from tawpipe.schedule.strategies.table import strategies
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 
@@ -310,3 +310,12 @@ def _pinned_as_a_whole(values: Sequence[Tensor], copies: Sequence[Tensor]) -> No
         passing = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
         torch.cuda.synchronize()
         copy.copy_(passing)
+
+
+def test_what_gloo_has_posted_ahead_is_in_the_plan():
+    """On a lane all but the message that the schedule counts: up to 16, or 16 MiB, and never less than two."""
+    middle, weights = (make(llama(8), 4, 1, 8, strategy=name) for name in ("1f1b", "tawpipe-spread"))
+    for size, ahead in ((1000, 15), (4 << 20, 3), (1 << 30, 1)):
+        sizes = dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), size)
+        assert [posted_ahead(middle, rank, sizes) for rank in (0, 1)] == [ahead * size, 2 * ahead * size]
+        assert posted_ahead(weights, 1, sizes) == 0

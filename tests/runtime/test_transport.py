@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
 from schedules import llama, make
+from tawpipe.runtime.ahead import Ahead
 from tawpipe.runtime.transport import Transport, TransportError, needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
@@ -34,6 +36,16 @@ def test_one_rank_has_no_groups_and_is_its_own_sum() -> None:
 def collective(which: str, lane: Lane, group: str, *, root: int = -1, source: Buffer = A, target: Buffer = B) -> Action:
     reads, writes = (source,), (target,)
     return Action(Op.COLLECTIVE, lane, reads, writes, unit=0, collective=which, group=group, root=root)
+
+
+def test_what_is_coded_or_beside_computing_does_not_begin_ahead() -> None:
+    lanes = {(lane, "node"): cast(Any, None) for lane in (Lane.GATHER, Lane.SEQ)}
+    ahead = Ahead(Topology.grid(1, 2), 0, lanes, strict=False)
+    gather = collective("all_gather", Lane.GATHER, "node")
+    assert ahead.does(gather) and ahead.begins(gather)
+    assert not ahead.does(replace(gather, compression="int8")) and not ahead.does(replace(gather, group="rail"))
+    assert ahead.does(replace(gather, lane=Lane.SEQ)) and not ahead.begins(replace(gather, lane=Lane.SEQ))
+    assert not ahead.does(collective("broadcast", Lane.GATHER, "node"))
 
 
 def moved(world: World) -> dict[str, Any]:

@@ -126,6 +126,21 @@ def test_a_buffer_that_is_reused_too_early_is_found():
         verify(_edit(schedule, 1, change))
 
 
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "weipipe", "zero-bubble"])
+def test_what_begins_while_its_buffers_are_in_use_is_found(monkeypatch, strategy):
+    """A receive that is posted while its buffer is read, as if its lane's order were enough."""
+    schedule = make(llama(8), 2, 2, 8, strategy=strategy)
+    verify(schedule)
+
+    class Forgetful(Hazards):
+        def before(self, *, frees=None, **names):
+            return [] if frees is None else super().before(frees=frees, **names)
+
+    monkeypatch.setattr("tawpipe.schedule.proof.verify.Hazards", Forgetful)
+    with pytest.raises(ScheduleError, match="belongs to what has begun"):
+        verify(schedule)
+
+
 def test_a_gradient_counted_twice_is_found():
     schedule = make(llama(3), 2, 2, 4, strategy="tawpipe-spread")
 

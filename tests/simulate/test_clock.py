@@ -94,7 +94,38 @@ TWO = Topology.grid(2, 1)
 def test_a_transfer_takes_latency_and_bytes_over_rate():
     schedule = by_hand(TWO, [[send(1)], [receive(0)]])
     model = costs(between=LinkModel(50, latency_s=0.5))
-    assert ends(schedule, model, 0) == ends(schedule, model, 1) == [pytest.approx(0.5 + 100 / 50)]
+    assert ends(schedule, model, 1) == [pytest.approx(0.5 + 100 / 50)]
+    assert ends(schedule, model, 0) == [pytest.approx(100 / 50)]  # a latency before, to which it is not held
+
+
+def test_messages_follow_each_other_at_the_rate_of_the_link_whatever_their_latency():
+    """Weights that are sent, or gathered by a ring: a lane is held for bytes, and who reads them waits for the rest."""
+    sent = [send(1)] * 5, [receive(0, buffer=f"W.{number}") for number in range(5)]
+    gather = [_collective("all_gather", "rail", Lane.INTER_W, "S.0", f"W.{number}") for number in range(5)]
+    model = costs(between=LinkModel(100, latency_s=2.5))
+    for programs in (sent, (gather, gather)):
+        assert ends(by_hand(TWO, programs), model, 1) == pytest.approx([2.5 + number for number in range(1, 6)])
+
+
+def test_what_must_wait_for_its_lane_waits_for_what_still_comes():
+    programs = [[send(1), receive(1, buffer="W.1")], [receive(0), send(0, buffer="W.2")]]
+    model = costs(between=LinkModel(100, latency_s=2.5))
+    assert ends(by_hand(TWO, programs), model, 0) == pytest.approx([1.0, 3.5 + 1 + 2.5])
+
+
+@pytest.mark.parametrize("rate", [math.inf, 1e3])
+@pytest.mark.parametrize(("stages", "rounds", "latency"), [(2, 3, 0.025), (4, 2, 0.2), (4, 3, 1.0), (6, 2, 0.5)])
+def test_1f1b_with_a_latency_takes_what_its_formula_says(stages, rounds, latency, rate):
+    """P stages, k P micro-batches, f and b for the passes of one, a hop h of bytes and latency. In a round the first
+    stage's P micro-batches go to the last one and back: P (f + b) + 2 (P - 1) h.
+    """
+    schedule = made(stages, 1, layers=stages, count=stages * rounds, strategy="1f1b")
+    model = costs(stages, between=LinkModel(rate, latency), boundary_bytes=10)
+    spans = [span for rank in range(stages) for span in play(schedule, model, steps=1).spans(rank, lane=Lane.COMPUTE)]
+    work, hop = 0.1 + 0.3, latency + 10 / rate
+    formula = rounds * (stages * work + 2 * (stages - 1) * hop) + (stages - 1) * work + 2 * (stages - 2) * hop
+    passes = [span.end for span in spans if span.action.op in (Op.FORWARD, Op.BACKWARD)]
+    assert max(passes) == pytest.approx(formula)
 
 
 def test_a_send_waits_for_its_receive_and_holds_its_lane():

@@ -66,7 +66,7 @@ def test_a_message_between_nodes_passes_both_links_and_is_counted_once() -> None
     load = found.part(0, 2, Transfer(True, 2, 0, Buffer.parse("home.w.0")))
     assert dict(load.ports) == {("between", 0, "out"): 2 * stripe, ("between", 1, "in"): 2 * stripe}
     assert load.sent == ((0, 2 * stripe),) and load.received == ((1, 2 * stripe),) and load.inside == ()
-    assert load.delay_s == 0.5
+    assert (load.delay_s, load.landing_s) == (0, 0.5)
     half = transfers_of(between=LinkModel(100.0, full_duplex=False, shared=False))
     ports = dict(half.part(0, 2, Transfer(True, 2, 0, Buffer.parse("home.w.0"))).ports)
     assert set(ports) == {("between", 0, "both"), ("between", 2, "both")}

@@ -488,6 +488,27 @@ def groups_of_lanes(world: World) -> bool:
     return len({id(group) for group in found}) == len(found) > 3 and all(group in used for group in found)
 
 
+def begun_ahead(world: World, *, slow: str, **knobs: Any) -> int:
+    """Actions of a slow lane that had begun at one time, at most, in two steps."""
+    pipeline = make_pipeline(
+        llama(torch.float32), world=world, delay=lambda lane: lambda: 0.01 if lane == slow else 0.0, **knobs
+    )
+    ahead, most = pipeline.transport.ahead, 0
+    assert ahead is not None
+    begin = ahead.begin
+
+    def noted(action: Any, buffers: Any) -> None:
+        nonlocal most
+        begin(action, buffers)
+        most = max(most, len(ahead._begun[action.lane]) if action.lane.value == slow else 0)
+
+    ahead.begin = noted  # type: ignore[method-assign]
+    for batch in batches(8, steps=2):
+        pipeline.step(batch)
+    pipeline.close()
+    return most
+
+
 def weights_read_together(world: World, *, folder: str) -> bool:
     """Whether the ranks read their units at the same time: none has read its first one before all have begun."""
     folder_of_flags = Path(folder)

@@ -18,7 +18,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.footprint import far_widths, held, held_apart
+from tawpipe.schedule.footprint import far_widths, held, held_apart, posted_ahead
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, Timeline, play
@@ -122,12 +122,12 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         "system": request.system_bytes + request.communicator_bytes * len(needed_groups([schedule])),
     }
     devices = max(request.machine.nodes)
+    sizes = request.activations_of(schedule.step.sequence_ranks)
     if request.on_cuda:
-        sizes = request.activations_of(schedule.step.sequence_ranks)
         apart = max(held_apart(schedule, rank, sizes) for rank in schedule.played)
     else:
         between = said.activation_bytes * BETWEEN_BLOCKS + (said.working_bytes * BETWEEN_CHUNKS if chunk else 0)
-        apart = min(MOST_BETWEEN, round(between))
+        apart = min(MOST_BETWEEN, round(between)) + max(posted_ahead(schedule, r, sizes) for r in schedule.played)
     parts |= {"apart": apart} if apart or not request.on_cuda else {}
     if request.has_host:
         return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)

@@ -141,6 +141,10 @@ class Compute(Blocks):
         """An EXCHANGE of activations, in the lane of a direction between two ranks."""
         moves.travel(self, action, transport, given)
 
+    def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+        """Memory for the activations that an EXCHANGE receives."""
+        return moves.room_for(self, action, given)
+
     def offload(self, action: Action) -> None:
         """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
         one, drops the device's copy: its memory goes back to the stream that made it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
+from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.refresh import Refresh
 from tawpipe.runtime.slices import loads_of, squares_of
@@ -31,6 +32,7 @@ from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight
+from tawpipe.schedule.footprint import MOST_AHEAD, most_ahead
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.step import Schedule
 
@@ -57,6 +59,8 @@ class BlockCompute(Protocol):
     def prepare(self, action: Action, given: StepInput) -> None: ...
 
     def travel(self, action: Action, transport: Transport, given: StepInput) -> None: ...
+
+    def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]: ...
 
     def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None: ...
 
@@ -226,6 +230,11 @@ class Executor:
             for lane in Lane
             if lane not in (Lane.HOME, Lane.RAISE) or self.streaming is not None
         }
+        self._beside: dict[Lane, LaneProtocol] = {}
+        """Beside a lane, what begins its actions before it comes to them."""
+        self._begun: dict[Lane, deque[Event]] = {}
+        """The ends of those."""
+        self._delay = delay
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
@@ -298,7 +307,7 @@ class Executor:
                 run: Callable[[], None] = partial(self._run[action.op], action, step)
                 if self.injector is not None and training:
                     run = self.injector.around(action, given.step + 1, run, self._buffers)
-                event = self._submit(action, recording.around(index, str(action), run) if recording else run)
+                event = self._submit(action, recording.around(index, str(action), run) if recording else run, step)
                 last[action.lane] = event
                 if action.op is Op.NORM:
                     ended = event
@@ -332,7 +341,7 @@ class Executor:
         """Drain, and end the lanes. After a failure they are left alone: they may wait for peers that are gone."""
         self.watchdog.close()
         self.drain()
-        for lane in self._lanes.values():
+        for lane in (*self._lanes.values(), *self._beside.values()):
             lane.close()
 
     @property
@@ -347,17 +356,49 @@ class Executor:
 
     def end_lanes(self, limit_s: float) -> list[bool]:
         """Let the lanes end after what was submitted, and wait so long for each; True for those that have ended."""
-        return [lane.close(limit_s) for lane in self._lanes.values()]
+        return [lane.close(limit_s) for lane in (*self._lanes.values(), *self._beside.values())]
 
     def forgive(self) -> None:
         """Updates happen again after a number that was not finite, because the weights have been replaced."""
         self._finite.fill_(1)
 
-    def _submit(self, action: Action, run: Callable[[], None]) -> Event:
+    def _submit(self, action: Action, run: Callable[[], None], step: _Step) -> Event:
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
-        event = self._lanes[action.lane].submit(run, self._hazards.before(**names), str(action))
+        awaited, ahead = self._hazards.before(**names), self.transport.ahead
+        begins = ahead is not None and ahead.begins(action)
+        if begins:
+            awaited.append(self._begin_ahead(action, step))
+        event = self._lanes[action.lane].submit(run, awaited, str(action))
+        if begins:
+            self._begun[action.lane].append(event)
         self._hazards.record(event, **names)
         return event
+
+    def _begin_ahead(self, action: Action, step: _Step) -> Event:
+        """Begin an action as soon as its buffers allow, of an EXCHANGE those that it receives into: they are written
+        from then on. Its lane is not waited for, so what else happens there to the buffers is.
+        """
+        lane = action.lane
+        if lane not in self._beside:
+            delay = self._delay(f"{lane.value} ahead") if self._delay else None
+            self._beside[lane] = CpuLane(f"{lane.value} ahead", self._failure, delay=delay)
+            self._begun[lane] = deque(maxlen=MOST_AHEAD)
+        begin = partial(self._begin, action, step, tuple(self._begun[lane]))
+        return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), str(action))
+
+    def _begin(self, action: Action, step: _Step, earlier: Sequence[Event]) -> None:
+        """
+        Args:
+            earlier: the ends of what the lane was begun before.
+        """
+        buffers, most = self._buffers, MOST_AHEAD
+        if action.writes[0].is_activation:
+            buffers = self.compute.room_for(action, step.given)
+            most = most_ahead(sum(tensor.nbytes for tensor in buffers.values()))
+        if len(earlier) >= most:
+            earlier[-most].wait()
+        assert self.transport.ahead is not None
+        self.transport.ahead.begin(action, buffers)
 
     # actions
 

@@ -26,6 +26,14 @@ ALIGNED = 512
 """Bytes at multiples of which storages begin in the host's memory."""
 
 
+def room_for(blocks: Blocks, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+    """Memory for the activations that an EXCHANGE receives."""
+    rooms, width, dtype, device = dict[Buffer, Tensor](), blocks.chain.width, blocks.chain.dtype, blocks.chain.device
+    for buffer in action.writes:
+        rooms[buffer] = torch.empty((*blocks.shape(given, buffer.at[0]), width), dtype=dtype, device=device)
+    return rooms
+
+
 def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInput) -> None:
     """An EXCHANGE of activations, in the lane of a direction between two ranks."""
     on_cuda, tensors = blocks.chain.device.type == "cuda", dict[Buffer, Tensor]()
@@ -42,9 +50,9 @@ def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInpu
                 expected = f"hidden states {shape} in {dtype} where a stage ends; or a strategy whose weights travel"
                 raise UserError(name, f"{tuple(held.shape)} in {held.dtype}", expected)
             tensors[transfer.buffer] = held.contiguous()
-        else:
-            tensors[transfer.buffer] = torch.empty(shape, dtype=dtype, device=blocks.chain.device)
-    transport.exchange(action, tensors)
+    if transport.ahead is None:
+        tensors |= room_for(blocks, action, given)
+    tensors |= transport.exchange(action, tensors)
     for transfer in action.transfers:
         table = blocks.held.tables[transfer.buffer.kind]
         if not transfer.send:

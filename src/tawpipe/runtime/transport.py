@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tawpipe.runtime.ahead import Ahead, TransportError, compare_headers
 from tawpipe.runtime.compression import Scratch, decode, encode
 from tawpipe.runtime.exact import NOTHING, WHOLE, ChangeForm, decode_change, encode_change
 from tawpipe.runtime.memory import taken_outside_torch
@@ -37,6 +38,8 @@ from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
+
+__all__ = ["Transport", "TransportError", "needed_groups"]
 
 # torch 2.13 renamed these; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,10 +52,6 @@ most where the link between nodes is the limit, or activations go from stage to 
 BLOCK_BYTES_PER_S = 10e9
 """Rate at which one block fills a link between nodes."""
 BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
-
-
-class TransportError(RuntimeError):
-    """A message that is not the one this rank expects."""
 
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
@@ -172,6 +171,8 @@ class Transport:
         self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
         self._sequence: dict[tuple[Lane, str], int] = {}
         self._scratch = {lane: Scratch(device) for lane in Lane}
+        self.ahead = None if self._nccl else Ahead(topology, rank, self._groups, strict=strict)
+        """What is done in two parts, the first before its lane comes to it; None where messages have no tags."""
         if topology.world_size == 1:
             return
         schedules = list(schedules)
@@ -238,6 +239,9 @@ class Transport:
 
     def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Run a COLLECTIVE. ``buffers`` holds the tensors that the action names, cut to the sizes that travel."""
+        if self.ahead is not None and self.ahead.does(action):
+            self.ahead.collective(action, buffers)
+            return
         key = (action.lane, action.group)
         group = self._groups[key]
         if self.strict:
@@ -245,7 +249,7 @@ class Transport:
         if action.compression:
             self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
         elif action.collective in ("all_gather", "reduce_scatter"):
-            self._apart(action, buffers[action.reads[0]], buffers[action.writes[0]])
+            self._apart(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
         else:
             buffer = buffers[(action.writes or action.reads)[0]]
             if action.collective == "all_reduce":
@@ -262,20 +266,25 @@ class Transport:
         if self.strict:
             self._check_collective(key, action)
         for source, target in pairs:
-            self._apart(action, source, target)
+            self._whole(action, source, target)
 
-    def _apart(self, action: Action, source: Tensor, target: Tensor) -> None:
-        """An all_gather or a reduce_scatter."""
-        group, gathers = self._groups[action.lane, action.group], action.collective == "all_gather"
-        if self._nccl:
-            run = _all_gather if gathers else _reduce_scatter
-            self._wait(run(target, source, group=group, async_op=True))
-            return
-        members = self.topology.group(action.group, self.rank)
-        (self._ring_all_gather if gathers else ring_reduce_scatter)(target, source, members, group)
+    def _whole(self, action: Action, source: Tensor, target: Tensor) -> None:
+        """An all-gather or a reduce-scatter of which nothing has begun."""
+        if self.ahead is not None:
+            self.ahead.ring(action, source, target)
+        else:
+            self._apart(action, source, target, self._groups[action.lane, action.group])
 
-    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        """Run an EXCHANGE: all its parts at once; it ends with the slowest."""
+    def _apart(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        run = _all_gather if action.collective == "all_gather" else _reduce_scatter
+        self._wait(run(target, source, group=group, async_op=True))
+
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
+        """Run an EXCHANGE: all its parts at once; it ends with the slowest. What it has received is returned, which
+        ``buffers`` need not hold if the receives were posted ahead.
+        """
+        if self.ahead is not None and self.ahead.does(action):
+            return self.ahead.exchange(action, buffers)
         key = (action.lane, action.group)
         group = self._groups[key]
         if self.strict:
@@ -299,6 +308,7 @@ class Transport:
             for t, message in zip(action.transfers, messages, strict=True):
                 if not t.send:
                     decode(message, action.compression, buffers[t.buffer])
+        return {t.buffer: buffers[t.buffer] for t in action.transfers if not t.send}
 
     def all_reduce(self, action: Action, values: Tensor) -> None:
         """Sum ``values`` over the action's group, in place."""
@@ -328,7 +338,7 @@ class Transport:
         if form.bits == NOTHING:
             return
         if form.bits == WHOLE:
-            self._apart(action, home, copy)
+            self._whole(action, home, copy)
             return
         members = self.topology.group(action.group, self.rank)
         size, here, each = len(members), members.index(self.rank), form.message_bytes(home.numel())
@@ -346,26 +356,6 @@ class Transport:
         """An all_gather into the room behind a message."""
         together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
         self._wait(_all_gather(together, mine, group=group, async_op=True))
-
-    def _ring_all_gather(
-        self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
-    ) -> None:
-        """Pieces go round the members and arrive where they belong.
-
-        gloo's own all_gather receives into a second buffer of the target's size and copies from there.
-        """
-        size, here = len(members), members.index(self.rank)
-        right, left = members[(here + 1) % size], members[here - 1]
-        pieces = target.view(size, -1)
-        if pieces[here].data_ptr() != source.data_ptr():
-            pieces[here].copy_(source)
-        arriving = [dist.irecv(pieces[(here - hop) % size], left, group=group) for hop in range(1, size)]
-        leaving = []
-        for hop, work in enumerate(arriving):
-            leaving.append(dist.isend(pieces[(here - hop) % size], right, group=group))
-            self._wait(work)
-        for work in leaving:
-            self._wait(work)
 
     def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
         """An all-gather, or a reduce-scatter in which everyone sends every other its piece."""
@@ -415,7 +405,7 @@ class Transport:
         all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)
         self._wait(_all_gather(all_headers, mine, group=self._groups[key], async_op=True))
         for member, theirs in zip(members, all_headers.view(-1, 2), strict=True):
-            self._compare(mine, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
+            compare_headers(mine, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
 
     def _check_exchange(self, key: tuple[Lane, str], action: Action) -> None:
         group = self._groups[key]
@@ -435,39 +425,4 @@ class Transport:
         for work in works:
             self._wait(work)
         for check in checks:
-            self._compare(*check)
-
-    @staticmethod
-    def _compare(mine: Tensor, theirs: Tensor, what: str) -> None:
-        if not torch.equal(mine, theirs):
-            raise TransportError(
-                f"{what}: this rank is at message {mine.tolist()} (number, checksum), the other at {theirs.tolist()}"
-            )
-
-
-def ring_reduce_scatter(
-    target: Tensor, source: Tensor, members: Sequence[int], group: dist.ProcessGroup | None
-) -> None:
-    """Partial sums go round the members, each adding its own piece: the least bytes there are, alike over every link
-    between neighbours, in one order of additions.
-
-    gloo's own reduce_scatter is an all-reduce and a cut: twice the bytes.
-
-    Args:
-        target: (n,).
-        source: (members x n,), piece by piece in their order; not changed.
-    """
-    size, here = len(members), members.index(dist.get_rank())
-    right, left = members[(here + 1) % size], members[here - 1]
-    pieces = source.view(size, -1)
-    leaving: Tensor = pieces[here - 1]
-    if size == 1:
-        target.copy_(leaving)
-    for hop in range(2, size + 1):
-        arriving = target if hop == size else torch.empty_like(target)
-        send, receive = dist.isend(leaving, right, group=group), dist.irecv(arriving, left, group=group)
-        assert send is not None and receive is not None
-        receive.wait()
-        arriving.add_(pieces[(here - hop) % size])
-        send.wait()
-        leaving = arriving
+            compare_headers(*check)

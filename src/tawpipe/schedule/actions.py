@@ -162,6 +162,20 @@ class Action:
         """The gradient buffers among ``writes``."""
         return tuple(buffer for buffer in self.writes if buffer.is_gradient)
 
+    @property
+    def begins_ahead(self) -> bool:
+        """True if some of it needs nothing but its buffers: receives that can be posted, and the first message of a
+        ring sent, while its lane, on which nothing is computed, waits for what is before it.
+        """
+        apart = self.lane not in (Lane.COMPUTE, Lane.SEQ) and not self.compression
+        ring = self.collective in ("all_gather", "reduce_scatter")
+        return apart and (ring or (self.op is Op.EXCHANGE and bool(self.writes)))
+
+    @property
+    def needs_ahead(self) -> dict[str, tuple[Buffer, ...]]:
+        """What it reads and writes from then on."""
+        return {"reads": () if self.op is Op.EXCHANGE else self.reads, "writes": self.writes}
+
     def __str__(self) -> str:
         words = [self.lane.value, self.op.value]
         if self.collective:

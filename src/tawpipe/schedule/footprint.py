@@ -27,6 +27,17 @@ TRAVELLING = 2
 """Transfers of activations that a lane may be given before they are over, on a device that runs behind the thread which
 issues: what is received is made then, and what was sent stays until it has gone.
 """
+MOST_AHEAD, AHEAD_BYTES = 16, 16 << 20
+"""Actions of a lane that gloo begins before the first of them is over, at most, and bytes of activations among them."""
+
+
+def most_ahead(message_bytes: int) -> int:
+    """Messages of activations of which a lane posts the receives before the first of them is there.
+
+    >>> most_ahead(1000), most_ahead(4 << 20), most_ahead(1 << 30)
+    (16, 4, 2)
+    """
+    return min(MOST_AHEAD, max(2, AHEAD_BYTES // max(1, message_bytes)))
 
 
 @dataclass(frozen=True)
@@ -346,6 +357,20 @@ def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
         for transfer in action.transfers:
             travelling[action.lane] = max(travelling.get(action.lane, 0), sizes.get(transfer.buffer.kind, 0))
     return sum(most.values()) - highest + TRAVELLING * sum(travelling.values())
+
+
+def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
+    """Bytes of activations for which gloo has room before the schedule says so: those whose receives are posted.
+
+    Args:
+        sizes: of one activation of every kind.
+    """
+    largest = dict[Lane, int]()
+    for action in schedule.programs[rank]:
+        if action.begins_ahead and action.writes[0].is_activation:
+            size = sum(sizes.get(buffer.kind, 0) for buffer in action.writes)
+            largest[action.lane] = max(largest.get(action.lane, 0), size)
+    return sum(size * (most_ahead(size) - 1) for size in largest.values())
 
 
 def costs(

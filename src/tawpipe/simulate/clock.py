@@ -6,10 +6,12 @@ The rules are those that ``schedule/proof/verify.py`` proves and the runtime fol
 * an action starts when its lane is free and what it depends on (``Hazards``, from step to step) has ended;
 * a collective begins when it has started on all its members, and ends for all at once;
 * each part of an exchange begins when both sides have started, and the exchange ends with its last part;
+* a message holds its sender, and the lane that receives it, for its bytes and not for the latency of the last one: what
+  begins ahead (``Action.begins_ahead``) may follow on that lane;
 * where homes are in the host's memory, all lanes of a rank share its link to the host, each way.
 
-Compute takes the cost model's seconds. A transfer takes its latency, then shares the ports on its way with whatever
-else is in flight (``network.py``). Steps follow each other without a barrier, as they do in the runtime.
+Compute takes the cost model's seconds. A transfer shares the ports on its way with whatever else is in flight
+(``network.py``), between its latencies. Steps follow each other without a barrier, as they do in the runtime.
 
 The play is in proportion to ranks x actions x steps. A step repeats: its dependencies are derived once and shifted, and
 from the second or third step on the times repeat too, so that few steps tell about all. Where units and nodes are even,
@@ -75,7 +77,7 @@ def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[lis
 @dataclass(eq=False, slots=True)
 class _Lane:
     """One lane of one rank: the actions of a step, and how far it is; ``first`` is the number of the rank's first
-    instance in the step that the lane is in.
+    instance in the step that the lane is in. ``landing`` counts those that it is done with and that have not ended.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class _Lane:
     step: int = 0
     position: int = 0
     busy: bool = False
+    landing: int = 0
 
 
 @dataclass(slots=True)
@@ -102,12 +105,15 @@ class End:
 
 @dataclass(eq=False, slots=True)
 class Transit:
-    """A transfer that has begun: which instances take part, when it began, which of them came last."""
+    """A transfer that has begun: which instances take part, when it began, which of them came last; and of a message
+    the sender, else -1.
+    """
 
     load: Load
     members: tuple[int, ...]
     began: float
     latest: int
+    sender: int = -1
 
 
 class Player:
@@ -127,6 +133,8 @@ class Player:
         total = self.record.total
         self.start, self.begin, self.end = self.record.start, self.record.begin, self.record.end
         self.open_parts = [0] * total
+        self.open_bytes = [0] * total
+        """Of transfers, parts that are not there, and parts whose bytes have not passed."""
         self.waits = [0] * total
         self.bytes = [[NodeBytes() for _ in range(self.physical.num_nodes)] for _ in range(steps)]
         self.events: list[tuple[float, int, int, object]] = []
@@ -175,9 +183,9 @@ class Player:
             self._try(lane, 0.0, -1)
         while self.events:
             now, _, kind, what = heapq.heappop(self.events)
-            if kind == _ENDED:
+            if kind in (_ENDED, _LANDED):
                 assert isinstance(what, int)
-                self._ended(what, now)
+                self._ended(what, now) if kind == _ENDED else self._landed(what, now)
             elif kind == _ON_THE_WAY:
                 assert isinstance(what, Transit)
                 self.network.add(Flow(what.load.ports, what))
@@ -212,11 +220,11 @@ class Player:
             return
         index = lane.order[lane.position]
         number = lane.first + index
-        if self.waits[number]:
+        action = self.schedule.programs[lane.rank][index]
+        if self.waits[number] or (lane.landing and not _may_follow(action)):
             return
         lane.busy = True
         self._note_start(number, now, cause)
-        action = self.schedule.programs[lane.rank][index]
         if action.op is Op.EXCHANGE:
             self._start_exchange(lane.rank, number, action, now)
         elif action.group:
@@ -302,6 +310,7 @@ class Player:
 
     def _start_collective(self, rank: int, number: int, action: Action, now: float) -> None:
         members = self._members(action.group, rank)
+        self.open_parts[number] = self.open_bytes[number] = 1
         here = self.rendezvous.collective(number, action, members, self._taking_part[members[0], action.group])
         if not here:
             return
@@ -319,11 +328,11 @@ class Player:
         return self._groups[group, rank]
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
-        self.open_parts[number] = len(action.transfers)
+        self.open_parts[number] = self.open_bytes[number] = len(action.transfers)
         for transfer, other, _ in self.rendezvous.exchange(number, rank, action):
             sender, receiver = (rank, transfer.peer) if transfer.send else (transfer.peer, rank)
             load = self.transfers.part(sender, receiver, transfer, action.compression)
-            self._go(Transit(load, (number, other), now, number))
+            self._go(Transit(load, (number, other), now, number, number if transfer.send else other))
 
     def _go(self, transit: Transit) -> None:
         load, step = transit.load, self.record.step(transit.latest)
@@ -342,22 +351,46 @@ class Player:
             self._at(least, _ARRIVED, transit)
             return
         for number in transit.members:
-            self.open_parts[number] -= 1
-            if self.open_parts[number] <= 0:
-                self.begin[number] = transit.began
-                self.record.latest[number] = transit.latest
-                self._ended(number, now)
+            self.begin[number] = transit.began
+            self.record.latest[number] = transit.latest
+            self.open_bytes[number] -= 1
+            if transit.load.landing_s and number != transit.sender:
+                self._at(now + transit.load.landing_s, _LANDED, number)
+                if self.open_bytes[number] <= 0:
+                    self._free(number, now)
+            else:
+                self._landed(number, now)
+
+    def _landed(self, number: int, now: float) -> None:
+        """A part of an instance is there."""
+        self.open_parts[number] -= 1
+        if self.open_parts[number] <= 0:
+            self._ended(number, now)
+
+    def _free(self, number: int, now: float) -> None:
+        """A lane is done with its head, which has not ended."""
+        rank, _, index = self.record.where(number)
+        lane = self.lane_of[rank][index]
+        lane.landing += 1
+        self._pass(lane)
+        self._try(lane, now, number)
+
+    def _pass(self, lane: _Lane) -> None:
+        lane.busy = False
+        lane.position += 1
+        if lane.position == len(lane.order):
+            lane.step, lane.position = lane.step + 1, 0
+            lane.first += self.record.sizes[lane.rank]
 
     def _ended(self, number: int, now: float) -> None:
         self.end[number] = now
         self.log.append(End(number))
         rank, step, index = self.record.where(number)
         lane = self.lane_of[rank][index]
-        lane.busy = False
-        lane.position += 1
-        if lane.position == len(lane.order):
-            lane.step, lane.position = step + 1, 0
-            lane.first += self.record.sizes[rank]
+        if lane.busy and lane.first + lane.order[lane.position] == number:
+            self._pass(lane)
+        else:
+            lane.landing -= 1
         self._try(lane, now, number)
         first = number - index
         self._release(rank, first, self.same_step[rank][index], now, number)
@@ -400,4 +433,9 @@ class Player:
         ]
 
 
-_ENDED, _ON_THE_WAY, _ARRIVED = range(3)
+def _may_follow(action: Action) -> bool:
+    """True if an action may start on a lane to which something is still coming: all of it begins ahead."""
+    return action.begins_ahead and not any(transfer.send for transfer in action.transfers)
+
+
+_ENDED, _LANDED, _ON_THE_WAY, _ARRIVED = range(4)

@@ -26,7 +26,7 @@ class LinkModel:
     Args:
         bytes_per_s: of payload, in one direction (both together where ``full_duplex`` is off); ``math.inf`` for a link
             that costs its latency only.
-        latency_s: from the moment at which both sides are ready to the first byte's arrival; the link stays free.
+        latency_s: from the moment at which both sides are ready to the first byte's arrival; link and sender stay free.
         full_duplex: whether the two directions do not take bandwidth from each other.
         shared: one link for all ranks of a node (a network card, a loopback device, a PCIe root); off: one per rank
             (NVLink, a card per device). A message inside a node passes a shared link once, out and in together.

@@ -37,7 +37,7 @@ class Span:
         index: of the action in its rank's program.
         start: it has its lane from here on.
         begin: it is under way: everybody who takes part is there. (Of an exchange: its last part is.)
-        end: it is done, and the lane free.
+        end: it is done. Its lane is free then, or before by the latency of the last message, see ``clock``.
     """
 
     rank: int

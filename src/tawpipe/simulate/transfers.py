@@ -37,6 +37,7 @@ class Load:
     Args:
         ports: bytes that pass each port; ports without a limit are left out.
         delay_s: latencies and additions, which occupy no port.
+        landing_s: latency of the last message, after its bytes: neither its sender nor a lane waits for it.
         sent, received: bytes that leave and enter nodes.
         inside: bytes that stay in a node, by node.
         least_s: what it takes, however fast the ports are.
@@ -48,6 +49,7 @@ class Load:
     received: tuple[tuple[int, float], ...] = ()
     inside: tuple[tuple[int, float], ...] = ()
     least_s: float = 0.0
+    landing_s: float = 0.0
 
 
 def ring(members: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -137,10 +139,13 @@ class Transfers:
             width *= not stays
             how = "pairwise" if action.compression else costs.reduce_scatter  # a ring would round at every hop
             moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=how)
-            delay = self.latency(action.collective, members, action.root)
+            delay, landing = self.latency(action.collective, members, action.root), 0.0
+            if action.collective in ("all_gather", "reduce_scatter") and n > 1 and not action.compression:
+                landing = max(self._latency(a, b) for a, b in ring(members))
+                delay = max(0.0, delay - landing)
             if action.collective in ("reduce_scatter", "reduce", "all_reduce"):
                 delay += costs.add_s * whole * (n - 1) / n
-            load = self._load(moved, width, delay)
+            load = self._load(moved, width, delay, landing)
             self._collectives[key] = self._seen(load, action.group) if self._folded else load
         return self._collectives[key]
 
@@ -172,7 +177,7 @@ class Transfers:
             tuple((node, amount * times) for node, amount in part if node in self._nodes_played)
             for part in (load.sent, load.received, load.inside)
         )
-        return Load(ports, load.delay_s, sent, received, inside)
+        return Load(ports, load.delay_s, sent, received, inside, landing_s=load.landing_s)
 
     def _by_node(self, port: Port) -> bool:
         """True if the port's owner is a node and not a rank."""
@@ -222,7 +227,7 @@ class Transfers:
             amount = self.cost_model.boundary(transfer.buffer.at[0])
             key = (sender, receiver, amount)
             if key not in self._parts:
-                load = self._load(iter([(sender, receiver, amount)]), 1, self._latency(sender, receiver))
+                load = self._load(iter([(sender, receiver, amount)]), 1, 0.0, self._latency(sender, receiver))
                 self._parts[key] = self._seen(load, PAIR) if self._folded else load
             return self._parts[key]
         weights = transfer.buffer.is_weight
@@ -232,8 +237,7 @@ class Transfers:
                 compression, self.cost_model.weight_bytes if weights else self.cost_model.gradient_bytes
             )
             elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
-            delay = self._latency(sender, receiver)
-            load = self._load(iter([(sender, receiver, elements)]), width, delay)
+            load = self._load(iter([(sender, receiver, elements)]), width, 0.0, self._latency(sender, receiver))
             self._parts[key] = self._seen(load, PAIR) if self._folded else load
         return self._parts[key]
 
@@ -269,7 +273,7 @@ class Transfers:
             return self.cost_model.inside.latency_s
         return max(self.cost_model.node_link(here).latency_s, self.cost_model.node_link(there).latency_s)
 
-    def _load(self, moved: Iterator[Message], width: float, delay: float) -> Load:
+    def _load(self, moved: Iterator[Message], width: float, delay: float, landing: float = 0.0) -> Load:
         ports: dict[Port, float] = {}
         sent: dict[int, float] = {}
         received: dict[int, float] = {}
@@ -285,7 +289,8 @@ class Transfers:
             for port in self._path(sender, receiver):
                 ports[port] = ports.get(port, 0.0) + amount
         limited = tuple((port, n) for port, n in ports.items() if n > 0 and self.capacity(port) < float("inf"))
-        return Load(limited, delay, tuple(sent.items()), tuple(received.items()), tuple(inside.items()))
+        counted = tuple(sent.items()), tuple(received.items()), tuple(inside.items())
+        return Load(limited, delay, *counted, landing_s=landing)
 
     def _path(self, sender: int, receiver: int) -> tuple[Port, ...]:
         here, there = self.topology.node_of(sender), self.topology.node_of(receiver)

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tawpipe.runtime.lanes import CpuEvent
-from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.topology import Topology
-from tawpipe_lab.rivals.fsdp_collectives import TransferLanes, all_gather
+from tawpipe_lab.rivals.fsdp_collectives import TransferLanes, all_gather, ring_reduce_scatter
 
 LANE = "SEQ"
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.lanes import CpuEvent, CpuLane, Failure
-from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.topology import Topology
 from tawpipe_lab.sleeper import BusyTime
 
@@ -198,3 +197,31 @@ class HierarchicalReduction(BackgroundReduction):
 
         inner = self._lanes.submit("REDUCE", inside)
         return self._lanes.submit("INTER_G", lambda: _reduce(output, of_node, self._rail), (inner,))
+
+
+def ring_reduce_scatter(
+    target: Tensor, source: Tensor, members: Sequence[int], group: dist.ProcessGroup | None
+) -> None:
+    """Partial sums go round the members, each adding its own piece: the least bytes there are, alike over every link
+    between neighbours, in one order of additions.
+
+    gloo's own reduce_scatter is an all-reduce and a cut: twice the bytes.
+
+    Args:
+        target: (n,).
+        source: (members x n,), piece by piece in their order; not changed.
+    """
+    size, here = len(members), members.index(dist.get_rank())
+    right, left = members[(here + 1) % size], members[here - 1]
+    pieces = source.view(size, -1)
+    leaving: Tensor = pieces[here - 1]
+    if size == 1:
+        target.copy_(leaving)
+    for hop in range(2, size + 1):
+        arriving = target if hop == size else torch.empty_like(target)
+        send, receive = dist.isend(leaving, right, group=group), dist.irecv(arriving, left, group=group)
+        assert send is not None and receive is not None
+        receive.wait()
+        arriving.add_(pieces[(here - hop) % size])
+        send.wait()
+        leaving = arriving

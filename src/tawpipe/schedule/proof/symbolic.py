@@ -46,6 +46,7 @@ class Running:
     Args:
         waits: how many actions it still waits for.
         open_parts: transfers of an exchange that have not met their other side.
+        begins: instead of the action its beginning, before its lane comes to it.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Running:
     waits: int = 0
     started: bool = False
     open_parts: int = 0
+    begins: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} step {self.step} #{self.index}: {self.action}"

@@ -8,7 +8,8 @@ under the rules that hold for NCCL and for gloo in strict mode:
 * a collective starts when it is at the head of its lane on every member and ends for all at once;
 * an exchange starts by itself; each of its parts ends when the peer's matching exchange has started too, and the
   exchange when all its parts have. Parts between two ranks on one lane and group match in the order in which they were
-  issued.
+  issued;
+* what ``begins_ahead`` has its buffers from the moment at which they are free, whatever its lane still waits for.
 
 With ``one_thread`` a stricter rule holds: a rank's actions begin in the order of its program, each when the one before
 it has ended, on whichever lane. On CUDA one thread issues all of them, and whatever blocks it (a connection that NCCL
@@ -19,18 +20,20 @@ Which action the play starts first makes no difference to what it finds: order m
 impose it.
 
 It fails if something waits for ever; if operations of one group do not match; if a read finds anything but what the
-action needs (unit, stripes, version, contributions); if a gradient contribution is missing or counted twice; if an
-update, a loss or a part of the norm is missing, counted twice, or made from an earlier step; if activations pile up;
-if copies that stay from step to step are of several versions, or are read before the step has refreshed them; if a
-buffer is in no pool, in no use, of another size or kind than what it holds; or if the elements between nodes
-differ from the closed formula.
+action needs (unit, stripes, version, contributions), or anything while it arrives; if a gradient contribution is
+missing or counted twice; if an update, a loss or a part of the norm is missing, counted twice, or made from an earlier
+step; if activations pile up; if copies that stay from step to step are of several versions, or are read before the
+step has refreshed them; if a buffer is in no pool, in no use, of another size or kind than what it holds; or if the
+elements between nodes differ from the closed formula.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.rendezvous import Rendezvous
 from tawpipe.schedule.proof.symbolic import Content, Contents, Running, ScheduleError
@@ -68,7 +71,10 @@ class _ClocklessPlay:
         self.schedule, self.steps, self.topology = schedule, steps, schedule.topology
         self.one_thread = one_thread
         self.contents = Contents(schedule)
-        self.lanes: dict[tuple[int, Lane | None], deque[Running]] = {}
+        self.lanes: dict[tuple[int, Lane | None, bool], deque[Running]] = {}
+        """By rank and lane; those of beginnings apart."""
+        self.begun: dict[tuple[int, Buffer], list[Running]] = {}
+        """Buffers of what has begun and not ended."""
         self.waiters: dict[int, list[Running]] = {}
         self.rendezvous: Rendezvous[Running] = Rendezvous(str)
         self.everything: list[Running] = []  # ids stay unique while their objects live
@@ -79,16 +85,23 @@ class _ClocklessPlay:
         hazards: Hazards[int] = Hazards()
         for step in range(self.steps):
             for index, action in enumerate(self.schedule.programs[rank]):
-                running = Running(rank, step, index, action)
-                self.everything.append(running)
+                running, first = Running(rank, step, index, action), list[int]()
+                if action.begins_ahead and not self.one_thread:
+                    begin = replace(running, begins=True)
+                    self._append(begin, hazards.before(**action.needs_ahead))
+                    first.append(id(begin))
                 waits_for = hazards.add(id(running), reads=action.reads, writes=action.writes, frees=action.frees)
-                running.waits = len(waits_for)
-                for other in waits_for:
-                    self.waiters.setdefault(other, []).append(running)
-                self.lanes.setdefault(self._lane(running), deque()).append(running)
+                self._append(running, [*waits_for, *first])
 
-    def _lane(self, running: Running) -> tuple[int, Lane | None]:
-        return running.rank, None if self.one_thread else running.action.lane
+    def _append(self, running: Running, waits_for: list[int]) -> None:
+        self.everything.append(running)
+        running.waits = len(waits_for)
+        for other in waits_for:
+            self.waiters.setdefault(other, []).append(running)
+        self.lanes.setdefault(self._lane(running), deque()).append(running)
+
+    def _lane(self, running: Running) -> tuple[int, Lane | None, bool]:
+        return running.rank, None if self.one_thread else running.action.lane, running.begins
 
     def run(self) -> None:
         ready = deque(self.lanes)
@@ -100,13 +113,17 @@ class _ClocklessPlay:
                 continue
             for ended in self._start(queue[0]):
                 finished += 1
+                if not ended.begins and ended.action.begins_ahead:
+                    for buffer in (*ended.action.reads, *ended.action.writes):
+                        begun = self.begun.get((ended.rank, buffer), [])
+                        begun[:] = [other for other in begun if (other.step, other.index) != (ended.step, ended.index)]
                 lane = self.lanes[self._lane(ended)]
                 assert lane[0] is ended
                 lane.popleft()
                 ready.append(self._lane(ended))
                 for waiter in self.waiters.pop(id(ended), ()):
                     waiter.waits -= 1
-                    ready.append(self._lane(waiter))
+                    (ready.appendleft if waiter.begins else ready.append)(self._lane(waiter))
         if finished < len(self.everything):
             stuck = "\n  ".join(str(queue[0]) for queue in self.lanes.values() if queue)
             raise ScheduleError(f"deadlock: these wait for ever\n  {stuck}")
@@ -115,12 +132,33 @@ class _ClocklessPlay:
     def _start(self, running: Running) -> list[Running]:
         """Start the head of a lane; returns the actions that end with it."""
         running.started = True
+        self._check_begun(running)
+        if running.begins:
+            return [running]
         if running.action.op is Op.EXCHANGE:
             return self._start_exchange(running)
         if running.action.group:
             return self._start_collective(running)
         self.contents.local(running)
         return [running]
+
+    def _check_begun(self, running: Running) -> None:
+        """What has begun and not ended has what it writes for itself, and nobody writes what it reads."""
+        action, rank = running.action, running.rank
+        needs = (
+            action.needs_ahead if running.begins else {"reads": action.reads, "writes": (*action.writes, *action.frees)}
+        )
+        for name, buffers in needs.items():
+            for buffer in buffers:
+                for other in self.begun.get((rank, buffer), ()):
+                    alone = name == "writes" or buffer in other.action.writes
+                    if alone and (other.step, other.index) != (running.step, running.index):
+                        raise ScheduleError(f"{buffer} belongs to what has begun, {other}: {running}")
+        if running.begins:
+            if both := set(action.reads) & set(action.writes):
+                raise ScheduleError(f"what is sent may arrive before, in {min(both)}: {running}")
+            for buffer in {buffer for buffers in needs.values() for buffer in buffers}:
+                self.begun.setdefault((rank, buffer), []).append(running)
 
     def _start_exchange(self, running: Running) -> list[Running]:
         running.open_parts = len(running.action.transfers)

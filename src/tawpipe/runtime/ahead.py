@@ -1,0 +1,214 @@
+"""Messages of gloo that are under way before their lane comes to them.
+
+A send of gloo waits until its receive has been posted, and to tell so takes a latency of the link. So what a lane will
+receive is posted as soon as its buffer is free, and the first message of a ring is sent then, too. Tags pair the
+messages, by the number of what they belong to and by what they are about.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer
+from tawpipe.schedule.buffers import Buffer
+from tawpipe.topology import Topology
+
+
+class TransportError(RuntimeError):
+    """A message that is not the one this rank expects."""
+
+
+def compare_headers(mine: Tensor, theirs: Tensor, what: str) -> None:
+    """Compare the number and the checksum of a message on its two sides.
+
+    Raises:
+        TransportError: they differ.
+    """
+    if not torch.equal(mine, theirs):
+        raise TransportError(
+            f"{what}: this rank is at message {mine.tolist()} (number, checksum), the other at {theirs.tolist()}"
+        )
+
+
+@dataclass
+class Message:
+    """A message under way; in strict mode behind its header."""
+
+    work: dist.Work
+    tensor: Tensor
+    header: tuple[dist.Work, Tensor, Tensor, str] | None
+
+    def wait(self) -> None:
+        if self.header is not None:
+            work, mine, theirs, what = self.header
+            work.wait()
+            compare_headers(mine, theirs, what)
+        self.work.wait()
+
+
+@dataclass
+class Begun:
+    """What of an action is under way: its messages, and of an EXCHANGE what it receives."""
+
+    number: int = 0
+    leaving: list[Message] = field(default_factory=list)
+    coming: list[Message] = field(default_factory=list)
+    received: dict[Buffer, Tensor] = field(default_factory=dict)
+
+
+class Ahead:
+    """Exchanges, all-gathers and reduce-scatters of one rank, in two parts: ``begin`` and the rest.
+
+    The latter two are rings: the least bytes there are, alike over every link between neighbours, in one order of
+    additions. gloo's own all_gather receives into a second buffer of the target's size and copies from there, its own
+    reduce_scatter is an all-reduce and a cut: twice the bytes.
+
+    Args:
+        groups: by lane and name.
+        strict: check number and action of every message.
+    """
+
+    def __init__(
+        self, topology: Topology, rank: int, groups: Mapping[tuple[Lane, str], dist.ProcessGroup], *, strict: bool
+    ) -> None:
+        self._topology, self._rank, self._groups, self._strict = topology, rank, groups, strict
+        self._begun: dict[Lane, deque[Begun]] = {lane: deque() for lane in Lane}
+        self._numbers: dict[tuple, int] = {}
+
+    def does(self, action: Action) -> bool:
+        """True for what is done here; what is compressed is not."""
+        if action.compression or (action.lane, action.group) not in self._groups:
+            return False
+        return action.op is Op.EXCHANGE or action.collective in ("all_gather", "reduce_scatter")
+
+    def begins(self, action: Action) -> bool:
+        """True if ``begin`` is for this action."""
+        return action.begins_ahead and self.does(action)
+
+    def begin(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        """Post the receives of an EXCHANGE, or begin a ring; in the order in which the lane comes to those begun.
+
+        Args:
+            buffers: may be used from now on.
+        """
+        self._begun[action.lane].append(self._begin(action, buffers))
+
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
+        """Run an EXCHANGE; what it has received. ``buffers`` need not hold that if it was begun."""
+        begun = self._rest_of(action, buffers) if action.writes else Begun()
+        for t in action.transfers:
+            if t.send:
+                number = self._number(action, self._rank, t.peer)
+                begun.leaving.append(self._message(action, t.peer, buffers[t.buffer], number, _about(t), send=True))
+        for message in (*begun.coming, *begun.leaving):
+            message.wait()
+        return begun.received
+
+    def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        """Run an all-gather or a reduce-scatter."""
+        begun = self._rest_of(action, buffers)
+        self._end_ring(action, begun, buffers[action.reads[0]], buffers[action.writes[0]])
+
+    def ring(self, action: Action, source: Tensor, target: Tensor) -> None:
+        """An all-gather or a reduce-scatter from begin to end."""
+        self._end_ring(action, self._begin_ring(action, source, target), source, target)
+
+    def _rest_of(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Begun:
+        begun = self._begun[action.lane]
+        return begun.popleft() if begun else self._begin(action, buffers)
+
+    def _begin(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Begun:
+        if action.op is not Op.EXCHANGE:
+            return self._begin_ring(action, buffers[action.reads[0]], buffers[action.writes[0]])
+        begun = Begun()
+        for t in action.transfers:
+            if not t.send:
+                begun.received[t.buffer] = buffers[t.buffer]
+                number = self._number(action, t.peer, self._rank)
+                begun.coming.append(self._message(action, t.peer, buffers[t.buffer], number, _about(t), send=False))
+        return begun
+
+    def _begin_ring(self, action: Action, source: Tensor, target: Tensor) -> Begun:
+        size, here, left, right = self._neighbours(action)
+        begun = Begun(self._number(action))
+        if size == 1:
+            target.copy_(source)
+        elif action.collective == "all_gather":
+            pieces = target.view(size, -1)
+            if pieces[here].data_ptr() != source.data_ptr():
+                pieces[here].copy_(source)
+            for hop in range(1, size):
+                self._hop(action, begun, left, pieces[(here - hop) % size], hop, send=False)
+            self._hop(action, begun, right, pieces[here], 1, send=True)
+        else:  # partial sums go round
+            self._hop(action, begun, left, target if size == 2 else torch.empty_like(target), 1, send=False)
+            self._hop(action, begun, right, source.view(size, -1)[here - 1], 1, send=True)
+        return begun
+
+    def _end_ring(self, action: Action, begun: Begun, source: Tensor, target: Tensor) -> None:
+        size, here, left, right = self._neighbours(action)
+        gathers = action.collective == "all_gather"
+        for hop in range(1, size):
+            last = hop == size - 1
+            if not gathers and not last:
+                into = target if hop == size - 2 else torch.empty_like(target)
+                self._hop(action, begun, left, into, hop + 1, send=False)
+            begun.coming[hop - 1].wait()
+            arrived = begun.coming[hop - 1].tensor
+            if not gathers:
+                arrived.add_(source.view(size, -1)[(here - hop - 1) % size])
+            if not last:
+                self._hop(action, begun, right, arrived, hop + 1, send=True)
+        for message in begun.leaving:
+            message.wait()
+
+    def _neighbours(self, action: Action) -> tuple[int, int, int, int]:
+        """Size of the group, this rank's place, the ranks to the left and to the right."""
+        members = self._topology.group(action.group, self._rank)
+        here = members.index(self._rank)
+        return len(members), here, members[here - 1], members[(here + 1) % len(members)]
+
+    def _hop(self, action: Action, begun: Begun, peer: int, piece: Tensor, hop: int, *, send: bool) -> None:
+        about = f"{action.collective} b{action.block} m{action.micro_batch} u{action.unit} {hop}"
+        message = self._message(action, peer, piece, begun.number, about, send=send)
+        (begun.leaving if send else begun.coming).append(message)
+
+    def _number(self, action: Action, *way: int) -> int:
+        """The number of a ring in its group, or of a message between two ranks."""
+        key = (action.lane, action.group, *way)
+        self._numbers[key] = self._numbers.get(key, 0) + 1
+        return self._numbers[key]
+
+    def _message(self, action: Action, peer: int, tensor: Tensor, number: int, about: str, *, send: bool) -> Message:
+        """Begin a message."""
+        checksum, group = zlib.crc32(about.encode()), self._groups[action.lane, action.group]
+        tag, move = (
+            1 << 30 | number % (1 << 8) << 22 | (action.op is Op.EXCHANGE) << 1,
+            dist.isend if send else dist.irecv,
+        )
+        header = None
+        if self._strict:
+            mine = torch.tensor([number, checksum])
+            theirs = mine if send else torch.empty_like(mine)
+            first = move(theirs, peer, group=group, tag=tag)
+            assert first is not None
+            header = (
+                first,
+                mine,
+                theirs,
+                f"{about} {'to' if send else 'from'} rank {peer} on {action.lane} {action.group}",
+            )
+        work = move(tensor, peer, group=group, tag=tag | checksum % (1 << 20) << 2 | 1)
+        assert work is not None
+        return Message(work, tensor, header)
+
+
+def _about(transfer: Transfer) -> str:
+    return str(transfer.buffer) if transfer.buffer.is_activation else f"u{transfer.unit}"
