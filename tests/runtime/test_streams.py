@@ -316,6 +316,6 @@ def test_what_gloo_has_posted_ahead_is_in_the_plan():
     """On a lane all but the message that the schedule counts: up to 16, or 16 MiB, and never less than two."""
     middle, weights = (make(llama(8), 4, 1, 8, strategy=name) for name in ("1f1b", "tawpipe-spread"))
     for size, ahead in ((1000, 15), (4 << 20, 3), (1 << 30, 1)):
-        sizes = dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), size)
+        sizes: dict[Kind, int] = {Kind.INPUT: size, Kind.INPUT_GRADIENT: size}
         assert [posted_ahead(middle, rank, sizes) for rank in (0, 1)] == [ahead * size, 2 * ahead * size]
         assert posted_ahead(weights, 1, sizes) == 0
