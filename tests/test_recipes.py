@@ -57,9 +57,11 @@ def test_a_recipe_runs_dry(small_models: Path, model: str, way: str, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [name for name in MODELS if not name.endswith("131k")])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_recipe_goes_with_every_model(small_models: Path, model: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [(model, way) for m, model in enumerate([*MODELS][:4]) for w, way in enumerate(WAYS) if (m + w) % 2],
+)
+def test_recipes_go_with_other_models(small_models: Path, model: str, way: str) -> None:
     assert dry_run(small_models, model, way) == 0
 
 
