@@ -28,9 +28,9 @@ MOST_IMPROVED = 12_000
 than ``QUICK_PLAYED`` are.
 """
 PATIENCE_S = 2.0
-LOOKING, EARLY, LATE = 0.6, 0.5, 0.7
+LOOKING, EARLY, LATE, REST = 0.6, 0.5, 0.7, 0.1
 """Parts of the time of a search: after the first no strategy is looked at, what is left is for better settings of the
-best; after the others no order is made that takes many seconds, and none that takes a few.
+best, and at least the last; after the others no order is made that takes many seconds, and none that takes a few.
 """
 TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
 
@@ -93,6 +93,11 @@ class Outlook:
     def over(self, part: float = 1.0) -> bool:
         """True if something fits, and looking further would take more than a part of the time that it may."""
         return self.ahead < math.inf and time.thread_time() - self.began > part * self.most_s(self.ahead)
+
+    def leave(self, part: float) -> None:
+        """Let a part of the time be left, whatever has been spent."""
+        if self.over(1 - part):
+            self.began = time.thread_time() - (1 - part) * self.most_s(self.ahead)
 
     def at(self, what: str) -> None:
         """Say what is looked at, if that has taken a while."""

@@ -19,7 +19,7 @@ from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
 from tawpipe.plan import pipelines
-from tawpipe.plan.candidate import GAIN, LOOKING, MOST_EFFORT, PATIENCE_S, TOO_LONG, Candidate, Outlook
+from tawpipe.plan.candidate import GAIN, LOOKING, MOST_EFFORT, PATIENCE_S, REST, TOO_LONG, Candidate, Outlook
 from tawpipe.plan.feasible import (
     DEVICE,
     MOST_PLAYED,
@@ -97,6 +97,8 @@ def search(
                 candidates.append(candidate)
     candidates.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     outlook.effort = MOST_EFFORT
+    outlook.ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
+    outlook.leave(REST)
     for i, candidate in enumerate(candidates):
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
         near = candidate.seconds < outlook.ahead * HOPELESS and not outlook.over()
