@@ -29,8 +29,8 @@ than ``QUICK_PLAYED`` are.
 """
 PATIENCE_S = 2.0
 LOOKING, EARLY, LATE, REST = 0.6, 0.5, 0.7, 0.1
-"""Parts of the time of a search: after the first no strategy is looked at, what is left is for better settings of the
-best, and at least the last; after the others no order is made that takes many seconds, and none that takes a few.
+"""Parts of the time of a search: after the first no other strategy is looked at; after the next two no order is made
+that takes many seconds, and none that takes a few. The last is left in any case for better settings of the best.
 """
 TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
 

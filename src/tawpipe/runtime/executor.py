@@ -387,9 +387,10 @@ class Executor:
         return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), str(action))
 
     def _begin(self, action: Action, step: _Step, earlier: Sequence[Event]) -> None:
-        """
+        """The beginning of an action, in the thread beside its lane.
+
         Args:
-            earlier: the ends of what the lane was begun before.
+            earlier: the ends of what that lane was given before, of what begins ahead, at most ``MOST_AHEAD``.
         """
         buffers, most = self._buffers, MOST_AHEAD
         if action.writes[0].is_activation:
