@@ -71,6 +71,9 @@ def moved(world: World) -> dict[str, Any]:
     norm = next(action for action in schedule.programs[rank] if action.op is Op.NORM)
     transport.all_reduce(norm, values)
     found["summed"] = values.tolist()
+    table = torch.tensor([[rank, 7], [-rank, 3]])
+    transport.largest(norm, table)
+    found["largest"] = table.tolist()
     try:
         wrong = exchange(Lane.INTER_W, (Transfer(True, peer, rank, A), Transfer(False, peer, rank, B)))
         transport.exchange(wrong, parts)
@@ -88,4 +91,5 @@ def test_every_operation_gives_what_it_says(pool) -> None:
         assert found["broadcast"] == [float(node[1])] * 3
         assert found["exchanged"] == [float((rank + 2) % 4)] * 2
         assert found["summed"] == [4.0, 6.0]
+        assert found["largest"] == [[3, 7], [0, 3]]
         assert "this rank is at message" in found["refused"]  # both sides meant another unit

@@ -97,6 +97,10 @@ def test_latency_is_that_of_the_longest_chain_of_messages(collective: str, secon
     assert transfers_of().latency(collective, (0,), 0) == 0
 
 
+def test_a_few_numbers_from_each_to_each_take_two_latencies() -> None:
+    assert [transfers_of().norm(members).delay_s for members in ((0,), (0, 1), (0, 1, 2, 3))] == [0, 0.5, 1.0]
+
+
 def test_a_link_without_a_limit_is_no_port_and_a_buffer_that_is_not_there_is_named() -> None:
     free = transfers_of(between=LinkModel(float("inf")))
     assert free.part(0, 2, Transfer(True, 2, 0, Buffer.parse("home.w.0"))).ports == ()

@@ -120,6 +120,21 @@ class Ahead:
         """An all-gather or a reduce-scatter from begin to end."""
         self._end_ring(action, self._begin_ring(action, source, target), source, target)
 
+    def every(self, action: Action, values: Tensor) -> Tensor:
+        """A few numbers of every member of the action's group, ``[members, *values.shape]``. Each goes straight to all
+        others: two latencies, where gloo's all-reduce takes several for each of its hops, and hops grow with the group.
+        """
+        members = self._topology.group(action.group, self._rank)
+        here, begun = members.index(self._rank), Begun(self._number(action))
+        numbers = values.new_empty(len(members), *values.shape)
+        numbers[here] = values
+        for sends in (False, True):
+            for place in (*range(here + 1, len(members)), *range(here)):
+                self._hop(action, begun, members[place], numbers[here if sends else place], 0, send=sends)
+        for message in (*begun.coming, *begun.leaving):
+            message.wait()
+        return numbers
+
     def _rest_of(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Begun:
         begun = self._begun[action.lane]
         return begun.popleft() if begun else self._begin(action, buffers)
@@ -176,7 +191,7 @@ class Ahead:
         return len(members), here, members[here - 1], members[(here + 1) % len(members)]
 
     def _hop(self, action: Action, begun: Begun, peer: int, piece: Tensor, hop: int, *, send: bool) -> None:
-        about = f"{action.collective} b{action.block} m{action.micro_batch} u{action.unit} {hop}"
+        about = f"{action.collective or action.op} b{action.block} m{action.micro_batch} u{action.unit} {hop}"
         message = self._message(action, peer, piece, begun.number, about, send=send)
         (begun.leaving if send else begun.coming).append(message)
 

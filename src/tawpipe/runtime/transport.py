@@ -313,20 +313,23 @@ class Transport:
         return {t.buffer: buffers[t.buffer] for t in action.transfers if not t.send}
 
     def all_reduce(self, action: Action, values: Tensor) -> None:
-        """Sum ``values`` over the action's group, in place."""
-        if self.topology.world_size == 1:
+        """Sum a few ``values`` over the action's group, in place."""
+        if self.topology.world_size > 1:
+            self._of_all(action, values, dist.ReduceOp.SUM)
+
+    def largest(self, action: Action, values: Tensor) -> None:
+        """The largest of every number over the action's group, in place of a few ``values``."""
+        self._of_all(action, values, dist.ReduceOp.MAX)
+
+    def _of_all(self, action: Action, values: Tensor, reduction: Any) -> None:
+        if self.ahead is not None:
+            every = self.ahead.every(action, values)
+            torch.sum(every, 0, out=values) if reduction == dist.ReduceOp.SUM else torch.amax(every, 0, out=values)
             return
         key = (action.lane, action.group)
         if self.strict:
             self._check_collective(key, action)
-        self._wait(dist.all_reduce(values, group=self._groups[key], async_op=True))
-
-    def largest(self, action: Action, values: Tensor) -> None:
-        """The largest of every number over the action's group, in place of ``values``."""
-        key = (action.lane, action.group)
-        if self.strict:
-            self._check_collective(key, action)
-        self._wait(dist.all_reduce(values, dist.ReduceOp.MAX, group=self._groups[key], async_op=True))
+        self._wait(dist.all_reduce(values, reduction, group=self._groups[key], async_op=True))
 
     def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
         """Run an all_gather of changes: every member's part of ``copy`` becomes its ``home``.

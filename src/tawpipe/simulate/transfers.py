@@ -215,10 +215,12 @@ class Transfers:
         return Load(limited, link.latency_s if up or down else 0.0, least_s=least_s)
 
     def norm(self, members: tuple[int, ...]) -> Load:
-        """The load of SIZE, COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
+        """The load of SIZE, COUNT or NORM, a few numbers from each to each: latency and nothing else."""
         key = ("NORM", members[0])
         if key not in self._collectives:
-            self._collectives[key] = Load((), self.latency("all_reduce", members, -1))
+            # All reach it together: one latency tells the senders that a message is awaited, one brings it.
+            furthest = max((self._latency(a, b) for a, b in ring(members)), default=0.0)
+            self._collectives[key] = Load((), 2 * furthest)
         return self._collectives[key]
 
     def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
