@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Several test processes share the processors, and threads that wait for each other spin. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from cuda_kernels import FlashKernels, as_on_cuda
+from plan_requests import FEW, looking_at
 from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
@@ -48,6 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: at.get(str(item.path), len(at)))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: looking through it would be most of what a plan's ``gc.collect`` takes."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Worker processes for the whole session."""
@@ -60,6 +69,13 @@ def pool() -> Iterator[WorkerPool]:
 def quickly_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan's solver has a moment for an order, where a user's has some seconds."""
     monkeypatch.setattr(pipelines, "SOLVE_S", 0.1)
+
+
+@pytest.fixture
+def few_strategies() -> Iterator[None]:
+    """Plans that commands and runs make are of a few strategies."""
+    with looking_at(*FEW):
+        yield
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ def test_a_column_that_holds_nothing_and_counts_is_found(monkeypatch: pytest.Mon
     assert hunt.main(again) == 0
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_found(monkeypatch: pytest.MonkeyPatch):
     """Here, that is in the plain loop; the worker processes know nothing of it."""
     for name, (kind, options) in list(hunt_training.OPTIMIZERS.items()):

@@ -10,14 +10,8 @@ import pytest
 from said_memory import measured, text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("one process", marks=pytest.mark.slow),
-        "two processes",
-        pytest.param("no checkpoints", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two processes", "no checkpoints"])
 def test_the_largest_process_holds_what_was_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
         monkeypatch.delenv(variable, raising=False)

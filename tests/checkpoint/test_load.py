@@ -129,20 +129,22 @@ def test_a_load_that_breaks_off_leaves_no_pipeline_that_goes_on(saved, tmp_path,
     expected.close()
 
 
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["refused", pytest.param("broken", marks=pytest.mark.slow)])
-def test_what_one_rank_cannot_read_stops_all(pool, tmp_path, fault):
-    for copied in (False, True):
-        found = pool.run(
-            "test_load:load_with_fault", 2, 1, folder=str(tmp_path / f"{copied}"), fault=fault, copied=copied
-        )
-        for message, unchanged, stopped, goes_on in found:
-            assert "no such disk" in message or (fault == "broken" and "Input/output error" in message)
-            assert unchanged or fault == "broken"
-            assert stopped == (fault == "broken")
-            assert goes_on
+def test_what_one_rank_cannot_read_stops_all(pool, tmp_path, fault, copied):
+    for message, unchanged, stopped, goes_on in pool.run(
+        "test_load:load_with_fault", 2, 1, folder=str(tmp_path / "state"), fault=fault, copied=copied
+    ):
+        assert "no such disk" in message or (fault == "broken" and "Input/output error" in message)
+        assert unchanged or fault == "broken"
+        assert stopped == (fault == "broken")
+        assert goes_on
 
 
-@pytest.mark.parametrize("optimizer", [adamw(1e-2), momentum, plain, partial(Adagrad, lr=0.1)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [adamw(1e-2), partial(Adagrad, lr=0.1), *(pytest.param(one, marks=pytest.mark.slow) for one in (momentum, plain))],
+)
 def test_a_state_without_a_step_comes_back(tmp_path, optimizer):
     pipeline, other, never = make(optimizer), make(optimizer), make(optimizer)
     pipeline.save(Disk(tmp_path, ALONE), run=run_of(0))

@@ -57,6 +57,7 @@ def test_resume_with_copies_of_the_state_over_groups(pool, saved):
     assert again == pytest.approx(losses, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_what_waits_in_the_host_s_memory_is_no_part_of_a_state(pool, saved, tmp_path):
     """Kept graphs that wait in runs that go on, in a run that has saved, and in a pipeline."""
     folder, losses = saved
@@ -101,7 +102,7 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
         (2, 2, 1),
         pytest.param(3, 1, 0, marks=pytest.mark.slow),
         pytest.param(1, 2, None, marks=pytest.mark.slow),
-        (2, 1, None),
+        pytest.param(2, 1, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
@@ -112,6 +113,7 @@ def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lo
     assert set(found[0][2].split()) == {"step-00000004"}  # older ones are gone
 
 
+@pytest.mark.slow
 def test_a_copy_without_a_neighbour_is_lost_with_its_node(pool, tmp_path):
     results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, strategy="tawpipe-spread")
     assert results[0][0] is False

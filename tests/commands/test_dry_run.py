@@ -50,6 +50,7 @@ def rows(text: str, title: str) -> dict[str, str]:
     return {line[2:].partition("  ")[0]: line[2:].partition("  ")[2].strip() for line in found}
 
 
+@pytest.mark.usefixtures("few_strategies")
 @pytest.mark.slow
 def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path, capsys) -> None:
     threads = torch.get_num_threads()

@@ -40,20 +40,20 @@ def tawpipe(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--import", "own.py", "plan"), ("plan", "--import=own")])
-def test_a_plan_has_a_strategy_of_ones_own(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A file, or a module in the folder; before or behind the command."""
+def test_a_plan_has_a_strategy_of_ones_own(tmp_path: Path) -> None:
+    """A file, before the command."""
     (tmp_path / "own.py").write_text(OWN)
     asked = ["--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
     asked += ["--topology", "2x1@1gbit", "--device", "cpu", "--device-name", "cpu", "--explain", "own"]
-    done = tawpipe(*words, *asked, cwd=tmp_path)
+    done = tawpipe("--import", "own.py", "plan", *asked, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^own +\d", done.stdout, re.MULTILINE)
 
 
 def test_help_lists_a_strategy_of_ones_own(tmp_path: Path) -> None:
+    """A module in the folder, behind the command."""
     (tmp_path / "own.py").write_text(OWN)
-    words = ("train", "--import", "own.py", "--schedule.strategy", "own", "--print-config")
+    words = ("train", "--import=own", "--schedule.strategy", "own", "--print-config")
     done = tawpipe(*words, cwd=tmp_path)
     assert done.returncode == 0 and "own: tawpipe-spread under another name." in " ".join(done.stdout.split("\n  # "))
     assert "  strategy: own\n" in done.stdout

@@ -190,6 +190,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_quietly(folder):
     words = [sys.executable, "-c", INTERRUPTIBLE, "open", str(folder), "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

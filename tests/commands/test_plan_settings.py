@@ -67,6 +67,7 @@ def table(text: str) -> list[list[str]]:
     return [line.split() for line in takewhile(lambda line: line and not line.startswith("plan:"), lines[first:])]
 
 
+@pytest.mark.usefixtures("few_strategies")
 def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(monkeypatch, capsys) -> None:
     """With the same links, and times that do not differ from one moment to the next."""
 

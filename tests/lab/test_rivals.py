@@ -269,7 +269,7 @@ def test_frozen_weights_of_a_layer_stay(pool: WorkerPool) -> None:
             assert rank.count(pytest.approx(INITIAL_WEIGHT - 2e-4, rel=1e-4)) == len(rank) // 2
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+@pytest.mark.parametrize("shape", [(4, 1), pytest.param((1, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-hierarchical"])
 def test_one_node_or_one_device_per_node(pool: WorkerPool, name: str, shape: tuple[int, int]) -> None:
     for rank in pool.run(f"{__name__}:run_once", *shape, name=name, workload=WORKLOAD, knobs={}):

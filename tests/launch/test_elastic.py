@@ -17,7 +17,7 @@ import pytest
 from runs import TIMEOUT_S, command, environment, rows
 from small import make_small
 
-STEPS = 80
+STEPS = 50
 QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.trackers", "none")
 WORDS = ("--steps", str(STEPS), "--checkpoint.every", "10", "--resume", "auto", *QUIET)
 
@@ -56,14 +56,14 @@ def kill_all(pid: int) -> None:
 
 @pytest.mark.slow
 def test_torchrun_starts_again_what_has_died(home):
-    """Three times in a row, with the agent's one store: each start finds the processes of its own."""
-    deaths = [f"rank={n % 2},step={3 + 2 * n},at=update,kind=kill,restart={n}" for n in range(3)]
+    """Twice in a row, with the agent's one store: each start finds the processes of its own."""
+    deaths = [f"rank={n % 2},step={3 + 2 * n},at=update,kind=kill,restart={n}" for n in range(2)]
     words = ["--steps", "10", "--checkpoint.every", "2", "--resume", "auto", *QUIET, "--inject", ";".join(deaths)]
     torchrun = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3")]
     command_line = [*torchrun, *command(home, "again", *words)]
     done = subprocess.run(command_line, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f"restart {n}:" in done.stdout for n in (1, 2, 3))
+    assert all(f"restart {n}:" in done.stdout for n in (1, 2))
     assert [row["step"] for row in rows(home, "again")] == list(range(1, 11))
 
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_without_a_lost_node(home):
         assert agents[0].stdout is not None
         for line in agents[0].stdout:
             said.append(line)
-            if (step := re.match(r"step +(\d+)/", line)) and int(step[1]) >= 20:
+            if (step := re.match(r"step +(\d+)/", line)) and int(step[1]) >= 12:
                 moving.set()
 
     listener = threading.Thread(target=listen, daemon=True)

@@ -33,6 +33,7 @@ def words_in(file: Path) -> str:
     return json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.slow
 def test_torchrun_ends_with_a_wrong_settings_message(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "tawpipe", "train", "--steps", "many"]

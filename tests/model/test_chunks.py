@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from borders import LENGTH, llama, packed, piped, piped_numbers, right_or_refused, rows_of, slope_error
 from cuda_kernels import read_by_address
 from model_families import family_config, keep_fp64, real_model
+from selected import quick_ones
 from tawpipe.errors import RunError, UserError
 from tawpipe.model import chunked, flash
 
@@ -27,8 +28,14 @@ def exact(monkeypatch: pytest.MonkeyPatch):
     read_by_address(monkeypatch)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, LENGTH - 1, LENGTH, 2 * LENGTH])
-@pytest.mark.parametrize("past", [2, 4096])
+@pytest.mark.parametrize(
+    ("size", "past"),
+    [
+        *((size, past) for past, sizes in ((2, (1, 4, LENGTH)), (4096, (3, LENGTH - 1))) for size in sizes),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(2 * LENGTH, 4096, marks=pytest.mark.slow),
+    ],
+)
 def test_any_size_of_chunks(size, past, monkeypatch):
     """That divides the row or not; the past is looked at at once or in parts."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
@@ -42,13 +49,10 @@ def test_packed_documents_are_cut_anywhere(size):
     assert right_or_refused(llama(), batch, documents=documents, sequence_chunk=size) == "right"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_ones(FAMILIES, FAMILIES[::2]))
 @pytest.mark.parametrize(
     "knobs",
-    [
-        {"sequence_chunk": 5, "recompute": "selective"},
-        *(pytest.param({"sequence_chunk": size}, marks=pytest.mark.slow) for size in (3, 7)),
-    ],
+    [{"sequence_chunk": 5, "recompute": "selective"}, pytest.param({"sequence_chunk": 3}, marks=pytest.mark.slow)],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
 def test_every_kind_of_attention(family, knobs):
@@ -60,8 +64,10 @@ def test_every_kind_of_attention(family, knobs):
     assert right_or_refused(lambda: real_model(config), batch, documents=documents, **knobs) == "right"
 
 
-@pytest.mark.parametrize("past", [2, 4096])
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "past"),
+    [("mistral", 2), ("gemma3", 4096), ("deepseek_v3", 2), pytest.param("gemma3", 2, marks=pytest.mark.slow)],
+)
 def test_windows_and_narrower_values_by_the_flash_kernel(family, past, monkeypatch):
     """In tiles of the past, some queries and some heads at a time."""
     monkeypatch.setattr(chunked, "FLASH_WINDOW", 2)
@@ -93,16 +99,8 @@ def test_with_other_settings(knobs, files, tmp_path):
     assert not list(tmp_path.iterdir()), "files without names leave nothing behind"
 
 
-@pytest.mark.parametrize(
-    ("family", "recompute"),
-    [
-        ("llama", "selective"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.slow)
-            for pair in (("llama", "full"), ("gpt2", "full"), ("gpt2", "selective"))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recompute"), [("llama", "selective"), ("llama", "full"), ("gpt2", "selective")])
 def test_dropout_repeats_in_the_recomputation(family, recompute):
     """In attention and behind it: the gradient is the slope of the loss that the forward pass has drawn."""
     drops: dict[str, dict[str, Any]] = {

@@ -43,8 +43,13 @@ def test_a_chunk_of_several_documents(size, past, cuda_kernels, monkeypatch):
     assert {what for what, *_ in cuda_kernels.called} == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("past", [2, 4096])
-@pytest.mark.parametrize("family", FLASH)
+@pytest.mark.parametrize(
+    ("family", "past"),
+    [
+        *((family, (2, 4096)[number % 2]) for number, family in enumerate(FLASH)),
+        *(pytest.param(one, (4096, 2)[number % 2], marks=pytest.mark.slow) for number, one in enumerate(FLASH)),
+    ],
+)
 def test_windows_and_sinks_go_through_the_kernel(family, past, cuda_kernels, monkeypatch):
     """Windows of any size, however little of them is in one tile; fewer heads of keys, and narrower values, too."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,12 +11,18 @@ from tawpipe.model import flash
 from tawpipe.model.chunked import ChunkQueries, _parts
 from tawpipe.model.kernels import explicit_gradients, explicit_scores
 
+WINDOWS, THREADS = (None, 2, 5, 6, 11, 40), (1, 2, 4, 64, "CUDA")
+PLACES = ((0, 0, 13), (0, 20, 30), (3, 20, 30), (24, 25, 26), (7, 19, 37))
 
-@pytest.mark.parametrize("window", [None, 2, 5, 6, 11, 40])
-@pytest.mark.parametrize("dims", [(8, 8), (8, 5)], ids=["one width", "narrower values"])
-@pytest.mark.parametrize("threads", [1, 2, 4, 64, "CUDA"])
-@pytest.mark.parametrize("place", [(0, 0, 13), (0, 20, 30), (3, 20, 30), (24, 25, 26), (7, 19, 37)])
-def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeypatch, request):
+
+@pytest.mark.parametrize(
+    ("window", "threads", "place", "dims"),
+    [
+        (*one, ((8, 8), (8, 5))[number % 2])  # of one width, or narrower values
+        for number, one in enumerate(product(WINDOWS, THREADS, PLACES))
+    ],
+)
+def test_parts_are_a_softmax_over_all_keys(window, threads, place, dims, monkeypatch, request):
     """Whatever is folded, padded for one head at a time, cut into tiles, or left to CUDA's kernel; with sinks or not;
     key-value heads are 2 of 8. What is kept for the backward pass is part of a chunk's.
     """

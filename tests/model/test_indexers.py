@@ -93,6 +93,7 @@ def test_functions_that_fell_back_are_named_with_their_package_and_share():
     assert fallen_back(torch.nn.Linear(1, 1)) == {}
 
 
+@pytest.mark.slow
 def test_the_share_of_mixers_is_measured_and_sets_are_not_planned(monkeypatch):
     monkeypatch.setattr(memory, "PAST_KEYS", 64)
     chain = Chain(meta_model(tiny_config("lfm2")))

@@ -22,7 +22,6 @@ import every_family
 from every_family import micro_batches, our_step, plain_step, random_model
 from family_configs import tiny_config
 from model_families import keep_fp64, meta_model, real_model
-from selected import quick_ones
 from tawpipe import Pipeline
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
@@ -54,8 +53,14 @@ def in_fp64(monkeypatch):
     keep_fp64(monkeypatch)
 
 
-@pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5)), 7])
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [
+        *((family, chunk) for family in QUICK for chunk in (0, 7)),
+        *(pytest.param(family, chunk, marks=pytest.mark.slow) for family in QUICK for chunk in (3, 5)),
+        *(pytest.param(one, size, marks=pytest.mark.slow) for one in FAMILIES if one not in QUICK for size in (0, 7)),
+    ],
+)
 def test_documents_are_computed_as_each_by_itself(family: str, chunk: int):
     model, plain = model_of(family)
     assert differences(our_step(deepcopy(model), ROWS, sequence_chunk=chunk), plain) == []
@@ -105,7 +110,7 @@ def test_kept_states_change_no_number_and_mixers_run_once_less(family, mixer, wa
 def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files(tmp_path):
     model, plain = model_of("falcon_h1")
     waiting: dict[str, Any] = {"recompute": "selective", "offloaded_layers": 2, "offload_dir": str(tmp_path)}
-    for settings in ({}, {"sequence_chunk": 7}, {"sequence_chunk": 7, **waiting}):
+    for settings in ({}, {"sequence_chunk": 7, **waiting}):
         assert differences(our_step(deepcopy(model), ROWS, together=3, **settings), plain) == []
 
 
@@ -228,8 +233,10 @@ def test_borders_that_a_kernel_is_not_given_are_seen(monkeypatch):
     assert not any(keeps)
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [("qwen3_next", 7), ("falcon_h1", 0), pytest.param("falcon_h1", 7, marks=pytest.mark.slow)],
+)
 def test_nothing_is_found_in_bfloat16(family: str, chunk: int):
     model = real_model(tiny_config(family), torch.float32)
     with closing(

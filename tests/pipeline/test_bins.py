@@ -48,6 +48,7 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
             assert all(shared for shared, _ in results[0][1]), results
 
 
+@pytest.mark.slow
 def test_delays_in_every_lane_change_no_bit(pool):
     knobs = {"seed": 1, "bin_tokens": 24, "sequence_ranks": 2, "strategy": "tawpipe-spread", "keep_mib": 1}
     once, again = (pool.run("documents:trained", 2, 2, delays=delays, **knobs)[0] for delays in (0.0, 0.003))

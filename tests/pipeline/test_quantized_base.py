@@ -18,10 +18,15 @@ peft = pytest.importorskip("peft")
 SETTINGS = [
     {"strategy": "tawpipe-spread", "quantize": "int8", "step_cache": 2},
     {"strategy": "tawpipe-whole", "offloaded_layers": 3, "sequence_chunk": 7},
-    {"strategy": "hsdp", "dtype": "float32"},
-    pytest.param({"strategy": "tawpipe-spread", "sequence_ranks": 2}, marks=pytest.mark.slow),
-    {"strategy": "tawpipe-striped", "recompute": "none:2,selective:1,full", "offloaded_layers": 4},
-    {"strategy": "weipipe"},
+    *(
+        pytest.param(knobs, marks=pytest.mark.slow)
+        for knobs in (
+            {"strategy": "hsdp", "dtype": "float32"},
+            {"strategy": "tawpipe-spread", "sequence_ranks": 2},
+            {"strategy": "tawpipe-striped", "recompute": "none:2,selective:1,full", "offloaded_layers": 4},
+            {"strategy": "weipipe"},
+        )
+    ),
 ]
 
 
@@ -33,6 +38,7 @@ def test_same_numbers_as_one_process(pool, knobs):
     assert changed and all("lora_" in name for name in changed)
 
 
+@pytest.mark.slow
 def test_delays_in_every_lane_change_no_bit(pool):
     knobs = {"strategy": "tawpipe-striped", "recompute": "none:2,full", "micro_batches_per_visit": 2}
     plain, delayed = (pool.run("cases:lora", 2, 2, quantize="nf4", delays=wait, **knobs)[0] for wait in (0.0, 0.003))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
-from plan_requests import plan_request
+from plan_requests import plan_request, search_only
 from states import ALONE, BATCHES
 from tawpipe import MicroBatch, Pipeline, RunError, StepResult
 from tawpipe.plan.plan import Plan
-from tawpipe.plan.search import search
 
 
 def test_a_pipeline_says_what_it_trains_and_how_far_it_is(pipeline: Pipeline) -> None:
@@ -52,7 +51,7 @@ def test_schedules_costs_and_batches_fit_on_a_line(pipeline: Pipeline) -> None:
 
 def test_a_plan_is_its_choice_and_the_reason() -> None:
     asked = plan_request(global_batch=4)
-    plan = Plan.of(asked, search(asked))
+    plan = Plan.of(asked, search_only(asked))
     assert plan.chosen is not None
     assert repr(plan) == f"Plan({plan.chosen!r} of {len(plan.candidates)}\n  {plan.reason})"
     assert re.fullmatch(r"Candidate\([\w-]+: [\d.]+ m?s a step, [\d.]+ GiB\)", repr(plan.chosen))

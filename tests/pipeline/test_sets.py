@@ -32,7 +32,7 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
         {"strategy": "hsdp", "rows": 7, "micro_batches_per_visit": 3, "tied": True, "micro_batch": 2},
         {"strategy": "flat", "rows": 2, "tied": False, "sequence_chunk": 7, "offloaded_layers": 3},
     ]
-    some = {(1, 2): slice(0, 2), (2, 2): slice(1, 4)}.get((nodes, local), slice(ranks // 4, ranks // 4 + 1))
+    some = {(1, 2): slice(0, 2), (2, 2): slice(2, 4)}.get((nodes, local), slice(ranks // 4, ranks // 4 + 1))
     for results in pool.run("cases:exact", nodes, local, settings=[fixed | one for one in settings[some]]):
         assert max(results) < LIMIT, results
 
@@ -49,7 +49,7 @@ def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
     """Windows, soft caps, sinks, biases, experts, latent attention, one product for queries, keys and values; rows of
     which a rank has no token.
     """
-    names = ["gemma3", "gpt_oss", "qwen3_moe"] + (["gemma2", "deepseek_v3", "gpt2"] if local == 2 else [])
+    names = ["gemma3", "gpt_oss", "deepseek_v3"] + (["gemma2", "qwen3_moe", "gpt2"] if local == 2 and not chunk else [])
     knobs = {"sequence_ranks": local, "sequence_chunk": chunk, "strategy": "tawpipe-spread"}
     differences = pool.run("cases:families", 1, local, names=names, tied=tied, rows=ROWS, **knobs)[0]
     for family, difference in differences.items():

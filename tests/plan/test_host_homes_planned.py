@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from plan_requests import plan_request, profile, step_of
+from plan_requests import plan_request, profile, search_only, step_of
 from schedules import llama, make
 from tawpipe.cli import main
 from tawpipe.errors import UserError
@@ -25,7 +25,6 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings
 from tawpipe.plan.predict import memory_quickly, predict, state_bytes
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
@@ -60,7 +59,9 @@ def bytes_of(request: PlanRequest, level: str) -> int:
 def test_homes_stay_on_devices_where_that_fits_and_go_to_the_host_where_it_does_not() -> None:
     without, with_state = bytes_of(asked(), "none"), bytes_of(asked(), "state")
     assert with_state < without / 1.2
-    roomy, tight = (Plan.of(one, search(one)) for one in (asked(2 * without), asked((without + 2 * with_state) // 3)))
+    roomy, tight = (
+        Plan.of(one, search_only(one)) for one in (asked(2 * without), asked((without + 2 * with_state) // 3))
+    )
     assert roomy.chosen is not None and roomy.chosen.step is not None and not roomy.chosen.step.homes_in_host
     assert tight.chosen is not None and tight.chosen.step is not None and tight.chosen.step.homes_in_host
     assert "schedule.host_homes state" in tight.memory and "schedule.host_homes" not in roomy.memory
@@ -94,7 +95,7 @@ def test_a_search_for_stages_counts_what_a_position_holds(level: str, tied: bool
 
 def test_what_a_user_says_is_kept() -> None:
     for level in ("none", "state"):
-        plan = Plan.of(one := asked(settings=ScheduleSettings(host_homes=level)), search(one))
+        plan = Plan.of(one := asked(settings=ScheduleSettings(host_homes=level)), search_only(one))
         assert all(
             candidate.step is None or candidate.step.settings.host_homes == level for candidate in plan.candidates
         )
@@ -108,7 +109,9 @@ def test_a_host_with_too_little_memory_is_named() -> None:
     assert lacking(one, needs) == ["host memory"] and "of every host's memory" in shortage(one, needs)
     elements = sum(home.stripe for home in step.homes)
     assert needs.host == 16 * elements
-    assert not any(candidate.fits for candidate in search(asked(bytes_of(asked(), "state") * 6 // 5, host_gib=1e-5)))
+    assert not any(
+        candidate.fits for candidate in search_only(asked(bytes_of(asked(), "state") * 6 // 5, host_gib=1e-5))
+    )
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GB10", "CPU"])
@@ -281,7 +284,8 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path) -> None:
+def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tawpipe.plan.would_fit.SECONDS", 0.0)
     said = planned(
         capsys,
         tmp_path,
@@ -308,6 +312,7 @@ def test_one_device_of_24_gb_trains_8_b_in_full_without_clipping(capsys, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_strategies")
 def test_two_machines_of_80_gb_train_32_b_in_full(capsys, tmp_path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN_32B | {"model_type": "qwen3"}))

@@ -57,6 +57,7 @@ def test_costs_take_on_the_measured_times():
     assert [one.kept for one in found.blocks] == [one.kept for one in COSTS.blocks]
 
 
+@pytest.mark.slow
 def test_a_better_order_comes_from_another_process():
     fixed = heuristics(LAYOUT, COSTS, 3)
     start = max(fixed.values(), key=lambda one: makespan(play(LAYOUT, one, COSTS)))

@@ -84,6 +84,7 @@ def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
         assert request.step(saved) == one
 
 
+@pytest.mark.slow
 def test_without_a_solver_the_choice_stays(monkeypatch):
     monkeypatch.setattr(pipelines, "has_solver", lambda: False)
     request = asked_of(14_000_000)

@@ -88,6 +88,7 @@ def test_more_memory_never_shortens(memory, more, host):
         assert row.tokens <= min(on_devices[name].tokens, on_hosts[name].tokens), name
 
 
+@pytest.mark.slow
 def test_offloading_lengthens_where_the_host_has_memory_and_is_not_used_where_it_has_none():
     memory = 500_000
     processors, none = longest(memory=memory), longest(replace(GPUS, host_bytes=1), memory=memory)
@@ -176,8 +177,8 @@ def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
     machine = machine_of("3x8@10gbit", device=Device("H100"))
     model = saved(tmp_path, max_position_embeddings=MOST_TOKENS)
     asked = request_for(model, machine, sequence_length=None, global_batch=24, memory_bytes=75 << 30)
-    rows = {row.strategy: row for row in Longest.of(asked).rows}
-    assert set(rows) == set(candidates()) and {row.binds for row in rows.values()} == {DEVICE}
+    rows = {name: _longest_of(asked, find(name), POSITIONS) for name in ("tawpipe-spread", "weipipe")}
+    assert {row.binds for row in rows.values()} == {DEVICE}
     assert all(row.tokens > 32768 for row in rows.values())
     long = rows["tawpipe-spread"]
     assert long.step is not None and long.prediction is not None

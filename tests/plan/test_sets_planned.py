@@ -127,8 +127,7 @@ def test_a_saved_plan_has_its_sets(tmp_path):
 
 def test_ways_out_have_sets():
     asked = asked_of(4, needed(asked_of(), 2))
-    ways = list(remedies(asked, step_of(asked, "flat")))
-    assert any("--schedule.sequence-ranks 2" in way for way in ways), ways
+    assert any("--schedule.sequence-ranks 2" in way for way in remedies(asked, step_of(asked, "flat")))
 
 
 def test_the_longest_row_is_a_nodes_where_that_is_longer():

@@ -59,6 +59,7 @@ def test_a_batch_that_is_not_pinned_is_found(whole_rows, monkeypatch) -> None:
     assert not found.holds and "of int64 from memory that is not pinned" in found.note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given_back", [True, False])
 def test_what_planning_has_left_in_the_allocator_is_found(given_back, monkeypatch) -> None:
     """Training's stream cannot use it. The counts of memory are the toy allocator's."""

@@ -317,20 +317,16 @@ def test_other_types_than_bf16_are_refused_by_name(dtype):
 
 # training
 
-CASES = {
-    "tied, frozen layers": {"topology": (2, 1), "tied": True, "frozen": True},
-    "adapters": {"topology": (2, 2), "lora": True, "delays": 1},
-}
+CASES = {"tied, frozen layers": {"topology": (2, 1), "tied": True, "frozen": True}}
 MORE = {
-    "plain": {"topology": (2, 1)},
+    "adapters": {"topology": (2, 2), "lora": True, "delays": 1},
     "early": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},
-    "tied": {"topology": (2, 2), "tied": True, "delays": 2},
     "groups": {"topology": (2, 2), "strategy": "tawpipe-groups", "groups": "1n/1n/2n", "delays": 2},
     "a low rate": {"topology": (3, 2), "lr": 1e-5},
     "homes in the host's memory": {"topology": (2, 2), "host_homes": "state"},
     "adapters on 4 bits": {"topology": (2, 2), "lora": True, "quantize": "nf4"},
     "gradients in 8 bits": {"topology": (2, 1), "gradients_compression": "int8", "reduce_dtype": "same"},
-    **{f"delays {seed}": {"topology": (2, 2), "delays": seed} for seed in range(3, 9)},
+    **{f"delays {seed}": {"topology": (2, 2), "delays": seed} for seed in (3, 4)},
 }
 
 

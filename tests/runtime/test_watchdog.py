@@ -112,6 +112,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_interpreter_stands_still_is_ended():
     """As by a call into NCCL or CUDA that keeps Python's lock and waits for a peer that is gone."""
     done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=120)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plan_requests import looking_at
 from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.cli import main
@@ -88,7 +89,8 @@ def test_it_is_timed_and_drawn(tmp_path):
 @pytest.mark.slow
 def test_it_is_a_row_of_a_plan(capsys):
     words = "--model tiny --vocab-size 300 --topology 2x2@1gbit --device-name A100 --sequence-length 64 --json"
-    assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--global-batch", "4"]) == 0
+    with looking_at("broadcast", "tawpipe-spread"):
+        assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--global-batch", "4"]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["candidates"]}
     assert rows["broadcast"]["runnable"] and rows["broadcast"]["step_seconds"] > 0
 

@@ -292,5 +292,5 @@ def test_what_is_accepted_is_right(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
-def test_what_is_accepted_is_right_in_hundreds_of_mutants(name):
-    hunt(name, range(1000, 1200))
+def test_what_is_accepted_is_right_in_more_mutants(name):
+    hunt(name, range(1000, 1080))

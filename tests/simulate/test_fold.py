@@ -111,6 +111,7 @@ def test_what_cannot_be_folded():
     assert not foldable(even, costs(4, between_of={0: LinkModel(1e6)}))
 
 
+@pytest.mark.slow
 def test_thousands_of_devices_are_played_by_one():
     layers = 126
     step = step_for(llama(layers), Topology.grid(512, 8), 16 * 4096, strategy="tawpipe-spread")

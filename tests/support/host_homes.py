@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -105,17 +105,19 @@ def every_case() -> list[dict[str, Any]]:
     return found
 
 
-def pairwise(cases: list[dict[str, Any]], *, seed: int = 0, among: Sequence[str] = ()) -> list[dict[str, Any]]:
+def pairwise(
+    cases: list[dict[str, Any]], *, seed: int = 0, pairs: Callable[[str, str], bool] = lambda *_: True
+) -> list[dict[str, Any]]:
     """Cases that have every value that any case has, and every pair of them.
 
     Args:
-        among: of these choices, and no other pairs; of all by default.
+        pairs: whether values of these two choices are wanted together.
     """
     dice, chosen = random.Random(seed), list[dict[str, Any]]()
 
     def parts(case: dict[str, Any]) -> set[tuple[Any, ...]]:
-        named = [item for item in case.items() if not among or item[0] in among]
-        return {*itertools.combinations(named, 2), *((item,) for item in case.items())}
+        both = (two for two in itertools.combinations(case.items(), 2) if pairs(two[0][0], two[1][0]))
+        return {*both, *((item,) for item in case.items())}
 
     left = set[tuple[Any, ...]]().union(*map(parts, cases))
     while left:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from schedules import llama
+from tawpipe.plan import search as searching
+from tawpipe.plan.candidate import Candidate
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.profile import Profile, size_of
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import RECOMPUTE
 from tawpipe.schedule.step import StepSpec
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 LAYERS = 6
+FEW = ("tawpipe-spread", "tawpipe-step", "flat", "hsdp", "1f1b")
+"""Strategies of every kind that are planned in a moment: a pipeline that is made for costs takes seconds."""
 
 
 def profile(layers: int = LAYERS, forward_s: float = 0.01) -> Profile:
@@ -46,3 +54,17 @@ def plan_request(
 def step_of(asked: PlanRequest, strategy: str, **settings: Any) -> StepSpec:
     """A step of what is asked for, with one micro-batch a visit unless ``settings`` say otherwise."""
     return asked.step(replace(asked.settings, strategy=strategy, **{"micro_batches_per_visit": 1, **settings}))
+
+
+@contextmanager
+def looking_at(*names: str) -> Iterator[None]:
+    """Searches look at these strategies alone."""
+    table = strategies()
+    with patch.object(searching, "strategies", lambda: {name: table[name] for name in names}):
+        yield
+
+
+def search_only(asked: PlanRequest, *names: str, **limits: Any) -> list[Candidate]:
+    """What a search finds among these strategies, ``FEW`` by default."""
+    with looking_at(*(names or FEW)):
+        return searching.search(asked, **limits)

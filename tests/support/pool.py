@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing as mp
 import os
-import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 SIZE = 6
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "tawpipe.pipeline.pipeline"]
@@ -21,7 +22,7 @@ class WorkerPool:
     """Runs ``module:function(world, **arguments)`` on nodes x local processes and returns every rank's result."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+        self._store: TCPStore | None = None
         self._count = 0
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
@@ -31,10 +32,9 @@ class WorkerPool:
         if not self._workers:
             self._start()
         self._count += 1
-        store = Path(self._folder.name) / f"store{self._count}"
         size = nodes * local
         for rank in range(size):
-            self._workers[rank][1].send((function, rank, nodes, local, str(store), leave, arguments))
+            self._workers[rank][1].send((function, rank, nodes, local, f"case {self._count}", leave, arguments))
         results: list[Any] = [None] * size
         failures: list[str] = []
         for rank in range(size):
@@ -62,13 +62,15 @@ class WorkerPool:
 
     def _start(self) -> None:
         importlib.import_module("cases")  # see ``_work``
+        # Processes find each other by a server, whose answer comes at once: a file they would look at every 10 ms.
+        self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Forked from one process that has imported what takes seconds: pools are restarted now and then.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         os.environ["OMP_NUM_THREADS"] = "1"
         for _ in range(SIZE):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process = context.Process(target=_work, args=(theirs, self._store.port), daemon=True)
             process.start()
             self._workers.append((process, mine))
 
@@ -80,7 +82,7 @@ class WorkerPool:
         self._workers.clear()
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -88,17 +90,23 @@ def _work(connection: Connection) -> None:
     from tawpipe.topology import Topology
 
     torch.set_num_threads(1)
+    server = TCPStore("127.0.0.1", port, is_master=False)
     importlib.import_module("cases")  # which has norms compute in their own dtype: alike here, whatever ran before
+    gc.freeze()  # or the first collection would copy all that the processes share
     while True:
         try:
-            function, rank, nodes, local, store, leave, arguments = connection.recv()
+            function, rank, nodes, local, case, leave, arguments = connection.recv()
         except (EOFError, OSError):
             return
         size = nodes * local
         try:
             if size > 1:
                 dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+                    "gloo",
+                    store=dist.PrefixStore(case, server),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=60),
                 )
             group = dist.group.WORLD if size > 1 else None
             world = World(Topology.grid(nodes, local), rank, torch.device("cpu"), group)

@@ -34,6 +34,7 @@ def test_a_run_says_little_before_its_first_step(
     assert any("the learning rate rises for 10 steps, and the run has 1:" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_chat_model_is_asked_a_question_of_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", *SHORT, "--steps", "1", "--sequence-length", "64", "--vocab-size", "300", "--plan", "none"]
     words += ["--data", str(EXAMPLES / "chats.jsonl"), "--sample.tokens", "2", "--global-batch", "2"]

@@ -62,6 +62,7 @@ def test_a_context_is_extended_in_phases(home, capsys):
     assert config["max_position_embeddings"] == 128
 
 
+@pytest.mark.slow
 def test_the_loss_by_position_is_written_and_changes_nothing(home, capsys):
     words = (*YARN, "--export.enabled", "false", "--checkpoint.every", "0")
     page = home / "curve.html"
@@ -124,6 +125,7 @@ def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, capsys):
         retrieval_check(config, data, LlamaConfig(max_position_embeddings=128))
 
 
+@pytest.mark.slow
 def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
     words = (
         *LONG,

@@ -74,7 +74,10 @@ def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypat
     assert [one["step"] for one in texts] == [2, 2, 4, 4, 3, 3]
     assert {one["prompt"] for one in texts} == {"def ", "class while with"}
 
-    # Exported is what a run that ends there exports: the same weights, bit by bit.
+
+@pytest.mark.slow
+def test_what_is_exported_of_the_best_step_is_what_a_run_that_ends_there_exports(home, monkeypatch):
+    """The same weights, bit by bit."""
     losses(monkeypatch, 3.0, 2.0, 1.95)
     assert alone(home, "whole", "--checkpoint.best", "--steps", "3", "--optimizer.min-learning-rate-ratio", "1") == 0
     losses(monkeypatch, 3.0, 2.0, 1.95, 2.5)
@@ -83,6 +86,7 @@ def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypat
     assert all(whole[name].equal(back[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_best_step_of_before(home, monkeypatch, capsys):
     losses(monkeypatch, 3.0, 2.0, 2.5, 2.4)
     quiet = ("--sample.tokens", "0", "--export.enabled", "false", "--checkpoint.best", "--resume", "auto")
@@ -99,6 +103,7 @@ def test_a_resumed_run_knows_the_best_step_of_before(home, monkeypatch, capsys):
     assert steps(home, "on") == [6, 8]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_only_where_it_is_asked_for(home, monkeypatch):
     words = ("--steps", "4", "--checkpoint.every", "2", "--sample.tokens", "0", "--export.enabled", "false")
     for output, asked, kept in (("newest", (), [4]), ("both", ("--checkpoint.best",), [2, 4])):

@@ -61,6 +61,7 @@ def no_other(config: TrainConfig) -> Any:
     raise UserError("model", "tiny", "one with weights")
 
 
+@pytest.mark.slow
 def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypatch, chain):
     asked, limit = {}, 0
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from model_requests import request_for
-from plan_requests import plan_request
+from plan_requests import plan_request, search_only
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.errors import UserError
 from tawpipe.plan import plan_file
@@ -18,7 +18,6 @@ from tawpipe.plan.machine import Device
 from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan
-from tawpipe.plan.search import search
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
@@ -34,7 +33,7 @@ TWO_BY_TWO = World(Topology.grid(2, 2), 0, torch.device("cpu"), None)
 @pytest.fixture(scope="module")
 def plan() -> str:
     asked = plan_request()
-    return Plan.of(asked, search(asked)).text()
+    return Plan.of(asked, search_only(asked)).text()
 
 
 CONFIG = TrainConfig(global_batch=16, micro_batch=1, sequence_length=10, dtype="bfloat16")
@@ -81,9 +80,14 @@ def test_a_plan_for_documents_that_are_dealt_has_no_pipeline():
     request = request_for("tiny", machine, vocab_size=500, sequence_length=64, global_batch=8, dealt=True)
     with pytest.raises(UserError, match="got '1f1b'; another one: documents are dealt by time"):
         request.step(ScheduleSettings(strategy="1f1b"))
-    assert not any(one.fits and one.step.strategy.axis for one in search(request) if one.step is not None)
+    assert not any(
+        one.fits and one.step.strategy.axis
+        for one in search_only(request, "tawpipe-spread", "1f1b", "generated")
+        if one.step
+    )
 
 
+@pytest.mark.usefixtures("few_strategies")
 def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
     asked, said = plan_request(), list[str]()
     monkeypatch.setattr(Planning, "ask", lambda *_, **__: (asked, ""))

@@ -45,8 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ("model", "plan", "dry"),
     [
         ("tiny", "auto", False),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("model", "none", False), ("tiny", "none", True))),
-        ("model", "auto", True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("model", "none", False), ("model", "auto", True))),
     ],
 )
 def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, monkeypatch) -> None:
@@ -71,6 +70,7 @@ def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, 
     assert sorted(calls) == ["built", "followed"]
 
 
+@pytest.mark.slow
 def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
     config = load_config([*SMALL, "--freeze", "*.layers.0"])
     _, chain = run_model.RunModel(config).followed(300)
