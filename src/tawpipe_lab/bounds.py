@@ -122,15 +122,17 @@ def schedule_bounds(
     Args:
         physical: the nodes that the ranks really are on, where the schedule was built for others.
         dealt: the documents of which a schedule is one dealing: devices could share them otherwise, so that the mean of
-            their seconds counts.
+            their seconds counts, as it does of devices of several speeds, as fast as they are together.
     """
     topology = physical or schedule.topology
     widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0)
     sent, received = schedule_bytes(schedule, topology, widths, costs.boundary(0))
     if dealt is not None:
         costs = replace(costs, kept=dealt.kept(schedule.step))
-    each = [_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size)]
-    compute = max(each) if dealt is None else fmean(each)
+    ranks, slower = range(topology.world_size), costs.compute_factor
+    each = [_compute_seconds(schedule, costs, rank) / slower.get(rank, 1.0) for rank in ranks]
+    speeds = [1 / slower.get(rank, 1.0) for rank in ranks]
+    compute = max(each) if dealt is None and not slower else sum(each) / sum(speeds)
     pairs = enumerate(zip(sent, received, strict=True))
     links = [costs.node_link(node).busy_s(topology.local_size, *both) for node, both in pairs]
     needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))

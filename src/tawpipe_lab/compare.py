@@ -224,6 +224,7 @@ def _launch(
     content = {
         "workload": spell_out(cell.workload),
         "slow": cell.slow and asdict(cell.slow),
+        "speeds": cell.device_speeds,
         "entries": entries,
         "warmup": warmup,
         "samples": samples,
@@ -300,12 +301,18 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
         workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
         assert isinstance(workload, TimedWorkload)
-        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring")
+        factor = {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
+        costs = workload_costs(
+            workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", compute_factor=factor
+        )
         return schedule_bounds(
             schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
         )
     whole = cell.workload
-    timed = dealt(whole, "in turn", topology) if isinstance(whole, LengthsWorkload) else whole
+    if cell.speeds:  # as fast as they are together
+        whole = whole.faster(statistics.fmean(cell.device_speeds))
+    packing = entry.all_knobs.get("packing", "in turn")
+    timed = dealt(whole, packing, topology) if isinstance(whole, LengthsWorkload) else whole
     return shipped_bounds(entry.strategy, timed, topology, between, entry.all_knobs)
 
 
@@ -378,12 +385,13 @@ def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
         return {}
     is_ours = entry.strategy in ours.rows()
     name, whole, knobs = entry.strategy, cell.workload, entry.all_knobs
-    work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, "in turn", topology)
+    packing = knobs.get("packing", "in turn")
+    work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, packing, topology)
     assert isinstance(work, DealtWorkload)
     step = ours.schedule_of(name, whole, topology, knobs).step if is_ours else None
     return {
-        "modelled_s": work.modelled_s(step),
-        "floor_s": whole.floor_s(topology),
+        "modelled_s": work.modelled_s(step, cell.device_speeds),
+        "floor_s": whole.floor_s(topology, cell.device_speeds),
         "rounds": list(work.bins.shape),
     }
 

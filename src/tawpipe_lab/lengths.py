@@ -78,12 +78,19 @@ class DealtWorkload(TimedWorkload):
 
         return [[*map(seconds, row)] for row in zip(*self.shares, strict=True)]
 
-    def modelled_s(self, step: StepSpec | None) -> float:
-        """Seconds of all passes if every round takes as long as the rank that takes longest."""
-        return sum(map(max, self.rounds_s(step)))
+    def modelled_s(self, step: StepSpec | None, speeds: Sequence[float] = ()) -> float:
+        """Seconds of all passes if every round takes as long as the rank that takes longest.
+
+        Args:
+            speeds: of all ranks, where they differ.
+        """
+        each = speeds or [1.0] * len(self.shares)
+        return sum(max(took / speed for took, speed in zip(row, each, strict=True)) for row in self.rounds_s(step))
 
 
-def dealt(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int = 1) -> DealtWorkload:
+def dealt(
+    workload: LengthsWorkload, packing: str, topology: Topology, ranks: int = 1, speeds: tuple[float, ...] = ()
+) -> DealtWorkload:
     """A step as a strategy computes it.
 
     * ``balanced``: documents dealt by time (schedule/balance.py), long ones over sets of ``ranks`` where that gains.
@@ -93,17 +100,22 @@ def dealt(workload: LengthsWorkload, packing: str, topology: Topology, ranks: in
     * ``rows``: documents end to end, cut into rows of ``max_document``, which are dealt in turn. What is cut off does
       not attend to what it was cut from, so that there is less to compute.
 
+    Args:
+        speeds: of all ranks, by which documents are dealt, see ``deal``.
+
     Raises:
         UserError: no such packing.
     """
     if packing not in PACKINGS:
         raise UserError("packing", packing, f"one of {', '.join(PACKINGS)}")
-    return _dealt(workload, packing, topology, topology.local_size if packing == "node" else ranks)
+    return _dealt(workload, packing, topology, topology.local_size if packing == "node" else ranks, speeds)
 
 
 @cache
-def _dealt(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int) -> DealtWorkload:
-    bins = _bins(workload, packing, topology, ranks)
+def _dealt(
+    workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]
+) -> DealtWorkload:
+    bins = _bins(workload, packing, topology, ranks, speeds)
     # In the order of share_bins: those of a set, then those of a rank, are numbered one after the other.
     rows = [bins.shared, bins.single]
     numbered = [row[place] for some in rows for place in range(len(some[0]) if some else 0) for row in some]
@@ -130,11 +142,12 @@ def _dealt(workload: LengthsWorkload, packing: str, topology: Topology, ranks: i
     )
 
 
-def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int) -> Bins:
+def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]) -> Bins:
     lengths, work, cap = workload.lengths, workload.work, workload.bin_tokens
     if packing in ("balanced", "tokens"):
         by = work if packing == "balanced" else LayerTime((replace(work.kinds[0], per_pair=0.0),))
-        return replace(deal(lengths, world_size=topology.world_size, cap=cap, work=by, ranks=ranks), work=work)
+        given = {"world_size": topology.world_size, "cap": cap, "work": by, "ranks": ranks, "speeds": speeds}
+        return replace(deal(lengths, **given), work=work)
     if packing == "rows":
         lengths, bins = _cut(lengths, workload.max_document)
     else:

@@ -19,7 +19,7 @@ from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, shares_of, step_of
 from tawpipe.schedule.strategies.table import find, register, strategies
@@ -164,7 +164,7 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
         balanced = settings.packing == "balanced"
         ranks = knobs.get("sequence_ranks", topology.local_size if balanced else 1)
         _ = share_in_sets(0, topology, replace(settings.schedule, sequence_ranks=ranks))
-        return dealt(work, settings.packing or "in turn", topology, ranks)
+        return dealt(work, settings.packing or "in turn", topology, ranks, speeds_of(settings.schedule, topology))
     if settings.packing:
         raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
     return work
@@ -226,7 +226,8 @@ def found_for(
     work = computed(name, workload, topology, knobs)
     strategy = strategy.configured(settings_of(name, knobs).schedule)
     assert isinstance(work, TimedWorkload)
-    positions, costs = strategy.positions(topology), pipeline_costs(work)
+    positions = strategy.positions(topology)
+    costs = strategy.paced(pipeline_costs(work), positions)
     if between is not None:
         costs = replace(costs, **hops(positions, work.activation_bytes, between=between, inside=INSIDE))
     count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
@@ -236,7 +237,7 @@ def found_for(
         from tawpipe.schedule.pipelines.search.generate import generate
 
         return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
-    layout = strategy.layout_of(workload_model(work), positions.size)
+    layout = strategy.layout_of(workload_model(work), positions)
     if name == "solved":
         from tawpipe.schedule.pipelines.search.solve import solve
 

@@ -55,10 +55,11 @@ class Pace:
     Args:
         slowdown: None for always at full speed.
         node: whose pace this is; nodes are disturbed independently.
+        speed: its full speed; 0.5 for a device that takes twice the seconds of the workload.
     """
 
-    def __init__(self, slowdown: Slowdown | None = None, node: int = 0) -> None:
-        self._slowdown, self._node = slowdown, node
+    def __init__(self, slowdown: Slowdown | None = None, node: int = 0, speed: float = 1.0) -> None:
+        self._slowdown, self._node, self.speed = slowdown, node, speed
         self._borders: list[float] = []
         self._random = random.Random()
         self._slow_first, self._begin = False, 0.0
@@ -172,6 +173,7 @@ class Sleeper:
         self.first_s = self.last_s = math.nan
 
     def compute(self, seconds: float) -> None:
+        seconds /= self.pace.speed
         needed = self.pace.seconds(seconds)
         self.asked_s += seconds
         self.delay_s += needed - seconds

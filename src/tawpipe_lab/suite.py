@@ -29,6 +29,9 @@ import yaml
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.work import BlockTimes
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sharing import speeds_of
+from tawpipe.topology import Topology
 from tawpipe_lab.mixes import MIXES
 from tawpipe_lab.sleeper import Slowdown
 from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out
@@ -46,6 +49,7 @@ class Cell:
         loopback_rate: inside a node; None for as fast as it is.
         latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
         slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
+        speeds: of all devices, the fastest 1, see ``ScheduleSettings.device_speeds``; empty where they are alike.
     """
 
     name: str
@@ -56,9 +60,25 @@ class Cell:
     loopback_rate: str | None = None
     latency: str | None = None
     slow: Slowdown | None = None
+    speeds: str = ""
+
+    def __post_init__(self) -> None:
+        if self.speeds and isinstance(self.workload, RealWorkload):
+            raise UserError("speeds", self.speeds, f"nothing in cell {self.name}, which really computes")
+        _ = self.device_speeds
+
+    @property
+    def device_speeds(self) -> tuple[float, ...]:
+        """The speeds as numbers; empty where they are alike.
+
+        Raises:
+            UserError: not one for every device.
+        """
+        return speeds_of(ScheduleSettings(device_speeds=self.speeds), Topology.grid(self.nodes, self.local))
 
     def spelled_out(self) -> dict[str, Any]:
-        return {**asdict(self), "workload": spell_out(self.workload)}
+        spelled = {**asdict(self), "workload": spell_out(self.workload)}
+        return spelled if self.speeds else {name: value for name, value in spelled.items() if name != "speeds"}
 
 
 @dataclass(frozen=True)

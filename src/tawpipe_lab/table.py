@@ -64,7 +64,8 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
 def title(cell: dict[str, Any]) -> str:
     """A cell's name and its cluster."""
     latency = f", {late} of latency" if (late := cell.get("latency")) else ""
-    return f"{cell['name']}: {cell['nodes']} nodes x {cell['local']}, {cell['rate']}{latency}"
+    speeds = f", devices of speeds {cell['speeds']}" if cell.get("speeds") else ""
+    return f"{cell['name']}: {cell['nodes']} nodes x {cell['local']}, {cell['rate']}{latency}{speeds}"
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -70,7 +70,8 @@ def main(job_path: str, result_path: str) -> int:
     rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
     topology = Topology.grid(dist.get_world_size() // local, local)
     workload = from_spelled_out(job["workload"])
-    pace = Pace(Slowdown(**job["slow"]) if job["slow"] else None, topology.node_of(rank))
+    speed = job["speeds"][rank] if job["speeds"] else 1.0
+    pace = Pace(Slowdown(**job["slow"]) if job["slow"] else None, topology.node_of(rank), speed)
     readings = [Readings() for _ in job["entries"]]
     contenders: list[Contender | None] = []
     _import_rivals({entry["strategy"] for entry in job["entries"]})

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -175,7 +175,7 @@ class TimedWorkload:
         layers = {"layers": self.layers * parts, "pattern": pattern, "kinds": {**self.kinds, **kinds}}
         return replace(self, **layers, **sizes, **shares)
 
-    def faster(self, times: int) -> TimedWorkload:
+    def faster(self, times: float) -> TimedWorkload:
         """The same bytes with computing, and a link to the host, that is so many times as fast."""
         faster = replace(self, homes_bytes_per_s=self.homes_bytes_per_s * times)
         return faster._with_seconds(lambda seconds: seconds / times)
@@ -310,7 +310,7 @@ class LengthsWorkload:
         check_whole_layers(parts, "with documents of uneven lengths")
         return self
 
-    def faster(self, times: int) -> LengthsWorkload:
+    def faster(self, times: float) -> LengthsWorkload:
         """The same bytes with computing that is so many times as fast."""
         return replace(self, token_s=self.token_s / times)
 
@@ -329,12 +329,15 @@ class LengthsWorkload:
         """Seconds of a document's forward pass through all layers."""
         return LayerTime((LayerKind(self.layers, self.token_s, self.token_s / self.even_at),))
 
-    def floor_s(self, topology: Topology) -> float:
+    def floor_s(self, topology: Topology, speeds: Sequence[float] = ()) -> float:
         """Seconds of all passes that no dealing of the documents undercuts: the mean over all devices, or the longest
         document over those of a node.
+
+        Args:
+            speeds: of all devices, where they differ; the fastest has 1.
         """
         times = [self.work.of(length) for length in self.lengths]
-        return PASSES * max(sum(times) / topology.world_size, max(times) / topology.local_size)
+        return PASSES * max(sum(times) / (sum(speeds) or topology.world_size), max(times) / topology.local_size)
 
 
 @dataclass(frozen=True)

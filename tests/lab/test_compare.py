@@ -192,7 +192,8 @@ def test_stages_of_ours_are_balanced_as_a_rival_s_are(row):
         strategy = schedule.step.strategy
         assert isinstance(strategy, ActivationPipeline)
         each = stages_per_rank(rival, {})
-        assert strategy.layout_of(schedule.model, 4) == stages_of(rival, work, 4, each, balance)
+        stages = strategy.layout_of(schedule.model, strategy.positions(topology))
+        assert stages == stages_of(rival, work, 4, each, balance)
         verify(schedule)
     settings = ours.settings_of(row, {"balance": "cost"})
     assert ours.settings_of(row, settings.spelled_out()) == settings

@@ -48,6 +48,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows": ("tawpipe-spread", {"packing": "rows"}),
     "fsdp2": ("fsdp2", {}),
     "fsdp2, two per gather": ("fsdp2", {"micro_batches_per_gather": 2}),
+    "fsdp2, by tokens": ("fsdp2", {"packing": "tokens"}),
+    "fsdp2, balanced": ("fsdp2", {"packing": "balanced"}),
 }
 
 
@@ -71,6 +73,20 @@ def test_every_document_is_computed_once(packing: str, ranks: int) -> None:
             assert tokens == pytest.approx([bins.tokens(one) for one in bins.of(rank)])
         whole = PASSES * sum(map(workload.work.of, workload.lengths))
         assert work.compute_s < whole if packing == "rows" else work.compute_s == pytest.approx(whole)
+
+
+def test_devices_of_two_speeds_have_documents_for_as_long() -> None:
+    topology, speeds = Topology.grid(2, 2), (1.0, 1.0, 0.5, 0.5)
+    knobs = {"sequence_ranks": 1, "device_speeds": "2x1,2x0.5"}
+    by_speed, evenly = (
+        ours.computed("tawpipe-balanced", PRODUCTION, topology, given) for given in (knobs, {"sequence_ranks": 1})
+    )
+    assert isinstance(by_speed, DealtWorkload) and isinstance(evenly, DealtWorkload)
+    floor = PRODUCTION.floor_s(topology, speeds)
+    assert floor == pytest.approx(PRODUCTION.floor_s(topology) * 4 / 3)
+    assert floor <= by_speed.modelled_s(None, speeds) < floor / 0.9
+    assert evenly.modelled_s(None, speeds) > 1.4 * floor
+    verify(ours.schedule_of("tawpipe-balanced", TINY, topology, knobs))
 
 
 def test_lengths_follow_from_the_seed() -> None:
@@ -123,7 +139,8 @@ def test_every_rank_computes_its_bins(pool: Any) -> None:
     found = pool.run(f"{__name__}:compute", 2, 2, workload=settings)
     for title, (name, knobs) in ROWS.items():
         is_ours = name in ours.rows()
-        work = ours.computed(name, TINY, topology, knobs) if is_ours else dealt(TINY, "in turn", topology)
+        packing = knobs.get("packing", "in turn")
+        work = ours.computed(name, TINY, topology, knobs) if is_ours else dealt(TINY, packing, topology)
         assert isinstance(work, DealtWorkload)
         passes = 3 if knobs.get("recompute") == "none" else 4
         for rank, own in enumerate(work.shares):
@@ -145,6 +162,8 @@ def test_mistakes_are_named() -> None:
         ("tawpipe-balanced", TINY, {"sequence_ranks": 3}, "schedule.sequence_ranks"),
         ("tawpipe-balanced", TINY, {"parts_per_layer": 2}, "parts_per_layer"),
         ("fsdp2-cp", TINY, {}, "workload"),
+        ("fsdp2", TINY, {"packing": "tight"}, "packing"),
+        ("fsdp2", TimedWorkload(**WORKLOAD), {"packing": "balanced"}, "packing"),
         ("zero3", TINY, {}, "workload"),
         ("1f1b", TINY, {}, "workload"),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tawpipe_lab import sleeper
-from tawpipe_lab.compare import disturbance
+from tawpipe_lab.compare import bounds_of, disturbance, link_of
 from tawpipe_lab.sleeper import BusyTime, Pace, Sleeper, Slowdown
 from tawpipe_lab.suite import load_suite, read_suite
 from tawpipe_lab.workload import TimedWorkload
@@ -56,6 +56,33 @@ def test_a_sleeper_tells_what_the_slow_spells_have_cost():
     assert sleeper.delay_s == pytest.approx(0.02)
 
 
+def test_a_slow_device_sleeps_longer_and_that_is_no_delay():
+    sleeper = Sleeper(BusyTime())
+    sleeper.pace = Pace(speed=0.5)
+    sleeper.compute(0.01)
+    assert sleeper.asked_s == 0.02 and sleeper.delay_s == 0
+    assert sleeper.busy.take()["COMPUTE"] >= 0.02
+
+
+def test_a_cell_says_the_speed_of_every_device():
+    """Bounds are those of all devices together, whoever has how much to do; by dependencies those of the dealing."""
+    suite = load_suite("unequal")
+    cell = suite.cells[0]
+    assert cell.device_speeds == (1.0, 1.0, 0.5, 0.5) and cell.spelled_out()["speeds"] == "2x1,2x0.5"
+    calm = load_suite("jitter").cells[0]
+    assert calm.device_speeds == () and "speeds" not in calm.spelled_out()
+    assert isinstance(cell.workload, TimedWorkload)
+    least = cell.workload.compute_s / 3
+    bounds = {entry.label: bounds_of(cell, entry, link_of(cell)) for entry in suite.strategies}
+    assert [bound.physical_s for bound in bounds.values()] == pytest.approx([least] * len(bounds))
+    needed = {label: bound.dependency_s or 0.0 for label, bound in bounds.items()}
+    by_speed, even = (
+        needed[f"tawpipe-spread (micro_batches_per_visit {n})"] for n in ("4, device_speeds 2x1,2x0.5", 3)
+    )
+    assert by_speed < 1.1 * least < 1.3 * least < even
+    assert needed["generated (device_speeds 2x1,2x0.5)"] < 1.3 * least
+
+
 def test_rows_say_what_was_added_beside_the_delays_of_the_nodes():
     calm, slow = load_suite("jitter").cells
     first = {
@@ -91,10 +118,17 @@ def test_a_layer_can_be_cut_into_equal_ones():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"), [({"factor": 0.5}, "factor"), ({"share": 1.5}, "share"), ({"spell": 1}, "spell")]
+    ("wrong", "named"),
+    [
+        ({"slow": {"factor": 0.5}}, "factor"),
+        ({"slow": {"share": 1.5}}, "share"),
+        ({"slow": {"spell": 1}}, "spell"),
+        ({"speeds": "1,0.5"}, "device_speeds: got '1,0.5'; 1 speeds"),
+        ({"speeds": "0"}, "device_speeds: got '0'"),
+    ],
 )
 def test_mistakes_are_named(wrong, named):
-    cell = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "slow": wrong}
+    cell = {"name": "c", "nodes": 1, "local": 1, "rate": "none"} | wrong
     work = {"layers": 1, "layer_bytes": 8, "forward_s": 0, "backward_input_s": 0, "backward_weight_s": 0}
     cell["workload"] = work | {"micro_batches": 1, "activation_bytes": 4}
     with pytest.raises(Exception, match=named):

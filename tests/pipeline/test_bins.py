@@ -48,6 +48,34 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
             assert all(shared for shared, _ in results[0][1]), results
 
 
+def test_documents_dealt_by_speed_have_the_numbers_of_one_process(pool):
+    settings = [
+        {"seed": 1, "bin_tokens": 60, "strategy": "tawpipe-spread", "device_speeds": "2x1,2x0.5"},
+        {"seed": 2, "bin_tokens": 30, "strategy": "hsdp", "device_speeds": "1,0.5,0.2,1", "sequence_ranks": 2},
+        {"seed": 3, "bin_tokens": 44, "micro_batches_per_visit": 2, "device_speeds": "3,1,3,1", "keep_mib": 1},
+    ]
+    for results in pool.run("documents:exact", 2, 2, settings=settings):
+        assert max(worst for worst, _ in results) < LIMIT, results
+
+
+def test_homes_by_memory_change_no_bit(pool):
+    """All units with one node, or most of them, beside homes in turn. The norm's parts are added up by process."""
+    for strategy, every in (
+        ("tawpipe-striped", ("", "0,0,0,0,0,0,0", "1,0,1,1,1,0,1")),
+        ("tawpipe-whole", ("", "1,1,0,1,1,1,1")),
+    ):
+        first, *others = (
+            pool.run("documents:trained", 2, 1, seed=1, bin_tokens=60, strategy=strategy, homes=homes, clip_norm=None)[
+                0
+            ]
+            for homes in every
+        )
+        for other in others:
+            assert first[0] == other[0] and first[1] == pytest.approx(other[1], rel=1e-12)
+            shared = [name for name, value in first[2].items() if value is not None and other[2][name] is not None]
+            assert shared and all(torch.equal(first[2][name], other[2][name]) for name in shared)
+
+
 @pytest.mark.slow
 def test_delays_in_every_lane_change_no_bit(pool):
     knobs = {"seed": 1, "bin_tokens": 24, "sequence_ranks": 2, "strategy": "tawpipe-spread", "keep_mib": 1}

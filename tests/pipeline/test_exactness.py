@@ -100,6 +100,22 @@ def test_groups_keep_the_numbers(pool, nodes, local, every):
     check(pool, nodes, local, settings)
 
 
+def test_dealing_by_speed_keeps_the_numbers(pool):
+    """Ranks with more and with fewer rows than others, in every round, or in their stages; some with none."""
+    settings = [
+        setting(2, 2, strategy, rounds, per_visit, rounds == 2, "float64") | {"device_speeds": speeds} | more
+        for strategy, rounds, per_visit, speeds, more in [
+            ("tawpipe-spread", 2, 2, "2x1,2x0.5", {"evaluate_first": True}),
+            ("tawpipe-step", 3, 1, "1,0.5,1,0.2", {"offloaded_layers": 2}),
+            ("tawpipe-whole", 1, 2, "1,0.05,1,1", {}),
+            ("hsdp", 2, 1, "0.5,1,1,1", {"delays": 0.002}),
+            ("1f1b", 2, 1, "2,1,1,1", {"stages": "nodes"}),
+            ("zero-bubble", 2, 1, "2x1,2x0.5", {"stages": "locals", "evaluate_first": True}),
+        ]
+    ]
+    check(pool, 2, 2, settings)
+
+
 def test_homes_anywhere_keep_the_numbers(pool):
     """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
     settings = [

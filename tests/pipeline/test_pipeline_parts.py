@@ -54,7 +54,7 @@ def test_another_order_holds_for_its_number_of_micro_batches_alone() -> None:
     made = Schedules("1f1b", llama(4), world(2, 1))
     before, other = made.of(4, training=True), made.of(2, training=True)
     strategy: Any = before.step.strategy
-    order = one_by_one(strategy.layout_of(before.model, 2), 4)
+    order = one_by_one(strategy.layout_of(before.model, strategy.positions(before.topology)), 4)
     made.reorder(4, Order(order))
     assert made.of(4, training=True) is not before and made.of(2, training=True) is other
 

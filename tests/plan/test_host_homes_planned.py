@@ -198,7 +198,7 @@ def test_a_device_with_one_memory_has_all_of_it_counted_there() -> None:
 def test_a_device_with_one_memory_has_what_other_processes_leave(monkeypatch) -> None:
     alone = Topology.grid(1, 1)
     world: Any = SimpleNamespace(machines=alone, nodes=alone, rank=0, device=torch.device("cuda"))
-    world.gather_numbers = lambda number: [number]
+    world.gather_numbers, world.gather_texts = lambda number: [number], lambda text: [text]
     monkeypatch.setattr(probe, "free_memory", lambda: 40 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GB10")
     for integrated, expected in ((1, 40), (0, 100)):

@@ -60,7 +60,7 @@ def test_links_without_a_limit_come_back(tmp_path):
         ({"between_of": {5: {"gbit_per_s": 1}}}, "between_of: got 5; a node, 0 to 1"),
         ({"device": {"memory_gib": "80 GB"}}, "memory_gib: got '80 GB'"),
         ({"device": {"beside": 0.9}}, "beside: got 0.9; a number, 1 or more"),
-        ({"devices": 8}, "got 'devices'"),
+        ({"gpus": 8}, "got 'gpus'"),
     ],
 )
 def test_contradictions_are_named(change, reason):
@@ -185,6 +185,7 @@ def test_what_a_group_takes_is_measured_where_nccl_runs(monkeypatch):
     monkeypatch.setattr(probe_module, "_between", lambda *_: (MACHINE.between, {}, (), []))
     monkeypatch.setattr(probe_module, "host_link", lambda _: LinkModel(1e10))
     monkeypatch.setattr(probe_module, "machine_unprobed", lambda _: MACHINE)
+    monkeypatch.setattr(probe_module, "speeds_measured", lambda machine, _: (machine, []))
     device = replace(MACHINE.device, communicator_bytes=5)
     monkeypatch.setattr(probe_module, "with_collectives", lambda machine, _: replace(machine, device=device))
     for nccl, size, taken in ((True, 2, 5), (True, 1, 0), (False, 2, 0)):

@@ -173,7 +173,7 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
     import torch
 
     from tawpipe.model.flops import KNOWN_DEVICES
-    from tawpipe.plan.machine import Device
+    from tawpipe.plan.devices import Device
     from tawpipe.plan.measure import device_name, machine_of
     from tawpipe.plan.probe import probe_files
 
@@ -187,6 +187,8 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
     if not machine.device.name and not machine.device.flops:
         known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
         raise UserError("--device-name", "nothing", f"what {words.topology} computes with: {known}")
+    if words.memory is not None and machine.device_of:
+        raise UserError("--memory", words.memory, f"nothing: device_of in {words.topology} says what devices have")
     if words.config.schedule.offload_dir and machine.files_bytes == 0:
         link, free = probe_files(words.config.schedule.offload_dir)
         machine = replace(machine, files=link, files_bytes=free)

@@ -57,7 +57,14 @@ class LocalRows:
         """See ``Pipeline.deal``."""
         if self.bin_tokens < 1:
             raise UserError("bin_tokens", self.bin_tokens, "the most tokens that a process computes at once")
-        return deal(lengths, world_size=self.world.size, cap=self.bin_tokens, work=self.work, ranks=self.deal.ranks)
+        return deal(
+            lengths,
+            world_size=self.world.size,
+            cap=self.bin_tokens,
+            work=self.work,
+            ranks=self.deal.ranks,
+            speeds=self.schedules.speeds,
+        )
 
     def part_of_documents(self, bins: Bins, document: Callable[[int], MicroBatch], *, training: bool) -> LocalBatch:
         """See ``Pipeline.part_of_documents``."""

@@ -215,6 +215,11 @@ class Pipeline:
         chain.hand_over()
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of all processes beside the fastest, by which work is dealt; empty where they are alike."""
+        return self._schedules.speeds
+
+    @property
     def bin_tokens(self) -> int:
         """Tokens of documents that a process computes at once at most; 0 where documents are not dealt."""
         return self._rows.bin_tokens

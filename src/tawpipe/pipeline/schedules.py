@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import torch
 
@@ -46,7 +47,10 @@ class Schedules:
         self._kept: dict[tuple[int | tuple[int, int], bool], Schedule] = {}
         self._replaced: list[Schedule | None] = []
         """Schedules that are known by their identity as long as steps may use them."""
-        self.smallest = self.step(world.size)
+        count = world.size
+        while not all(self.shares(count)):  # a slow one has none of so few
+            count *= 2
+        self.smallest = self.step(count)
         """A step in which every rank has a micro-batch: all schedules share its homes."""
         ready = self._ready
         if ready is not None and (ready.model, ready.topology) != (model, self.smallest.topology):
@@ -64,10 +68,16 @@ class Schedules:
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of all processes, by which rows and documents are dealt; empty where they are alike."""
+        return self.smallest.speeds
+
+    @property
     def ranks_of_a_row(self) -> int:
         """How many processes compute a row: a set, or the positions of a pipeline."""
         size, step = self._world.size, self.smallest
-        return size // len(set(step.strategy.share(size, step.topology, step.settings)))
+        alike = replace(step.settings, device_speeds="")
+        return size // len(set(step.strategy.share(size, step.topology, alike)))
 
     @property
     def share_of_a_row(self) -> float:

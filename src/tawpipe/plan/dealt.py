@@ -25,6 +25,7 @@ from tawpipe.plan.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_qu
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
 from tawpipe.schedule.balance import Bins, deal
+from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.strategies.build import build, step_of
@@ -119,9 +120,10 @@ class DealFound:
         sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or request.profile.shares)]
         sizes = [given] if (given := request.settings.sequence_ranks) else sizes
         least = next((n for n in sizes if cap * n >= lengths.longest), sizes[-1])
+        world, speeds = request.topology.world_size, speeds_of(request.settings, request.topology)
 
         def dealt(documents: Sequence[int], ranks: int) -> Bins:
-            return deal(documents, world_size=request.topology.world_size, cap=cap, work=work, ranks=ranks)
+            return deal(documents, world_size=world, cap=cap, work=work, ranks=ranks, speeds=speeds)
 
         steps = [lengths.step(tokens, number) for number in range(STEPS)]
         drawn = sorted((dealt(batch, least) for batch in steps), key=lambda bins: bins.seconds / bins.mean_seconds)
@@ -137,10 +139,11 @@ class DealFound:
             name, best = next(iter(strategies.items()))
             step = next(candidate.step for candidate in good if candidate.strategy == name)
             assert step is not None
-            world, documents = request.topology.world_size, median.lengths
+            documents = median.lengths
             others = [(ROWS, in_rows(documents, world, min(cap, max_document), work))]
             if cap >= max_document:
                 others.append((IN_TURN, in_turn(documents, world, max_document, work)))
+            others = [(name, replace(bins, speeds=speeds)) for name, bins in others]
             others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
             played = [_played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
             compared = [deal for deal in played if deal is not None]

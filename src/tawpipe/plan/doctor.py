@@ -56,6 +56,8 @@ def examine(out: Path | None, *, device: str) -> None:
     before = sent_bytes()
     links = probe(world)
     console.plan([*_links(links), *_interfaces(world, before, links)], title="links")
+    if links.machine.device_of:
+        console.plan(list(_devices(links.machine)), title="devices")
     if links.loopback:
         console.line(f"note: {links.loopback}")
     for finding in links.findings:
@@ -118,6 +120,14 @@ def _machine(world: World) -> Iterator[tuple[str, str]]:
         f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB" if Path("/dev/shm").is_dir() else "none",
     )
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
+
+
+def _devices(machine: Machine) -> Iterator[tuple[str, str]]:
+    """What every process computes with, where devices differ."""
+    for device in dict.fromkeys(machine.device_of):
+        ranks = [str(rank) for rank, other in enumerate(machine.device_of) if other == device]
+        memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
+        yield f"ranks {', '.join(ranks)}", f"{device.name}, speed {device.speed:.3g}{memory}"
 
 
 def _links(links: Probe) -> Iterator[tuple[str, str]]:

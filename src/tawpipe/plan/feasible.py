@@ -46,7 +46,7 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
     """Which memory does not suffice: some of ``DEVICE``, ``HOST`` and ``FILES``."""
     machine = request.machine
     there = {
-        DEVICE: (request.memory_bytes, needs.device),
+        DEVICE: (request.memory_bytes, needs.wanted),
         HOST: (machine.host_bytes, needs.host),
         FILES: (machine.files_bytes, needs.files),
     }
@@ -88,9 +88,10 @@ def _some_strategy_fits(request: PlanRequest) -> bool:
 def shortage(request: PlanRequest, needs: Needs) -> str:
     """What is needed and what is there, of the memory that does not suffice; empty if all does."""
     words = []
-    if request.memory_bytes and needs.device > request.memory_bytes:
+    if request.memory_bytes and needs.wanted > request.memory_bytes:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items() if size)
-        words.append(f"{gib(needs.device)} GiB of {gib(request.memory_bytes)} on every device ({parts})")
+        where = "a smaller device" if needs.absent else "every device"
+        words.append(f"{gib(needs.device)} GiB of {gib(request.memory_bytes - needs.absent)} on {where} ({parts})")
     if request.machine.host_bytes and needs.host > request.machine.host_bytes:
         words.append(f"{gib(needs.host)} GiB of {gib(request.machine.host_bytes)} of every host's memory")
     if request.machine.files_bytes and needs.files > request.machine.files_bytes:

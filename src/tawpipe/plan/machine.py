@@ -4,7 +4,7 @@
 
     format: 1
     nodes: [8, 8, 8]              # devices of every node
-    device: {name: NVIDIA H100 80GB HBM3, memory_gib: 79.1, communicator_mib: 690}
+    device: {name: NVIDIA H100 80GB HBM3, memory_gib: 79.1, communicator_mib: 690}      # or one for each, devices.py
     between: {gbit_per_s: 100, latency_us: 12}     # of every node's link, each way
     between_of: {2: {gbit_per_s: 25}}              # what differs
     inside: {gbyte_per_s: 380, latency_us: 6, shared: false}
@@ -23,30 +23,21 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
+from tawpipe.plan.devices import (
+    Device,
+    check_mapping,
+    device_from,
+    devices_from,
+    is_number,
+    memory_from,
+    spell_device,
+    spell_devices,
+)
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
 FORMAT = 1
 SETTING = "--topology"
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device of every process.
-
-    Args:
-        name: as the driver calls it; ``CPU`` for none; empty where a file does not say it.
-        memory_bytes: that a process may use; 0 if that is not known.
-        flops: per second in the dtype of the run, where a user knows better than the table of device peaks.
-        communicator_bytes: that NCCL takes for one communicator; 0 if that was not measured.
-        beside: how many times as long it computes beside transfers as alone; 1 if that was not measured.
-    """
-
-    name: str = "CPU"
-    memory_bytes: int = 0
-    flops: float | None = None
-    communicator_bytes: int = 0
-    beside: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +52,8 @@ class Machine:
         host_bytes: of memory that every node's host has for what its devices offload; 0 if that is not known.
         files: of a node to the disk on which its devices keep what they offload into files; shared by them.
         files_bytes: free on that disk; 0 if that is not known.
+        device: of every process; of the first, where they differ.
+        device_of: of every process, by rank, where they differ.
     """
 
     nodes: tuple[int, ...]
@@ -72,6 +65,18 @@ class Machine:
     host_bytes: int = 0
     files: LinkModel = field(default_factory=lambda: LinkModel(math.inf, full_duplex=False))
     files_bytes: int = 0
+    device_of: tuple[Device, ...] = ()
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of every device; empty where they are alike."""
+        speeds = tuple(device.speed for device in self.device_of)
+        return speeds if len(set(speeds)) > 1 else ()
+
+    @property
+    def most_memory(self) -> int:
+        """Bytes of the device that has most; 0 if that is not known."""
+        return max((device.memory_bytes for device in self.device_of), default=self.device.memory_bytes)
 
     @property
     def disk(self) -> LinkModel:
@@ -128,13 +133,7 @@ def uniform(nodes: int, local: int, *, between: LinkModel, inside: LinkModel, de
 def spell_machine(machine: Machine) -> dict[str, Any]:
     """The content of a file, which ``machine_from`` reads."""
     content: dict[str, Any] = {"format": FORMAT, "nodes": list(machine.nodes)}
-    content["device"] = {"name": machine.device.name, "memory_gib": round(machine.device.memory_bytes / 2**30, 2)}
-    if machine.device.flops:
-        content["device"]["flops"] = machine.device.flops
-    if machine.device.communicator_bytes:
-        content["device"]["communicator_mib"] = round(machine.device.communicator_bytes / 2**20, 1)
-    if machine.device.beside != 1:
-        content["device"]["beside"] = machine.device.beside
+    content |= spell_devices(machine.device_of) if machine.device_of else {"device": spell_device(machine.device)}
     for name in ("between", "inside", "host"):
         content[name] = _spell_link(getattr(machine, name), bits=name == "between")
     if machine.host_bytes:
@@ -177,8 +176,8 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     Raises:
         UserError: something is missing, unknown, of the wrong kind, or contradicts something else.
     """
-    known = ("format", "nodes", "device", "between", "inside", "between_of", "host", "files")
-    _check_mapping(content, known, where)
+    known = ("format", "nodes", "device", "devices", "device_of", "between", "inside", "between_of", "host", "files")
+    check_mapping(content, known, where)
     if content.get("format") != FORMAT:
         raise UserError(f"{where}: format", content.get("format"), f"{FORMAT}")
     nodes = content.get("nodes")
@@ -188,7 +187,7 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     for part, key in (("host", "memory_gib"), ("files", "free_gib")):
         values = content.get(part)
         if isinstance(values, Mapping) and key in values:
-            room[part] = _memory(values[key], f"{where}: {part}", key)
+            room[part] = memory_from(values[key], f"{where}: {part}", key)
             content = {**content, part: {name: value for name, value in values.items() if name != key}}
     if isinstance(content.get("files"), Mapping):
         content = {**content, "files": {"full_duplex": False, **content["files"]}}
@@ -210,58 +209,35 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
             base = {k: v for k, v in (content.get("between") or {}).items() if not given or k not in _RATES}
             link = {**base, **link}
         of[node] = _link(link, f"{where}: between_of: {node}")
-    free = LinkModel(math.inf)
+    free, device = LinkModel(math.inf), device_from(content.get("device") or {}, f"{where}: device")
+    devices = devices_from(content, nodes, where)
     return Machine(
         tuple(nodes),
         links.get("between", free),
         links.get("inside", free),
         of,
         links.get("host", free),
-        _device(content.get("device") or {}, f"{where}: device"),
+        devices[0] if devices else device,
         room["host"],
         links.get("files", replace(free, full_duplex=False)),
         room["files"],
+        devices if len(set(devices)) > 1 else (),
     )
 
 
-def _device(values: Any, where: str) -> Device:
-    _check_mapping(values, ("name", "memory_gib", "flops", "communicator_mib", "beside"), where)
-    flops = values.get("flops")
-    if flops is not None and not _number(flops, least=0):
-        raise UserError(f"{where}: flops", flops, "a number, 0 or more")
-    mib = values.get("communicator_mib") or 0
-    if not _number(mib, least=0):
-        raise UserError(f"{where}: communicator_mib", mib, "a number, 0 or more")
-    beside = values.get("beside", 1.0)
-    if not _number(beside, least=1):
-        raise UserError(f"{where}: beside", beside, "a number, 1 or more")
-    memory = _memory(values.get("memory_gib") or 0, where)
-    return Device(str(values.get("name") or ""), memory, flops, int(mib * 2**20), float(beside))
-
-
-def _memory(gib: Any, where: str, key: str = "memory_gib") -> int:
-    """Bytes of a number of GiB."""
-    if not _number(gib, least=0):
-        raise UserError(f"{where}: {key}", gib, "a number, 0 or more")
-    if gib > MOST_GIB:
-        raise UserError(f"{where}: {key}", gib, f"at most {MOST_GIB:.0e}")
-    return int(gib * 2**30)
-
-
-MOST_GIB = 1e9
 _RATES = {"gbit_per_s": 1e9 / 8, "gbyte_per_s": 1e9, "bytes_per_s": 1.0}
 
 
 def _link(values: Any, where: str) -> LinkModel:
-    _check_mapping(values, (*_RATES, "latency_us", "full_duplex", "shared"), where)
+    check_mapping(values, (*_RATES, "latency_us", "full_duplex", "shared"), where)
     given = [name for name in _RATES if name in values]
     if len(given) > 1:
         raise UserError(where, ", ".join(given), f"one of {', '.join(_RATES)}")
     rate = values[given[0]] if given else math.inf
     latency = values.get("latency_us", 0)
-    if given and (not _number(rate, least=0) or rate == 0):
+    if given and (not is_number(rate, least=0) or rate == 0):
         raise UserError(f"{where}: {given[0]}", rate, "a number above 0")
-    if not _number(latency, least=0):
+    if not is_number(latency, least=0):
         raise UserError(f"{where}: latency_us", latency, "a number, 0 or more")
     for name in ("full_duplex", "shared"):
         if not isinstance(values.get(name, True), bool):
@@ -281,18 +257,6 @@ def _spell_link(link: LinkModel, *, bits: bool) -> dict[str, Any]:
         spelled[unit] = float(f"{link.bytes_per_s / _RATES[unit]:.4g}")
     spelled["latency_us"] = float(f"{link.latency_s * 1e6:.3g}")
     return spelled | {"full_duplex": link.full_duplex, "shared": link.shared}
-
-
-def _check_mapping(values: Any, known: tuple[str, ...], where: str) -> None:
-    if not isinstance(values, Mapping):
-        raise UserError(where, values, f"a mapping with {', '.join(known)}")
-    for name in values:
-        if name not in known:
-            raise UserError(where, name, f"one of {', '.join(known)}")
-
-
-def _number(value: Any, *, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
 
 
 def _whole(value: Any, least: int) -> bool:

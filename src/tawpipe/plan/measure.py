@@ -19,8 +19,9 @@ from tawpipe.model.loss import loss_chunk
 from tawpipe.model.quantized import NONE
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.bench import Bench
+from tawpipe.plan.devices import Device
 from tawpipe.plan.feasible import whole_rows_fit
-from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
+from tawpipe.plan.machine import SETTING, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
@@ -30,6 +31,7 @@ from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.speeds import spell_speeds
 from tawpipe.simulate import LinkModel
 
 USABLE = 0.95
@@ -73,6 +75,8 @@ def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine
     short = _SHORT.fullmatch(text.strip().lower())
     if short is None:
         machine = load_machine(Path(text))
+        if name and machine.device_of:
+            raise UserError("--device-name", name, f"nothing: device_of in {text} says what the devices are")
         return replace(machine, device=replace(machine.device, name=name)) if name else machine
     nodes, local = int(short[1]), int(short[2])
     if nodes < 1 or local < 1 or (nodes > 1 and short[3] is None):
@@ -185,6 +189,8 @@ def _request_of(
     """``request_of`` with a chain that is of no other use afterwards."""
     # What is asked: rows, and why they may have to stay whole.
     dtype, settings, optimizer = asked.dtype, asked.settings, asked.optimizer
+    if machine.speeds and not settings.device_speeds:
+        settings = replace(settings, device_speeds=spell_speeds(machine.speeds))
     row, documents = asked.row, asked.documents
     why_whole = "--compile compiles layers on whole rows" if asked.compiled else ""
     chain.quantise(asked.quantize, dtype)
@@ -197,7 +203,7 @@ def _request_of(
     # What depends neither on the profile nor on chunks.
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master, reduce = master_dtype(dtype), reduce_dtype(dtype, settings)
-    limit = machine.device.memory_bytes * USABLE if asked.memory_bytes is None else asked.memory_bytes
+    limit = machine.most_memory * USABLE if asked.memory_bytes is None else asked.memory_bytes
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * asked.micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, chain.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)

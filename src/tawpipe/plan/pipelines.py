@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from statistics import fmean
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -146,7 +147,7 @@ def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Itera
             "pipeline_order": str(order),
         }
         settings = replace(request.settings, strategy=strategy.name, **changes)
-        over = memory_quickly(request, request.step(settings)).device - request.memory_bytes
+        over = memory_quickly(request, request.step(settings)).wanted - request.memory_bytes
         if over <= 0:
             yield changes
             return
@@ -171,8 +172,9 @@ def _less(request: PlanRequest, pipeline: ActivationPipeline) -> float:
     """Memory of a position in which micro-batches may keep ``LESS`` of what they do: a search that has less to choose
     from may find a shorter step.
     """
-    positions, costs = pipeline.positions(request.topology), pipeline.costs(request.model)
-    layout, count = pipeline.layout_of(request.model, positions.size), -(-request.micro_batches // positions.replicas)
+    positions = pipeline.positions(request.topology)
+    costs, count = pipeline.costs(request.model, positions), -(-request.micro_batches // positions.replicas)
+    layout = pipeline.layout_of(request.model, positions)
     order = pipeline.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
     peaks = zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
     whole, kept = max((whole, whole - resident) for whole, resident in peaks)
@@ -226,7 +228,7 @@ def _over(request: PlanRequest, way: ActivationPipeline, recompute: str) -> int:
     if not request.memory_bytes:
         return 0
     settings = replace(request.settings, strategy=way.name, recompute=recompute)
-    return memory_quickly(request, request.step(settings, way)).device - request.memory_bytes
+    return memory_quickly(request, request.step(settings, way)).wanted - request.memory_bytes
 
 
 def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
@@ -245,7 +247,7 @@ def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
         assert isinstance(fixed, ActivationPipeline)
         with suppress(UserError):
             if _over(request, fixed, "full") <= 0:
-                layout = fixed.layout_of(request.model, positions.size)
+                layout = fixed.layout_of(request.model, positions)
                 most = max(costs.memory, *peak(layout, fixed.order(layout, costs, count), costs))
                 times = spell_times(replace(costs, memory=most))
                 yield replace(way, stages=f"{positions.axis}:{layout}", block_times=times)
@@ -270,11 +272,15 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
         times = (round(seconds * MICRO) for seconds in (forward, back - weights, weights))
         blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2), resident=taken))
-    factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
+    factor, pipelines = costs.compute_factor, range(positions.replicas)
+    paces = tuple(
+        fmean(1 / factor.get(positions.rank(place, pipeline), 1.0) for pipeline in pipelines) ** -1
+        for place in range(positions.size)
+    )
     host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
     return PipelineCosts(
         tuple(blocks),
-        pace=tuple(factors) if set(factors) != {1.0} else (),
+        pace=paces if max(paces) - min(paces) > 1e-9 or abs(paces[0] - 1) > 1e-9 else (),
         memory=room,
         host=round(host * MICRO) if host < math.inf else math.inf,
         **hops(positions, boundary, between=costs.between, inside=costs.inside),

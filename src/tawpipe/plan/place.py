@@ -10,6 +10,8 @@ Where nodes, links and layers are alike, homes in turn are kept: with an embeddi
 within 1 % of the best that there is. Elsewhere there are two other ways, a heuristic (units are moved one by
 one while that gains something) and the solver CP-SAT, which starts from there and proves how far it is from the best;
 of equals it takes the one that loads memory least. Whether a step is faster for it, the clock decides.
+
+Where devices differ in memory, every device keeps no more than it has room for.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 
 import numpy as np
@@ -30,7 +33,7 @@ from tawpipe.schedule.routes.staggered import number_of_exchanges, visits_of_exc
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.weight_strategy import WeightStrategy
 
-IN_TURN, ONE_BY_ONE, SOLVER = "in turn", "moved one by one", "from the solver"
+IN_TURN, BY_MEMORY, ONE_BY_ONE, SOLVER = "in turn", "by memory", "moved one by one", "from the solver"
 MOST_WORK = 10_000_000
 """Loads that one look at all moves of all units adds up, beyond which none is looked at: it would take minutes."""
 SWEEPS = 5
@@ -88,15 +91,29 @@ def find_homes(request: PlanRequest, step: StepSpec, *, although_even: bool = Fa
         return Homes((), usual, note="no link between nodes takes time")
     if task.work > MOST_WORK:
         return Homes((), usual, note=f"others are not looked for on {request.topology.num_nodes} nodes")
-    ways = {IN_TURN: task.in_turn, ONE_BY_ONE: task.one_by_one()}
-    if not task.fits(ways[ONE_BY_ONE]):  # under ``whole``, where not every device has what its node has on average
-        del ways[ONE_BY_ONE]
+    ways = {IN_TURN: task.in_turn} if task.fits(task.in_turn) else {}
+    ways |= {BY_MEMORY: task.by_memory()} if request.absent else {}
+    moved = task.one_by_one()
+    if task.fits(moved):  # or not, under ``whole``, where not every device has what its node has on average
+        ways[ONE_BY_ONE] = moved
     solved, bound, note = _solve(task, min(ways.values(), key=task.seconds))
     if solved and task.fits(solved):
         ways[SOLVER] = solved
     seconds = {name: task.seconds(homes) for name, homes in ways.items()}
     best = min(reversed(ways), key=lambda name: seconds[name])  # of equals the solver's, which loads memory least
-    return Homes(task.spelled(ways[best]) if best != IN_TURN else (), seconds, bound, note)
+    given = best != IN_TURN or bool(request.absent)
+    return Homes(task.spelled(ways[best]) if given else (), seconds, bound, note)
+
+
+def homes_by_memory(request: PlanRequest, step: StepSpec) -> tuple[int, ...]:
+    """Homes that leave every device as much of its memory as the others; empty where they have as much, or units are
+    not placed one by one.
+    """
+    placed = isinstance(step.strategy, WeightStrategy) and step.strategy.places(request.topology)
+    if not placed or not request.absent or request.topology.num_nodes == 1:
+        return ()
+    task = _Task(request, step)
+    return task.spelled(task.by_memory())
 
 
 def _is_even(request: PlanRequest) -> bool:
@@ -104,7 +121,8 @@ def _is_even(request: PlanRequest) -> bool:
     layers = {sum(model.units[u].numel for u in block.units) for block in model.blocks if block.kind == "layer"}
     machine = request.machine
     links = {request.costs.node_link(node) for node in range(len(machine.nodes))}
-    return len(layers) == 1 and len(links) == 1 and request.topology == machine.topology
+    even = request.topology == machine.topology and not request.absent
+    return len(layers) == 1 and len(links) == 1 and even
 
 
 @dataclass(frozen=True)
@@ -146,7 +164,7 @@ class _Task:
         rates: bytes per second of every machine's link.
         sizes: bytes of every unit on its way, as gradients and as weights.
         kept: of every unit the bytes at home, all stripes together.
-        limit: of a device, bytes at home: as many as with homes in turn, or what a limit of memory leaves.
+        limits: of every device, bytes at home: as many as with homes in turn, or what a limit of memory leaves.
     """
 
     def __init__(self, request: PlanRequest, step: StepSpec) -> None:
@@ -176,9 +194,13 @@ class _Task:
         counts.update({what: round(left * (number - counts[what])) for what, number in more.items()})
         self.exchanges = [_Exchange(*what, times) for what, times in counts.items() if what[1]]
 
-        self.limit = float(self.device_bytes(self.in_turn).max())
-        if request.memory_bytes:
-            self.limit += max(0, request.memory_bytes - memory_quickly(request, step).device)
+        self.limits = np.full(topology.world_size, self.device_bytes(self.in_turn).max())
+        needs = memory_quickly(request, step) if request.memory_bytes else None
+        if needs is not None and request.absent:
+            besides = needs.device - needs.parts["homes"]
+            self.limits = np.maximum(0, request.memory_bytes - besides - np.array(request.absent, float))
+        elif needs is not None:
+            self.limits += max(0, request.memory_bytes - needs.device)
 
     def link_of(self, exchange: _Exchange, node: int, home: int) -> tuple[int, int] | None:
         """The machines that send and receive; None if there is nothing to send between machines."""
@@ -200,7 +222,7 @@ class _Task:
         return sum(exchange.times * self.busiest(exchange, homes) for exchange in self.exchanges)
 
     def fits(self, homes: Sequence[int]) -> bool:
-        return float(self.device_bytes(homes).max()) <= self.limit * (1 + 1e-9)
+        return bool((self.device_bytes(homes) <= self.limits * (1 + 1e-9)).all())
 
     def device_bytes(self, homes: Sequence[int]) -> np.ndarray:
         """Bytes at home, by rank."""
@@ -215,13 +237,13 @@ class _Task:
 
     def spelled(self, homes: Sequence[int]) -> tuple[int, ...]:
         """The numbers of places. Where a unit lives on one device these are ranks: in a node the largest unit goes
-        first, to the one that has least.
+        first, to the one that has most room left.
         """
         if not self.whole:
             return tuple(homes)
         had, ranks = np.zeros(self.topology.world_size), [0] * len(homes)
         for unit in np.argsort(-self.kept, kind="stable"):
-            ranks[unit] = min(self.topology.nodes[homes[unit]], key=lambda rank: had[rank])
+            ranks[unit] = min(self.topology.nodes[homes[unit]], key=lambda rank: had[rank] - self.limits[rank])
             had[ranks[unit]] += self.kept[unit]
         return tuple(ranks)
 
@@ -230,16 +252,25 @@ class _Task:
         """Loads that one look at all moves adds up."""
         return self.topology.num_nodes * sum(len(exchange.arrivals) ** 2 for exchange in self.exchanges)
 
-    @property
-    def room(self) -> float:
-        """Bytes at home on a node."""
-        return self.limit * self.topology.local_size
+    @cached_property
+    def room(self) -> list[float]:
+        """Bytes at home on every node, of whose devices each keeps as much as the others unless units are whole."""
+        of_nodes = [self.limits[list(node)] for node in self.topology.nodes]
+        return [float(some.sum() if self.whole else some.min() * len(some)) for some in of_nodes]
+
+    def by_memory(self) -> tuple[int, ...]:
+        """The largest unit first, to the node that has most room left."""
+        left, homes = list(self.room), [0] * len(self.kept)
+        for unit in np.argsort(-self.kept, kind="stable"):
+            homes[unit] = max(range(len(left)), key=lambda node: left[node])
+            left[homes[unit]] -= self.kept[unit]
+        return tuple(homes)
 
     def one_by_one(self) -> tuple[int, ...]:
         """In turn from the node with which that is best; then the moves of one unit each that gain something."""
         nodes = self.topology.num_nodes
         turns = [tuple((home + first) % nodes for home in self.in_turn) for first in range(nodes)]
-        homes = list(min((homes for homes in turns if self.fits(homes)), key=self.seconds))
+        homes = list(min((homes for homes in turns if self.fits(homes)), key=self.seconds, default=self.by_memory()))
         kept = np.bincount(homes, weights=self.kept, minlength=nodes)
         of_unit = [
             [exchange for exchange in self.exchanges if any(u == unit for _, u in exchange.arrivals)]
@@ -256,7 +287,7 @@ class _Task:
             moved = False
             for unit, size in enumerate(self.kept):
                 here = homes[unit]
-                there = [n for n in range(nodes) if n == here or kept[n] + size <= self.room]
+                there = [n for n in range(nodes) if n == here or kept[n] + size <= self.room[n]]
                 costs = {node: seconds(unit, node) for node in there}
                 best = min(there, key=lambda node: costs[node])
                 if costs[best] < costs[here] * (1 - PRECISION):
@@ -326,11 +357,12 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
 
     # What every node keeps has room there.
     kept = np.ceil(task.kept / task.kept.sum() * PARTS * units).astype(int)
-    fullest = model.new_int_var(
-        0, int(task.room / task.kept.sum() * PARTS * units) + units, "bytes on the fullest node"
-    )
+    room = [int(each / task.kept.sum() * PARTS * units) + units for each in task.room]
+    fullest = model.new_int_var(0, max(room), "bytes on the fullest node")
     for n in range(nodes):
-        model.add(sum(int(kept[u]) * lives[u][n] for u in range(units)) <= fullest)
+        there = sum(int(kept[u]) * lives[u][n] for u in range(units))
+        model.add(there <= fullest)
+        model.add(there <= room[n])
 
     # The least time; and of all that take it, the homes that are spread most evenly.
     solver = cp_model.CpSolver()

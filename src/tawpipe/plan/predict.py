@@ -47,16 +47,23 @@ class Needs:
         parts: of what a device holds, by name.
         host: of a node's host, for all of its devices; 0 where the host's memory is what devices compute in.
         files: of a node's disk, for all of its devices.
+        absent: bytes that this device, which is the nearest to its end, has less than the one with most memory.
     """
 
     parts: Mapping[str, int]
     host: int
     files: int = 0
+    absent: int = 0
 
     @property
     def device(self) -> int:
         """Bytes of a device."""
         return sum(self.parts.values())
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that the device with most memory must have for it."""
+        return self.device + self.absent
 
 
 @dataclass(frozen=True)
@@ -110,8 +117,9 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         request.widths,
         activation_bytes=request.activations_of(step.sequence_ranks),
         working=working,
+        absent=request.absent,
     )
-    settings = step.settings
+    settings, short = step.settings, request.absent[said.rank] if request.absent else 0
     chunk = min((settings.sequence_chunk or 0) * request.micro_batch, -(-tokens // step.sequence_ranks))
     passes = request.has_host and not settings.offload_dir
     parts = {
@@ -130,9 +138,9 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         apart = min(MOST_BETWEEN, round(between)) + max(posted_ahead(schedule, r, sizes) for r in schedule.played)
     parts |= {"apart": apart} if apart or not request.on_cuda else {}
     if request.has_host:
-        return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)
+        return Needs(parts, said.host_bytes * devices, said.file_bytes * devices, short)
     parts["saving"] = saved_bytes(request, schedule.step)
-    return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices)
+    return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices, short)
 
 
 def link_bytes_of(timeline: Timeline) -> float:
@@ -144,8 +152,12 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
     strategy, topology = step.strategy, request.topology
     seconds = request.block_seconds(step)
-    works = {(len(share), blocks) for share, blocks in zip(step.micro_batches, strategy.computes(step), strict=True)}
-    compute = max(number * sum(seconds[block] for block in blocks) for number, blocks in works)
+    factor, blocks = request.costs.compute_factor, strategy.computes(step)
+    works = {
+        (len(share), mine, factor.get(rank, 1.0))
+        for rank, (share, mine) in enumerate(zip(step.micro_batches, blocks, strict=True))
+    }
+    compute = max(slower * number * sum(seconds[block] for block in mine) for number, mine, slower in works)
     if topology.num_nodes == 1 or Kind.WEIGHT not in strategy.travels:  # of what else travels there is no formula
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
@@ -225,7 +237,9 @@ def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
     """
     rounds = PLAYED_ROUNDS if step.strategy.axis else 2  # several are under way where ranks divide the blocks
     short, _, _ = shortened(request, step, rounds)
-    return _build(request, short) if one_for_all(request, short) else _built(short, short.strategy.fullest(short))
+    if one_for_all(request, short):
+        return _build(request, short)
+    return _built(short, None if request.absent else short.strategy.fullest(short))
 
 
 def shortened(request: PlanRequest, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
@@ -238,7 +252,8 @@ def alike(request: PlanRequest, step: StepSpec) -> StepSpec:
     shares, world = step.micro_batches, step.topology.world_size
     most, blocks = max(map(len, shares)), len(request.model.blocks)
     count = 1 + max(share[-1] for share in shares if share)
-    if min(map(len, shares)) == most or max(world * blocks / LARGEST_WORK, count * blocks / MOST_UNEVEN) <= 1:
+    even = min(map(len, shares)) == most
+    if step.speeds or even or max(world * blocks / LARGEST_WORK, count * blocks / MOST_UNEVEN) <= 1:
         return step
     ranks = sum(map(len, shares)) // count
     """That a micro-batch goes to."""
@@ -247,7 +262,8 @@ def alike(request: PlanRequest, step: StepSpec) -> StepSpec:
 
 def one_for_all(request: PlanRequest, step: StepSpec) -> bool:
     """True if one rank is played for all, or one pipeline."""
-    return request.topology == request.machine.topology and foldable(step, request.costs)
+    alike = request.topology == request.machine.topology and not request.absent
+    return alike and foldable(step, request.costs)
 
 
 def played(request: PlanRequest, step: StepSpec) -> int:

@@ -8,6 +8,7 @@ unless that is the request. What is asked, in a few seconds altogether:
   one slow node does not make its partners look slow;
 * under NCCL the collectives that strategies use, in groups like theirs, and what a communicator takes of a GPU;
 * to the host: copies between a GPU and pinned memory;
+* of devices: how fast each multiplies matrices, where there are GPUs or several kinds of devices;
 * to a disk, where a folder is named: a file that is written and read.
 """
 
@@ -29,7 +30,9 @@ import torch
 import torch.distributed as dist
 
 from tawpipe.errors import UserError
-from tawpipe.plan.machine import Device, Machine
+from tawpipe.plan.devices import Device
+from tawpipe.plan.machine import Machine
+from tawpipe.plan.speeds import kind_of, speeds_measured, timed
 from tawpipe.runtime.host_memory import free_memory, is_the_hosts
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.transport import NEAR_BLOCKS, far_blocks, make_group, uses_nccl
@@ -92,8 +95,9 @@ def probe(world: World) -> Probe:
     machine = replace(known, between=between, inside=inside, between_of=of, host=host)
     if uses_nccl(world.device) and world.size > 1:
         machine = with_collectives(machine, world)
+    machine, slow = speeds_measured(machine, world)
     apart, words = loopback(world.gather_texts(network_stack()), nodes)
-    return Probe(machine, rates, (*inside_notes, *notes) if apart else (), words)
+    return Probe(machine, rates, (*inside_notes, *notes, *slow) if apart else (), words)
 
 
 def network_stack() -> str:
@@ -207,23 +211,6 @@ class _Ruler:
             torch.cuda.synchronize(self.world.device)
 
 
-def timed(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Seconds of a run, of some in a row. On a GPU between two events of the present stream, which waits for them."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        for _ in range(times):
-            run()
-        return (time.perf_counter() - begin) / times
-    torch.cuda.synchronize(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(times):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / times
-
-
 def with_collectives(machine: Machine, world: World) -> Machine:
     """The machine with the rates that gathers reach which all groups of a kind do at once, where these are below those
     of pairs, and with what a communicator takes. Call on all ranks.
@@ -243,7 +230,8 @@ def with_collectives(machine: Machine, world: World) -> Machine:
                 n: replace(link, bytes_per_s=slower * link.bytes_per_s) for n, link in machine.between_of.items()
             },
         )
-    return replace(machine, device=replace(machine.device, communicator_bytes=taken))
+    takes = lambda device: replace(device, communicator_bytes=taken)  # noqa: E731
+    return replace(machine, device=takes(machine.device), device_of=tuple(map(takes, machine.device_of)))
 
 
 def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: str) -> tuple[float, int]:
@@ -421,7 +409,8 @@ def with_files(machine: Machine, world: World, folder: str) -> Machine:
 
 
 def machine_unprobed(world: World) -> Machine:
-    """Nodes, and the memory of the device and of the node that have the least; links are free. Call on all ranks.
+    """Nodes, and the memory of the device, of every kind, and of the node that have the least; links are free. Call on
+    all ranks.
 
     On the CPU a process may use what it has already and its share of what is free on its machine. A host's memory is
     shared by the nodes that a machine is taken for.
@@ -435,10 +424,17 @@ def machine_unprobed(world: World) -> Machine:
         name, host = torch.cuda.get_device_name(world.device), share * max(map(len, world.nodes.nodes))
     else:
         memory, name = share + resident_memory() if share else 0, "CPU"
-    device = Device(name, int(min(world.gather_numbers(memory))))
+    kinds, memories = world.gather_texts(kind_of(world.device)), world.gather_numbers(memory)
+    device, device_of = Device(name, int(min(memories))), tuple[Device, ...]()
+    if len(set(kinds)) > 1:
+        least = {kind: int(min(m for m, other in zip(memories, kinds, strict=True) if other == kind)) for kind in kinds}
+        names = world.gather_texts(name)
+        device_of = tuple(Device(name, least[kind]) for name, kind in zip(names, kinds, strict=True))
+        device = device_of[0]
     free = LinkModel(float("inf"))
     nodes = tuple(map(len, world.nodes.nodes))
-    return Machine(nodes, free, free, device=device, host_bytes=int(min(world.gather_numbers(host))))
+    host_bytes = int(min(world.gather_numbers(host)))
+    return Machine(nodes, free, free, device=device, host_bytes=host_bytes, device_of=device_of)
 
 
 def resident_memory() -> int:

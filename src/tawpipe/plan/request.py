@@ -42,7 +42,7 @@ class PlanRequest:
         micro_batch: sequences computed at one time.
         size: work of one micro-batch.
         widths: of numbers at home and on their way.
-        memory_bytes: that a device may use; 0 for no limit.
+        memory_bytes: that the device with most memory may use; 0 for no limit.
         system_bytes: of a device that the driver and libraries take for themselves; on a CPU the process that has
             loaded them.
         communicator_bytes: of a device that each of its process groups takes.
@@ -139,6 +139,14 @@ class PlanRequest:
         return self.machine.topology.evened()
 
     @cached_property
+    def absent(self) -> tuple[int, ...]:
+        """Of every device, bytes that it has less than the one with most; empty where they are alike."""
+        most, devices = self.machine.most_memory, self.machine.device_of
+        if not most or not self.memory_bytes or len({device.memory_bytes for device in devices}) < 2:
+            return ()
+        return tuple(round(self.memory_bytes * (1 - device.memory_bytes / most)) for device in devices)
+
+    @cached_property
     def costs(self) -> CostModel:
         """The cost model of the clock. Where there are peers, some transfer is under way or waited for all the time."""
         machine, profile = self.machine, self.profile
@@ -153,6 +161,7 @@ class PlanRequest:
             update_s=profile.update_s,
             update_of=profile.update_of,
             size=self.size,
+            compute_factor={rank: machine.device.speed / speed for rank, speed in enumerate(machine.speeds)},
             reduce_scatter="ring",
             host=machine.disk if self.settings.offload_dir else machine.host,
             homes=machine.host if math.isfinite(machine.host.bytes_per_s) else ASSUMED_HOST,

@@ -34,6 +34,7 @@ from tawpipe.plan.feasible import (
     unplayed,
     with_settings,
 )
+from tawpipe.plan.place import homes_by_memory
 from tawpipe.plan.predict import (
     Prediction,
     bound_of,
@@ -46,6 +47,8 @@ from tawpipe.plan.refine import improve, settle
 from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.settings import spell_homes
+from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.schedule.strategies.table import strategies
 
@@ -229,6 +232,8 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in visits]
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
+        if homes := homes_by_memory(request, options[0]):
+            options = [with_settings(step, homes=spell_homes(homes)) for step in options]
         options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
         bound, work = min(bound_of(request, step) for step in options), min(plays(request, step) for step in options)
         if bound > most and work > QUICK_PLAYED:
@@ -329,7 +334,7 @@ def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int
 
 
 def _per_visit(request: PlanRequest) -> list[int]:
-    """1, 2, 4, ... up to all micro-batches of a device."""
-    most = -(-request.micro_batches * (request.settings.sequence_ranks or 1) // request.topology.world_size)
+    """1, 2, 4, ... up to all micro-batches of the device that has most."""
+    most = max(1, *map(len, share_in_sets(request.micro_batches, request.topology, request.settings)))
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return [*powers, most]

@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.devices import Device
 from tawpipe.plan.longest import longest_that
-from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.machine import uniform
 from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of, predict
 from tawpipe.plan.probe import resident_memory

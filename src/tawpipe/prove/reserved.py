@@ -15,7 +15,8 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.devices import Device
+from tawpipe.plan.machine import uniform
 from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of
 from tawpipe.prove.memory import BESIDES, LIMIT, live_bytes

@@ -25,6 +25,7 @@ from functools import cached_property
 from math import ceil
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.speeds import slowest_of
 
 USUAL_BIN = 3 / 2
 """Tokens of a bin, in those of the longest document, where nothing else is asked for: something has to stand beside it.
@@ -130,6 +131,7 @@ class Bins:
         ranks: of a set.
         lengths: of the documents.
         work: by which they are dealt.
+        speeds: of all ranks, that of the fastest being 1; empty where they are alike. Times are those of the fastest.
     """
 
     shared: tuple[tuple[Bin, ...], ...]
@@ -137,6 +139,7 @@ class Bins:
     ranks: int
     lengths: tuple[int, ...] = field(repr=False)
     work: LayerTime = field(repr=False)
+    speeds: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -164,7 +167,7 @@ class Bins:
     def seconds(self) -> float:
         """Time of the step: of every round and kind of layer, that of the rank that takes longest."""
         return sum(
-            kind.layers * max(self._time(kind, bin) for bin in row)
+            kind.layers * max(self._time(kind, bin) / self._speed(bin, at) for at, bin in enumerate(row))
             for row in (*self.shared, *self.single)
             for kind in self.work.kinds
         )
@@ -172,22 +175,33 @@ class Bins:
     @property
     def mean_seconds(self) -> float:
         """Time of the step if all ranks computed equally long, nothing of it twice."""
-        return sum(map(self.work.of, self.lengths)) / self.world_size
+        return sum(map(self.work.of, self.lengths)) / (sum(self.speeds) or self.world_size)
 
     @property
     def times(self) -> list[list[float]]:
         """[rounds][ranks] time of the bins."""
-        return [[self.time(bin) for bin in row for _ in range(bin.ranks)] for row in (*self.shared, *self.single)]
+        return [
+            [self.time(bin) / self._speed(bin, at) for at, bin in enumerate(row) for _ in range(bin.ranks)]
+            for row in (*self.shared, *self.single)
+        ]
 
     def time(self, bin: Bin) -> float:
-        """Time that each of its ranks needs for a bin."""
+        """Time that each of its ranks would need for a bin if it were the fastest."""
         return sum(kind.layers * self._time(kind, bin) for kind in self.work.kinds)
+
+    def time_of(self, rank: int) -> float:
+        """Time that a rank needs for its bins."""
+        return sum(self.time(bin) / self._speed(bin, rank // bin.ranks) for bin in self.of(rank))
+
+    def _speed(self, bin: Bin, place: int) -> float:
+        """Of the ranks that compute a bin, which is at so manieth place of its round."""
+        return min(self.speeds[place * bin.ranks : (place + 1) * bin.ranks], default=1.0)
 
     @cached_property
     def floor(self) -> float:
         """No deal is faster: the mean over all ranks, or the longest document over a set of them."""
         of = self.work.of
-        return max(sum(map(of, self.lengths)) / self.world_size, max(map(of, self.lengths)) / self.ranks)
+        return max(self.mean_seconds, max(map(of, self.lengths)) / self.ranks)
 
     @property
     def imbalance(self) -> float:
@@ -199,13 +213,22 @@ class Bins:
         return cost / bin.ranks * sum(kind.of(self.lengths[number]) for number in bin.documents)
 
 
-def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
+def deal(
+    lengths: Sequence[int],
+    *,
+    world_size: int,
+    cap: int,
+    work: LayerTime,
+    ranks: int = 1,
+    speeds: tuple[float, ...] = (),
+) -> Bins:
     """Deal the documents of a step.
 
     Args:
         lengths: of the documents, in tokens.
         cap: tokens of a bin at most, for every rank that computes it.
         ranks: of a set; 1 for no sharing.
+        speeds: of all ranks, see ``Bins``.
 
     Raises:
         UserError: a document is longer than a bin can be, or has no token; or there is none.
@@ -220,7 +243,7 @@ def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, 
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     deals: list[tuple[float, Bins]] = []
     for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
-        filled = _Filling(lengths, times, cap, world_size, ranks)
+        filled = _Filling(lengths, times, cap, world_size, ranks, speeds)
         filled.share(order[:count])
         filled.place(order[count:])
         bins = filled.bins(work)
@@ -244,14 +267,26 @@ def _numbers_shared(
 class _Filling:
     """Bins that are being filled, those of one round one after the other, shared ones first.
 
-    Times are those of one rank.
+    Times are those of one rank, the fastest, but for bins: theirs are longer on slower ranks.
     """
 
-    def __init__(self, lengths: Sequence[int], times: Sequence[float], cap: int, world_size: int, ranks: int) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        times: Sequence[float],
+        cap: int,
+        world_size: int,
+        ranks: int,
+        speeds: tuple[float, ...],
+    ) -> None:
         self.lengths, self.times, self.cap = lengths, times, cap
-        self.world_size, self.ranks = world_size, ranks
-        self.factor = (1 + SHARED_COST) / ranks
-        self.mean = sum(times) / world_size
+        self.world_size, self.ranks, self.speeds = world_size, ranks, speeds
+        each = speeds or (1.0,) * world_size
+        self.single = [1 / speed for speed in each]
+        self.sets = slowest_of(each, ranks)
+        self.factor = [(1 + SHARED_COST) / ranks / speed for speed in self.sets]
+        """Of every set, what a document takes beside one rank."""
+        self.mean = sum(times) / sum(each)
         self.shared = 0
         self.levels: list[float] = []
         """Of every round, the time of its longest bin."""
@@ -260,23 +295,24 @@ class _Filling:
     def share(self, numbers: Sequence[int]) -> None:
         """Put documents into bins of sets; a new round begins where every bin would get longer than the round."""
         sets, room = self.world_size // self.ranks, self.cap * self.ranks
-        needed = max(1, ceil(sum(self.lengths[number] for number in numbers) * ROOM / (room * sets)))
-        fair = sum(self.times[number] for number in numbers) * self.factor / sets / needed
+        needed = max(1, ceil(sum(self.lengths[number] for number in numbers) * ROOM / (room * sum(self.sets))))
+        fair = sum(self.times[number] for number in numbers) / sum(1 / factor for factor in self.factor) / needed
         time: list[float] = []
         tokens: list[int] = []
         for number in numbers:
-            length, cost = self.lengths[number], self.times[number] * self.factor
+            length, costs = self.lengths[number], [self.times[number] * factor for factor in self.factor]
             levels = [max(self.levels[at // sets], fair) for at in range(len(time))]
-            fitting = [at for at in range(len(time)) if tokens[at] + length <= room and time[at] + cost <= levels[at]]
+            after = [before + costs[at % sets] for at, before in enumerate(time)]
+            fitting = [at for at, end in enumerate(after) if tokens[at] + length <= room and end <= levels[at]]
             if not fitting:
-                fitting = [len(time)]
+                fitting = [len(time) + costs.index(min(costs))]
                 time += [0.0] * sets
                 tokens += [0] * sets
                 self.levels.append(0.0)
                 self.documents += [[] for _ in range(sets)]
-            at = min(fitting, key=lambda place: time[place])
+            at = min(fitting, key=lambda place: time[place] + costs[place % sets])
             self.documents[at].append(number)
-            time[at] += cost
+            time[at] += costs[at % sets]
             tokens[at] += length
             self.levels[at // sets] = max(self.levels[at // sets], time[at])
         self.shared = len(self.levels)
@@ -287,7 +323,7 @@ class _Filling:
             return
         taken = sum(self.lengths[number] for bin in self.documents for number in bin)
         tokens = sum(self.lengths[number] for number in numbers)
-        room = self.cap * self.world_size
+        room = self.cap * (sum(self.speeds) or self.world_size)  # a slow rank is done before its bin is full
         rounds = max(0, ceil(((tokens + taken) * ROOM) / room) - self.shared)
         while not self._placed(numbers, rounds):
             rounds += 1
@@ -301,7 +337,7 @@ class _Filling:
         places = range(len(documents))
         round_of = [at // sets if at < of_sets else self.shared + (at - of_sets) // world for at in places]
         ranks = [self.ranks if at < of_sets else 1 for at in places]
-        factor = [self.factor if at < of_sets else 1.0 for at in places]
+        factor = [self.factor[at % sets] if at < of_sets else self.single[(at - of_sets) % world] for at in places]
         time = [sum(self.times[number] for number in documents[at]) * factor[at] for at in places]
         room = [self.cap * ranks[at] - sum(self.lengths[number] for number in documents[at]) for at in places]
         water = self._water(levels)
@@ -360,7 +396,8 @@ class _Filling:
         cut = self.shared * sets
         shared = [Bin(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]
         single = [Bin(tuple(numbers)) for numbers in self.documents[cut:]]
-        return Bins(_rows(shared, sets), _rows(single, self.world_size), self.ranks, tuple(self.lengths), work)
+        rows = _rows(shared, sets), _rows(single, self.world_size)
+        return Bins(*rows, self.ranks, tuple(self.lengths), work, self.speeds)
 
 
 def _rows(bins: Sequence[Bin], size: int) -> tuple[tuple[Bin, ...], ...]:

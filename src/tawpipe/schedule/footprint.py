@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -213,6 +213,7 @@ class StepMemory:
         host_bytes: activations that wait in the host's memory, homes that are there, and exact values of frozen units
             that the compute dtype rounds.
         file_bytes: activations that wait in files, of one process.
+        rank: whose memory on the device it is.
     """
 
     home_bytes: int
@@ -221,6 +222,7 @@ class StepMemory:
     working_bytes: int = 0
     host_bytes: int = 0
     file_bytes: int = 0
+    rank: int = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.parts()})"
@@ -275,9 +277,15 @@ def held(
     *,
     activation_bytes: Mapping[Kind, int],
     working: Callable[[Action], int] = lambda _: 0,
+    absent: Sequence[int] = (),
 ) -> StepMemory:
-    """The memory that a schedule takes; arguments as of ``costs``."""
+    """The memory that a schedule takes; arguments as of ``costs``.
+
+    Args:
+        absent: of every rank, bytes that its device has less than others.
+    """
     ranks = schedule.played
+    lacks = [absent[rank] if absent else 0 for rank in ranks]
     homes = [home_bytes(schedule, rank, widths) for rank in ranks]
     buffers = [
         (schedule.pool_elements(rank, Kind.WEIGHT) + schedule.pool_elements(rank, Kind.COPY)) * widths.weight
@@ -291,7 +299,7 @@ def held(
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
     programs = [activations_held(schedule, rank, on_device) for rank in ranks]
     moments = [max(((total, working(action)) for action, total in held), key=sum, default=(0, 0)) for held in programs]
-    most = max(range(len(ranks)), key=lambda index: homes[index][0] + buffers[index] + sum(moments[index]))
+    most = max(range(len(ranks)), key=lambda i: homes[i][0] + buffers[i] + sum(moments[i]) + lacks[i])
     activations, computing = moments[most]
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
@@ -304,6 +312,7 @@ def held(
             kept + state + (0 if in_files else out) for kept, (_, state), out in zip(exact, homes, left, strict=True)
         ),
         file_bytes=max(left) if in_files else 0,
+        rank=ranks[most],
     )
 
 

@@ -46,6 +46,9 @@ class ScheduleSettings:
     pipeline_order: str = ""
     """Under pipelines, what every position does, in order, for as many micro-batches as are in it. A plan fills it in
     under solved; made anew if empty."""
+    device_speeds: str = ""
+    """How fast every process computes beside the others, as in 8x1,8x0.5: documents, micro-batches and even stages are
+    dealt by it. A plan fills it in where a topology says device_of; all alike if empty."""
     micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""
@@ -121,7 +124,7 @@ UNPLANNED = (
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(setting.name for setting in fields(ScheduleSettings) if setting.name not in UNPLANNED)
 """Settings that a plan chooses."""
-KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks", "host_homes")
+KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks", "host_homes", "device_speeds")
 """Of those, the ones that a plan takes as given where the user has chosen, and chooses the others."""
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from tawpipe.schedule.speeds import by_speed, slowest_of
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,27 @@ def compressed_width(compression: str, width: float) -> float:
     return width if compression in ("", "none") else 1 + 4 / COMPRESSION_BLOCK
 
 
-def share_micro_batches(count: int, world_size: int, ranks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches 0..count-1 for every rank, consecutive, the first ranks one more where it does not divide.
+def share_micro_batches(
+    count: int, world_size: int, ranks: int = 1, speeds: Sequence[float] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches 0..count-1 for every rank, consecutive, the first ranks one more where it does not divide; or as
+    many as suit their speeds.
 
     Args:
-        ranks: so many neighbours compute the same micro-batches together.
+        ranks: so many neighbours compute the same micro-batches together, all as fast as the slowest of them.
+        speeds: of all ranks; empty where they are alike.
 
     >>> share_micro_batches(5, 4), share_micro_batches(3, 4, 2)
     (((0, 1), (2,), (3,), (4,)), ((0, 1), (0, 1), (2,), (2,)))
+    >>> share_micro_batches(6, 3, speeds=(1, 0.5, 0.5))
+    ((0, 1, 2), (3, 4), (5,))
     """
-    base, extra = divmod(count, world_size // ranks)
-    starts = [number * base + min(number, extra) for number in range(world_size // ranks + 1)]
+    return consecutive(by_speed(count, slowest_of(speeds, ranks) or (1.0,) * (world_size // ranks)), ranks)
+
+
+def consecutive(each: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """So many micro-batches for every set of so many neighbours, numbered one after the other, for every rank."""
+    starts = itertools.accumulate(each, initial=0)
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts) for _ in range(ranks))
 
 

@@ -21,7 +21,7 @@ from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_wei
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, recompute_of_blocks
-from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
@@ -139,10 +139,21 @@ class StepSpec:
         most = max(len(share) for share in self.micro_batches)
         return max(1, -(-most // self.settings.micro_batches_per_visit))
 
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of all ranks, that of the fastest being 1; empty where they are alike."""
+        return speeds_of(self.settings, self.topology)
+
     def in_round(self, rank: int, number: int) -> tuple[int, ...]:
-        """The micro-batches of ``rank`` in one round; may be empty."""
+        """The micro-batches of ``rank`` in one round; may be empty. A slower device has fewer in every round, not as
+        many in fewer rounds: the others would wait for it in these.
+        """
+        mine = self.micro_batches[rank]
+        if self.speeds and self.shared is None:
+            first, end = (-(-len(mine) * past // self.rounds) for past in (number, number + 1))
+            return mine[first:end]
         k = self.settings.micro_batches_per_visit
-        return self.micro_batches[rank][number * k : (number + 1) * k]
+        return mine[number * k : (number + 1) * k]
 
 
 class Strategy(ABC):
@@ -239,8 +250,8 @@ class Strategy(ABC):
         return [range(len(step.model.blocks))] * step.topology.world_size
 
     def share_of_a_row(self, step: StepSpec, rank: int) -> float:
-        """A rank's part of the work for a row that it computes, relative to the others' of its step."""
-        return 1.0
+        """A rank's part of the time for a row that it computes, relative to the others' of its step."""
+        return 1 / step.speeds[rank] if step.speeds else 1.0
 
     def build_in_order(self, step: StepSpec, order: Any) -> Schedule:
         """A training step in a given order of works.

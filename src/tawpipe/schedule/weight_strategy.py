@@ -19,7 +19,7 @@ from tawpipe.schedule.placement import Home, alike_sizes
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.settings import spell_homes
-from tawpipe.schedule.spec import ModelSpec, share_micro_batches
+from tawpipe.schedule.spec import ModelSpec, consecutive
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import forward_visits, training_visits
@@ -133,13 +133,14 @@ class WeightStrategy(Strategy):
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
         shares, k = step.micro_batches, step.settings.micro_batches_per_visit
         left = step.rounds - rounds - 1
-        if left < 1 or step.shared is not None or len({len(share) for share in shares}) > 1:
+        if left < 1 or step.shared is not None or (not step.speeds and len({len(share) for share in shares}) > 1):
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:
-            each, together = len(shares[0]) - k * (step.rounds - to), step.sequence_ranks
-            count = each * len(shares) // together
-            return replace(step, micro_batches=share_micro_batches(count, len(shares), together))
+            together, less = step.sequence_ranks, k * (step.rounds - to)
+            whole = [len(share) for share in shares[::together]]
+            each = [-(-many * to // step.rounds) if step.speeds else many - less for many in whole]
+            return replace(step, micro_batches=consecutive(each, together))
 
         return cut(rounds), cut(rounds + 1), left + 1
 

@@ -112,6 +112,7 @@ class Batches:
             cap=pipeline.bin_tokens,
             work=pipeline.work,
             ranks=pipeline.sequence_ranks,
+            speeds=pipeline.speeds,
         )
 
     def _check_longest(self, batch: LocalBatch) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bins, LayerTime, deal
+from tawpipe.schedule.balance import Bins, deal
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,9 @@ FEW = 32
 
 
 class Dealer:
-    """``deal`` in a worker, which starts with the first step of many documents. Several threads may call it."""
+    """``deal``, with its arguments, in a worker, which starts with the first step of many documents. Several threads
+    may call it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,8 +45,7 @@ class Dealer:
         except OSError as error:
             logger.warning("documents are dealt in the run's own processes: no worker could be started (%s)", error)
 
-    def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
-        given = {"world_size": world_size, "cap": cap, "work": work, "ranks": ranks}
+    def __call__(self, lengths: Sequence[int], **given: Any) -> Bins:
         bins = self._asked((list(lengths), given)) if len(lengths) > FEW else None
         return bins or deal(lengths, **given)
 

@@ -37,6 +37,7 @@ from tawpipe.plan.probe import machine_unprobed
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.world import World, connect, pick_device
 from tawpipe.schedule.balance import Bins, deal
+from tawpipe.schedule.sharing import speeds_of
 from tawpipe.topology import Topology
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import TrainConfig
@@ -203,13 +204,14 @@ def _dealt(prepared: Prepared, world: World) -> Bins:
         cap=batch.bin_tokens,
         work=(plan.work if plan else None) or work_of(prepared.chain),
         ranks=prepared.schedule.sequence_ranks or 1,
+        speeds=speeds_of(prepared.schedule, world.topology),
     )
 
 
 def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:
     """Rows with the memory that is there, against what is needed."""
     machine = machine_unprobed(world)
-    there = machine.device.memory_bytes
+    there = machine.most_memory - (needs.absent if needs else 0)
     if needs is None or not there:
         return [("memory there", f"{gib(there)} per process" if there else "not known")]
     rows = [("memory there", f"{gib(there)} per process, of which the run takes {needs.device / there:.0%}")]

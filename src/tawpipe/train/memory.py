@@ -68,7 +68,7 @@ def check_memory(
             tell(f"memory is not checked before the first step: {problem}")
             return None, None
     try:
-        needs = memory_quickly(measured, measured.step(schedule))
+        needs = memory_quickly(_all_of(machine, measured), measured.step(schedule))
     except UserError:  # it comes again, when the pipeline is made
         return None, measured
     if copies:
@@ -133,7 +133,9 @@ def room_to_keep(world: World, settings: ScheduleSettings, needs: Needs) -> int:
     lasting = settings.recompute == "full" and not settings.sequence_chunk
     if settings.keep_mib is not None or not lasting or "keep_mib" in find(settings.strategy).refusals:
         return 0
-    limit = machine_unprobed(world).device.memory_bytes * MEMORY[world.device.type]
+    machine = machine_unprobed(world)
+    device = machine.device_of[world.rank] if machine.device_of else machine.device
+    limit = device.memory_bytes * MEMORY[world.device.type]
     left = min(world.gather_numbers(float(limit - needs.device)))
     return max(0, int(left / 2**20))
 
@@ -144,14 +146,14 @@ def _beside(machine: Machine, request: PlanRequest, schedule: ScheduleSettings, 
     if request.has_host:
         left = machine.host_bytes - each * max(machine.nodes)
         return replace(machine, host_bytes=max(1, left) if machine.host_bytes else 0)
-    left = machine.device.memory_bytes - each
-    return replace(machine, device=replace(machine.device, memory_bytes=max(1, left)))
+    less = lambda device: replace(device, memory_bytes=max(1, device.memory_bytes - each))  # noqa: E731
+    return replace(machine, device=less(machine.device), device_of=tuple(map(less, machine.device_of)))
 
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     """The same request with all the memory that is there: a run that just fits is not refused."""
     there = replace(request.machine, host_bytes=machine.host_bytes, files_bytes=machine.files_bytes)
-    return replace(request, memory_bytes=machine.device.memory_bytes, machine=there)
+    return replace(request, memory_bytes=machine.most_memory, machine=replace(there, device_of=machine.device_of))
 
 
 def _for_bins(way: str, batch: BatchShape) -> str:

@@ -164,7 +164,7 @@ class Planning:
                 return UserError(option, getattr(asked, name), f"{said[name]}, as in the plan; or another plan")
         for name in KEPT_BY_PLANS:
             value, chosen = getattr(asked.settings, name), said["schedule"].get(name)
-            if None not in (value, chosen) and value != chosen:
+            if value not in (None, "") and chosen not in (None, value):
                 option = f"--schedule.{name.replace('_', '-')}"
                 return UserError(option, value, f"{chosen}, as in the plan; or another plan")
         if said["weight_bytes"] != asked.dtype.itemsize:
@@ -247,7 +247,7 @@ class Planning:
         settings, device = self.asked.settings, self.world.device
         if self.by_one and settings.sequence_ranks is None:
             settings = replace(settings, sequence_ranks=1)
-        memory_bytes = int(machine.device.memory_bytes * MEMORY[device.type])
+        memory_bytes = int(machine.most_memory * MEMORY[device.type])
         asked = replace(self.asked, timed=timed, memory_bytes=memory_bytes, settings=settings)
         return request_of(self.chain, machine, asked, here=device, tell=tell)
 

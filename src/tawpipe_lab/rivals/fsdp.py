@@ -62,6 +62,7 @@ class ShardedSettings:
             background.
         in_flight: such reductions under way at most.
         clip: clip the gradients to their global norm, with ``clip_grad_norm_``.
+        packing: how documents of uneven lengths are dealt, as a user of FSDP2 can; see ``lengths.dealt``.
     """
 
     micro_batches_per_gather: int = 1
@@ -72,11 +73,14 @@ class ShardedSettings:
     reduction: Literal["gloo", "ring", "hierarchical"] = "gloo"
     in_flight: int = 2
     clip: bool = True
+    packing: Literal["in turn", "tokens", "balanced"] = "in turn"
 
     def __post_init__(self) -> None:
         check_whole(self, micro_batches_per_gather=1, prefetch=0, in_flight=1)
         if self.reduction not in ("gloo", "ring", "hierarchical"):
             raise UserError("reduction", self.reduction, "one of gloo, ring, hierarchical")
+        if self.packing not in ("in turn", "tokens", "balanced"):
+            raise UserError("packing", self.packing, "one of in turn, tokens, balanced")
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
@@ -86,16 +90,19 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     forward to the backward pass (integer ``reshard_after_forward``); ``hsdp`` shards inside the node and replicates
     across nodes, with the all-reduce in the last round only; ``fsdp2-hierarchical`` is fsdp2 with gathers and
     reductions of ours, in the background; ``fsdp2-cp`` has every document computed by all ranks
-    (`tawpipe_lab.rivals.context_parallel`). Documents of uneven lengths are packed by tokens and dealt in turn.
+    (`tawpipe_lab.rivals.context_parallel`). Documents of uneven lengths are packed by tokens and dealt in turn, or as
+    ``packing`` says.
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}
     check_clipping(name, workload, knobs)
+    settings = read_settings(ShardedSettings, name, knobs)
     if isinstance(workload, LengthsWorkload):
         if name == CONTEXT_PARALLEL:
             raise UserError("workload", workload.kind, f"timed: {name} has documents of one length")
-        workload = dealt(workload, "in turn", topology)
-    settings = read_settings(ShardedSettings, name, knobs)
+        workload = dealt(workload, settings.packing, topology)
+    elif settings.packing != "in turn":
+        raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
     if settings.keep_weights:
         settings = replace(settings, reshard_after_forward=False)
     if name == CONTEXT_PARALLEL:

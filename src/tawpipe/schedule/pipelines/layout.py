@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.speeds import by_speed
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ class Layout:
         cuts = [next(1 + layer for layer in range(layers) if layer * stages // layers == s) for s in range(stages)]
         places = [s % size if not folded or s // size % 2 == 0 else size - 1 - s % size for s in range(stages)]
         return cls(blocks, (0, *cuts[1:]), tuple(places))
+
+    def by_speed(self, speeds: Sequence[float]) -> Layout:
+        """As many stages at the same positions, with as many layers as suit these positions' speeds.
+
+        >>> str(Layout.even(10, 2, 2, folded=True).by_speed((1, 0.5)))
+        '0,4,5,6@0,1,1,0'
+        """
+        each = by_speed(self.blocks - 2, [speeds[place] for place in self.places], least=1)
+        return Layout(self.blocks, (0, *accumulate(each[1:-1], initial=1 + each[0])), self.places)
 
     @cached_property
     def size(self) -> int:

@@ -41,7 +41,7 @@ def _within(step: StepSpec) -> PipelineCosts:
     shape = strategy.shape(step.model, step.topology)
     positions, few = shape.positions, searched(shape.layout.size) + 1
     if len(step.micro_batches[positions.rank(0, 0)]) > few:  # the rest is the same again
-        step = replace(step, micro_batches=positions.share(few * positions.replicas))
+        step = replace(step, micro_batches=positions.share(few * positions.replicas, step.speeds))
     count, given, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
     low, high = -math.inf, given.memory
     for _ in range(TRIES):
@@ -112,8 +112,8 @@ class Made(ActivationPipeline):
         least = searched(positions.size) + 1
         if each <= least:
             return each, each
-        layout = self.layout_of(step.model, positions.size)
-        return least, self.continuing(layout, self.costs(step.model)).period
+        layout = self.layout_of(step.model, positions)
+        return least, self.continuing(layout, self.costs(step.model, positions)).period
 
 
 class ZeroBubble(Made):
@@ -122,8 +122,8 @@ class ZeroBubble(Made):
     name = "zero-bubble"
     summary = "two stages on every device in the shape of a V, gradients of weights where there is time for them"
 
-    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
-        return Layout.even(len(model.blocks), size, 2, folded=True)
+    def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
+        return Layout.even(len(model.blocks), positions.size, 2, folded=True)
 
     def usual_places(self, size: int, stages: int) -> tuple[int, ...]:
         return (*range(size), *reversed(range(size)))
@@ -145,12 +145,13 @@ class Generated(Made):
     summary = "a pipeline whose stages, their places and their order are made for the costs of the model's layers"
     searches_stages = True
 
-    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
+    def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
         from tawpipe.schedule.pipelines.search.generate import generate
 
+        size = positions.size
         Layout.even(len(model.blocks), size)  # refuses fewer layers than positions
         # Orders are made for any number of micro-batches, stages for so many; every rank repeats the search.
-        return generate(self.costs(model), size, 4 * size, budget=QUICK)
+        return generate(self.costs(model, positions), size, 4 * size, budget=QUICK)
 
 
 class SolvedPipeline(Made):
@@ -160,15 +161,16 @@ class SolvedPipeline(Made):
     summary = "a pipeline whose order, offloading included, is made for the memory that there is, and solved for it"
     improves = True
 
-    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
-        return Layout.even(len(model.blocks), size)
+    def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
+        return Layout.even(len(model.blocks), positions.size)
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
         shape, count = self.shape(step.model, step.topology), max(map(len, step.micro_batches))
         given = bool(self.given) and parse_order(self.given).micro_batches == count
         if given or not count or math.isinf(shape.costs.memory):
             return shape
-        costs = _within(replace(step, micro_batches=shape.positions.share(count * shape.positions.replicas)))
+        shares = shape.positions.share(count * shape.positions.replicas, step.speeds)
+        costs = _within(replace(step, micro_batches=shares))
         return replace(shape, costs=costs, order_of=lambda many: order_of_layout(self, shape.layout, costs, many))
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:

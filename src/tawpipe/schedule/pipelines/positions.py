@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,7 +69,25 @@ class Positions:
         rank = self.rank(position, 0)
         return self.topology.group(self.group, rank) if self.group else (rank,)
 
-    def share(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """For every rank the micro-batches of its pipeline, of 0..count-1."""
-        each = share_micro_batches(count, self.replicas)
-        return tuple(each[self.replica(rank)] for rank in range(self.topology.world_size))
+    def share(self, count: int, speeds: Sequence[float] = ()) -> tuple[tuple[int, ...], ...]:
+        """For every rank the micro-batches of its pipeline, of 0..count-1.
+
+        Args:
+            speeds: of all ranks; empty where they are alike. A pipeline is as fast as its ranks together are.
+        """
+        ranks = range(self.topology.world_size)
+        pipelines = range(self.replicas) if speeds else ()
+        of_pipelines = [sum(speeds[r] for r in ranks if self.replica(r) == pipeline) for pipeline in pipelines]
+        each = share_micro_batches(count, self.replicas, speeds=of_pipelines)
+        return tuple(each[self.replica(rank)] for rank in ranks)
+
+    def speeds(self, of_ranks: Sequence[float]) -> tuple[float, ...]:
+        """Of every position that of its ranks, all pipelines together, for equally many micro-batches; empty where the
+        positions are alike.
+
+        Args:
+            of_ranks: speeds of all ranks; empty where they are alike.
+        """
+        ranks = range(self.topology.world_size) if of_ranks else ()
+        each = tuple(sum(of_ranks[r] for r in ranks if self.position(r) == place) for place in range(self.size))
+        return each if max(each) - min(each) > 1e-9 else ()

@@ -155,7 +155,7 @@ def build_pipeline(
     """
     world, positions = step.topology.world_size, shape.positions
     count = len({m for share in step.micro_batches for m in share})
-    shares = positions.share(count)
+    shares = positions.share(count, step.speeds)
     head = shape.layout.places[-1]
     losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)

@@ -21,6 +21,7 @@ from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_fro
 from tawpipe.schedule.pipelines.work import KINDS, BlockTimes, Order, PipelineCosts, play
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.topology import Topology
@@ -48,11 +49,13 @@ class ActivationPipeline(Strategy):
         stages: see ``ScheduleSettings.stages``.
         block_times: see ``ScheduleSettings.block_times``.
         given: see ``ScheduleSettings.pipeline_order``.
+        device_speeds: see ``ScheduleSettings.device_speeds``.
     """
 
     stages: str = ""
     block_times: str = ""
     given: str = ""
+    device_speeds: str = ""
 
     travels = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT))
     uses = ("stages", "block_times", "pipeline_order")
@@ -69,8 +72,8 @@ class ActivationPipeline(Strategy):
         self.layout = AXES[self.axis]
 
     @abstractmethod
-    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
-        """The stages of a pipeline of so many positions, where the user gives none."""
+    def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
+        """The stages of a pipeline over some positions, where the user gives none."""
 
     @abstractmethod
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
@@ -90,10 +93,10 @@ class ActivationPipeline(Strategy):
 
     def configured(self, settings: ScheduleSettings) -> ActivationPipeline:
         stages, times = settings.stages or self.stages, settings.block_times or self.block_times
-        order = settings.pipeline_order or self.given
-        if (stages, times, order) == (self.stages, self.block_times, self.given):
+        order, speeds = settings.pipeline_order or self.given, settings.device_speeds or self.device_speeds
+        if (stages, times, order, speeds) == (self.stages, self.block_times, self.given, self.device_speeds):
             return self
-        return replace(self, stages=stages, block_times=times, given=order)
+        return replace(self, stages=stages, block_times=times, given=order, device_speeds=speeds)
 
     def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
         stages = settings.stages or self.stages or "world"
@@ -115,23 +118,34 @@ class ActivationPipeline(Strategy):
             raise UserError("schedule.stages", self.axis, f"{expected}; {AXES[self.axis]} it would have one position")
         return positions
 
-    def costs(self, model: ModelSpec) -> PipelineCosts:
-        """What orders are made for: times that were measured, or what the sizes of the blocks say."""
-        return _costs(self.block_times, model)
+    def speeds(self, positions: Positions) -> tuple[float, ...]:
+        """Of every position; empty where they are alike."""
+        return positions.speeds(speeds_of(ScheduleSettings(device_speeds=self.device_speeds), positions.topology))
 
-    def layout_of(self, model: ModelSpec, size: int) -> Layout:
-        """The stages of a pipeline of so many positions."""
-        return _layout(self, model, size)
+    def costs(self, model: ModelSpec, positions: Positions) -> PipelineCosts:
+        """What orders are made for: times that were measured, or what the sizes of the blocks say."""
+        return self.paced(_costs(self.block_times, model), positions)
+
+    def paced(self, costs: PipelineCosts, positions: Positions) -> PipelineCosts:
+        """Costs with the pace of every position, where they have none and the positions' speeds differ."""
+        speeds = self.speeds(positions)
+        if costs.pace or not speeds:
+            return costs
+        return replace(costs, pace=tuple(max(speeds) / speed for speed in speeds))
+
+    def layout_of(self, model: ModelSpec, positions: Positions) -> Layout:
+        """The stages of a pipeline over some positions."""
+        return _layout(self, model, positions)
 
     def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
         """All that the ranks of a pipeline agree on."""
         positions = self.positions(topology)
-        costs = self.costs(model)
+        costs = self.costs(model, positions)
         for name in BY_POSITION:
             if len(numbers := getattr(costs, name)) not in (0, positions.size):
                 expected = f"{positions.size} numbers, one for every position"
                 raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, numbers))}", expected)
-        layout = self.layout_of(model, positions.size)
+        layout = self.layout_of(model, positions)
         return PipelineShape(model, layout, positions, costs, lambda count: order_of_layout(self, layout, costs, count))
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
@@ -143,7 +157,7 @@ class ActivationPipeline(Strategy):
 
     def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
         positions = self.positions(step.topology)
-        layout = self.layout_of(step.model, positions.size)
+        layout = self.layout_of(step.model, positions)
         places = range(positions.size)
         blocks = [tuple(b for stage in layout.stages_of(p) for b in layout.blocks_of(stage)) for p in places]
         return [blocks[positions.position(rank)] for rank in range(step.topology.world_size)]
@@ -158,7 +172,7 @@ class ActivationPipeline(Strategy):
         return f"through the stages of a pipeline, {step.settings.stages}"
 
     def share(self, count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
-        return self.configured(settings).positions(topology).share(count)
+        return self.configured(settings).positions(topology).share(count, speeds_of(settings, topology))
 
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
         return self.shape(model, topology).homes
@@ -204,6 +218,8 @@ class ActivationPipeline(Strategy):
         """
         positions = self.positions(step.topology)
         each = -(-len({m for share in step.micro_batches for m in share}) // positions.replicas)
+        if step.speeds and len({len(share) for share in step.micro_batches}) > 1:
+            return step, step, 0.0
         least, round_ = self.played_round(step, positions, each, rounds)
         if each <= least + round_:
             return step, step, 0.0
@@ -212,7 +228,7 @@ class ActivationPipeline(Strategy):
             return step, step, 0.0
 
         def cut(count: int) -> StepSpec:
-            return replace(step, micro_batches=positions.share(count * positions.replicas))
+            return replace(step, micro_batches=positions.share(count * positions.replicas, step.speeds))
 
         return cut(few), cut(few + round_), (each - few) / round_
 
@@ -229,10 +245,11 @@ def _costs(block_times: str, model: ModelSpec) -> PipelineCosts:
 
 
 @lru_cache(KEPT)
-def _layout(strategy: ActivationPipeline, model: ModelSpec, size: int) -> Layout:
-    given = strategy.stages.partition(":")[2]
+def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions) -> Layout:
+    given, size = strategy.stages.partition(":")[2], positions.size
     if not given:
-        return strategy.usual_layout(model, size)
+        layout, speeds = strategy.usual_layout(model, positions), strategy.speeds(positions)
+        return layout.by_speed(speeds) if speeds and not strategy.searches_stages else layout
     layout = Layout.parse(given, len(model.blocks))
     if layout.size != size:
         raise UserError("schedule.stages", given, f"{size} positions, as there are {size} to lay it over")
@@ -290,8 +307,8 @@ class OneForwardOneBackward(ActivationPipeline):
     name = "1f1b"
     summary = "weights stay, activations travel: a stage on every device, a forward pass, then a backward pass"
 
-    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
-        return Layout.even(len(model.blocks), size)
+    def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
+        return Layout.even(len(model.blocks), positions.size)
 
     def usual_places(self, size: int, stages: int) -> tuple[int, ...]:
         return tuple(range(size))
@@ -306,8 +323,8 @@ class Interleaved(ActivationPipeline):
     name = "interleaved-1f1b"
     summary = "1F1B with two stages on every device"
 
-    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
-        return Layout.even(len(model.blocks), size, 2)
+    def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
+        return Layout.even(len(model.blocks), positions.size, 2)
 
     def usual_places(self, size: int, stages: int) -> tuple[int, ...]:
         return tuple(range(size)) * -(-stages // size)

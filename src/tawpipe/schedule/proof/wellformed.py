@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.blocks import left_behind
@@ -302,7 +303,12 @@ class _Checker:
 
     def _place(self, m: int) -> int:
         """The place of a micro-batch in its round."""
-        return self.own.index(m) % self.step.settings.micro_batches_per_visit
+        return self._places[m]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        rounds = (self.step.in_round(self.rank, number) for number in range(self.step.rounds))
+        return {m: place for mine in rounds for place, m in enumerate(mine)}
 
     def _zero(self, action: Action) -> Iterator[str]:
         if action.reads or action.frees or len(action.writes) != 1 or not action.gradients or not self._unit(action):
