@@ -135,6 +135,7 @@ def _request(
         settings=schedule_of(config),
         quantize=config.quantize,
         compiled=config.compile,
+        dealt=corpus is not None,
         optimizer=factory_of(config),
     )
     built = build_model(

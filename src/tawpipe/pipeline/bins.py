@@ -14,10 +14,11 @@ NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.fu
 """What an empty bin holds: a token of which nothing is learned."""
 
 
-def rows_of(bins: Bins, rank: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
+def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
     """A rank's bins, in the order of its rounds.
 
     Args:
+        number: of whom they are dealt to.
         document: makes one by its number, as a micro-batch of one row.
 
     Raises:
@@ -32,4 +33,4 @@ def rows_of(bins: Bins, rank: int, document: Callable[[int], MicroBatch]) -> lis
             raise UserError("documents", given, f"{said}, as their lengths say")
         return joined
 
-    return [row(dealt) for dealt in bins.of(rank)]
+    return [row(dealt) for dealt in bins.of(number)]

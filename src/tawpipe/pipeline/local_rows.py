@@ -13,7 +13,7 @@ from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Bins, LayerTime, deal
+from tawpipe.schedule.balance import Bin, Bins, LayerTime
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,21 @@ class LocalRows:
         parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.deal.shares(rows)]
         return LocalBatch(rows, sequence_length, self._pinned(parts))
 
-    def bins(self, lengths: Sequence[int]) -> Bins:
-        """See ``Pipeline.deal``."""
+    def dealing(self) -> Callable[[Sequence[int]], Bins]:
+        """See ``Pipeline.dealing``."""
         if self.bin_tokens < 1:
             raise UserError("bin_tokens", self.bin_tokens, "the most tokens that a process computes at once")
-        return deal(lengths, world_size=self.world.size, cap=self.bin_tokens, work=self.work, ranks=self.deal.ranks)
+        step = self.schedules.smallest
+        return step.strategy.dealing(step, cap=self.bin_tokens, work=self.work)
+
+    def own(self, bins: Bins) -> Sequence[Bin]:
+        """This rank's bins, in the order of its micro-batches."""
+        return bins.of(self.schedules.dealt_to)
 
     def part_of_documents(self, bins: Bins, document: Callable[[int], MicroBatch], *, training: bool) -> LocalBatch:
         """See ``Pipeline.part_of_documents``."""
         _ = self.schedules.of(bins.shape, training=training)
-        parts = self._pinned(rows_of(bins, self.world.rank, document))
+        parts = self._pinned(rows_of(bins, self.schedules.dealt_to, document))
         digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
         count = sum(map(len, (*bins.shared, *bins.single)))
         return LocalBatch(count, self.bin_tokens * bins.ranks, parts, digest, bins)

@@ -53,7 +53,7 @@ from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, LayerTime
+from tawpipe.schedule.balance import Bin, Bins, LayerTime
 from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -311,7 +311,20 @@ class Pipeline:
         Raises:
             UserError: a document is longer than a bin can be, or no ``bin_tokens`` were given.
         """
-        return self._rows.bins(lengths)
+        return self.dealing(lengths)
+
+    @property
+    def dealing(self) -> Callable[[Sequence[int]], Bins]:
+        """What ``deal`` calls, as a value that may go to another process.
+
+        Raises:
+            UserError: no ``bin_tokens`` were given.
+        """
+        return self._rows.dealing()
+
+    def own_bins(self, bins: Bins) -> Sequence[Bin]:
+        """The bins that this process computes, in a pipeline with others."""
+        return self._rows.own(bins)
 
     def part_of_documents(
         self,

@@ -17,9 +17,9 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.spec import ModelSpec, share_bins
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_bins
 from tawpipe.schedule.strategies.table import strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
@@ -70,6 +70,11 @@ class Schedules:
         return size // len(set(step.strategy.share(size, step.topology, step.settings)))
 
     @property
+    def dealt_to(self) -> int:
+        """The number of whom this process's bins are dealt to: itself, or its pipeline."""
+        return self.smallest.strategy.dealt_to(self._world.topology)[self._world.rank]
+
+    @property
     def share_of_a_row(self) -> float:
         """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
         return self.smallest.strategy.share_of_a_row(self.smallest, self._world.rank)
@@ -87,11 +92,7 @@ class Schedules:
         if self._ready is not None:
             expected = "settings or a strategy where documents are dealt: their steps are not all of one shape"
             raise UserError("schedule", "a ready one", expected)
-        topology, settings = self._world.topology, self.settings
-        ranks = settings.sequence_ranks or 1
-        shares = share_bins(*shape, topology.world_size, ranks)
-        shared = shape[0] * topology.world_size // ranks
-        return step_of(self._model, topology, settings, shares, strategy=self._strategy, shared=shared)
+        return step_of_bins(self._model, self._world.topology, self.settings, shape, strategy=self._strategy)
 
     def of(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
         """The schedule for so many micro-batches, or for the shape of bins. Any thread may call it."""

@@ -130,6 +130,8 @@ class Bins:
         ranks: of a set.
         lengths: of the documents.
         work: by which they are dealt.
+        positions: of the pipelines to which they are dealt, instead of to ranks.
+        stretch: time of the step through these, beside that of ranks that all compute equally long.
     """
 
     shared: tuple[tuple[Bin, ...], ...]
@@ -137,6 +139,8 @@ class Bins:
     ranks: int
     lengths: tuple[int, ...] = field(repr=False)
     work: LayerTime = field(repr=False)
+    positions: int = 1
+    stretch: float = 0.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -163,7 +167,7 @@ class Bins:
     @cached_property
     def seconds(self) -> float:
         """Time of the step: of every round and kind of layer, that of the rank that takes longest."""
-        return sum(
+        return self.stretch * self.mean_seconds or sum(
             kind.layers * max(self._time(kind, bin) for bin in row)
             for row in (*self.shared, *self.single)
             for kind in self.work.kinds
@@ -172,7 +176,7 @@ class Bins:
     @property
     def mean_seconds(self) -> float:
         """Time of the step if all ranks computed equally long, nothing of it twice."""
-        return sum(map(self.work.of, self.lengths)) / self.world_size
+        return sum(map(self.work.of, self.lengths)) / self.world_size / self.positions
 
     @property
     def times(self) -> list[list[float]]:
@@ -187,7 +191,7 @@ class Bins:
     def floor(self) -> float:
         """No deal is faster: the mean over all ranks, or the longest document over a set of them."""
         of = self.work.of
-        return max(sum(map(of, self.lengths)) / self.world_size, max(map(of, self.lengths)) / self.ranks)
+        return max(self.mean_seconds, max(map(of, self.lengths)) / self.ranks)
 
     @property
     def imbalance(self) -> float:
@@ -199,13 +203,16 @@ class Bins:
         return cost / bin.ranks * sum(kind.of(self.lengths[number]) for number in bin.documents)
 
 
-def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
+def deal(
+    lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1, rounds: int = 0
+) -> Bins:
     """Deal the documents of a step.
 
     Args:
         lengths: of the documents, in tokens.
         cap: tokens of a bin at most, for every rank that computes it.
         ranks: of a set; 1 for no sharing.
+        rounds: so many at least of single ranks, if there are as many documents.
 
     Raises:
         UserError: a document is longer than a bin can be, or has no token; or there is none.
@@ -222,7 +229,7 @@ def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, 
     for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
         filled = _Filling(lengths, times, cap, world_size, ranks)
         filled.share(order[:count])
-        filled.place(order[count:])
+        filled.place(order[count:], rounds)
         bins = filled.bins(work)
         dearer = SHARE_GAIN if deals else 0.0  # the first shares what it must
         deals.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
@@ -281,14 +288,14 @@ class _Filling:
             self.levels[at // sets] = max(self.levels[at // sets], time[at])
         self.shared = len(self.levels)
 
-    def place(self, numbers: Sequence[int]) -> None:
+    def place(self, numbers: Sequence[int], least: int = 0) -> None:
         """Put the other documents where there is room, in as few rounds of single ranks as hold them."""
         if not numbers:
             return
         taken = sum(self.lengths[number] for bin in self.documents for number in bin)
         tokens = sum(self.lengths[number] for number in numbers)
         room = self.cap * self.world_size
-        rounds = max(0, ceil(((tokens + taken) * ROOM) / room) - self.shared)
+        rounds = max(least, ceil(((tokens + taken) * ROOM) / room) - self.shared)
         while not self._placed(numbers, rounds):
             rounds += 1
 

@@ -10,13 +10,14 @@ another stands in its class; nobody else asks for its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
+from tawpipe.schedule.balance import Bins, LayerTime, deal
 from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_weight
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
@@ -229,6 +230,18 @@ class Strategy(ABC):
             UserError: settings that these nodes cannot have.
         """
         return share_in_sets(count, topology, settings)
+
+    def dealt_to(self, topology: Topology) -> Sequence[int]:
+        """For every rank the number of whom its bins are dealt to: itself, or the pipeline that it is in."""
+        return range(topology.world_size)
+
+    def dealing(self, step: StepSpec, *, cap: int, work: LayerTime) -> Callable[[Sequence[int]], Bins]:
+        """What deals documents of so many tokens, see ``balance.deal``; it may go to another process.
+
+        Args:
+            step: any of the strategy.
+        """
+        return partial(deal, world_size=step.topology.world_size, cap=cap, work=work, ranks=step.sequence_ranks)
 
     def divided_over(self, topology: Topology) -> int:
         """Ranks that divide the blocks of a micro-batch among them; 1 where each computes all blocks."""

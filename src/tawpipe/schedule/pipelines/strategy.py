@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.balance import Bins, LayerTime
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
@@ -28,7 +30,7 @@ from tawpipe.topology import Topology
 KEPT = 64
 """Layouts, costs and orders that are kept, each."""
 _STAY = "weights stay where they are"
-_ROWS = "a micro-batch passes through a pipeline in whole rows"
+_ROWS = "a micro-batch passes through a pipeline in whole rows; rows are cut where weights travel, as under tawpipe-spread"
 
 
 def check_axis(stages: str) -> None:
@@ -138,6 +140,21 @@ class ActivationPipeline(Strategy):
         """The same for a step."""
         return self.shape(step.model, step.topology)
 
+    def dealt_to(self, topology: Topology) -> Sequence[int]:
+        return tuple(map(self.positions(topology).replica, range(topology.world_size)))
+
+    def dealing(self, step: StepSpec, *, cap: int, work: LayerTime) -> Callable[[Sequence[int]], Bins]:
+        shape = self.shape(step.model, step.topology)
+        return partial(
+            deal_to_pipelines,
+            pipelines=shape.positions.replicas,
+            layout=shape.layout,
+            costs=shape.costs,
+            order_of=partial(order_of_layout, self, shape.layout, shape.costs),
+            cap=cap,
+            work=work,
+        )
+
     def divided_over(self, topology: Topology) -> int:
         return self.positions(topology).size
 
@@ -189,8 +206,8 @@ class ActivationPipeline(Strategy):
 
     def check(self, step: StepSpec) -> None:
         super().check(step)
-        if step.shared is not None:
-            expected = "a strategy whose weights travel where documents are dealt by time; or --packing split, in rows"
+        if step.shared is not None and self.improves:
+            expected = "generated where documents are dealt by time: its order may be that of bins; or --packing split"
             raise UserError("schedule.strategy", self.name, expected)
 
     def layouts(self, topology: Topology) -> Sequence[Strategy]:

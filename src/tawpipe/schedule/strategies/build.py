@@ -9,7 +9,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings, check_values
-from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
@@ -74,6 +74,29 @@ def step_of(
     _ = strategy.share(0, step.topology, settings)  # the view of the strategy may know smaller nodes
     _ = step.homes  # and whether units can live there
     return step
+
+
+def step_of_bins(
+    model: ModelSpec,
+    topology: Topology,
+    settings: ScheduleSettings,
+    shape: tuple[int, int],
+    *,
+    strategy: Strategy | None = None,
+) -> StepSpec:
+    """A step of documents that were dealt, like ``step_of``.
+
+    Args:
+        shape: of the bins.
+
+    Raises:
+        UserError: a setting that cannot work.
+    """
+    strategy, ranks = (strategy or find(settings.strategy)).configured(settings), settings.sequence_ranks or 1
+    dealt_to = strategy.dealt_to(topology)
+    each, shared = share_bins(*shape, 1 + max(dealt_to), ranks), shape[0] * (1 + max(dealt_to)) // ranks
+    shares = tuple(each[number] for number in dealt_to)
+    return step_of(model, topology, settings, shares, strategy=strategy, shared=shared)
 
 
 def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
