@@ -65,3 +65,46 @@ def test_a_pipeline_of_one_and_sets_in_a_stage_are_refused():
         piped(llama(), strategy="1f1b", bin_tokens=32)
     with closing(piped(llama(), bin_tokens=32)) as pipeline:
         assert pipeline.deal([3, 4]).stretch == 0
+
+
+SLICED = {"bin_tokens": 11}
+"""Documents of up to 40 tokens are cut, and short ones are beside them."""
+
+
+def test_slices_have_the_numbers_of_one_process(pool):
+    cases = [
+        ("plain", {"strategy": "1f1b"}),
+        ("tied", {"strategy": "interleaved-1f1b", "recompute": "none"}),
+        ("plain", {"strategy": "zero-bubble", "recompute": "selective"}),
+        ("lora", {"strategy": "generated", "block_times": UNEVEN, "bin_tokens": 9}),
+        ("frozen", {"strategy": "1f1b"}),
+        ("qwen3_moe", {"strategy": "1f1b", "bin_tokens": 7}),
+        ("qwen3_next", {"strategy": "1f1b"}),
+        ("nemotron_h", {"strategy": "generated"}),
+    ]
+    check(pool, 2, 1, [(name, SLICED | knobs) for name, knobs in cases])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "stages"),
+    [(2, 2, "nodes"), (3, 1, "world"), pytest.param(2, 2, "world", marks=SLOW)],
+)
+def test_slices_in_more_stages_and_pipelines_side_by_side(pool, nodes, local, stages):
+    names = ("1f1b", "generated")
+    check(pool, nodes, local, [("tied", {"strategy": name, "stages": stages} | SLICED) for name in names])
+
+
+@pytest.mark.slow
+def test_slices_cut_documents_anywhere(pool):
+    check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (4, 5, 13, 20, 39)])
+
+
+def test_slices_with_delays_change_no_bit_and_draw_what_they_drew(pool):
+    knobs = {"strategy": "zero-bubble", "dropout": 0.3, **SLICED}
+    first, again = (pool.run("piped_documents:trained", 2, 1, delays=delays, **knobs)[0] for delays in (0.0, 0.003))
+    assert again[0] == first[0] and all(torch.equal(again[1][name], value) for name, value in first[1].items())
+
+
+def test_a_document_that_takes_long_is_cut_though_a_bin_holds_it_where_the_model_was_seen_to_allow_it(pool):
+    """As one whose layers call attention twice does not."""
+    assert pool.run("piped_documents:cut", 2, 1)[0] == [True, False, False]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import every_family
+from borders import base_of
 from cases import llama, random_delays
 from model_families import keep_fp64
 from pipelines import make_pipeline
@@ -32,10 +33,13 @@ def documents_of(step: int) -> list[MicroBatch]:
 
 
 def model_of(name: str, dropout: float = 0.0) -> Any:
-    """A model in fp64: a small llama, with tied ends or adapters or plain, or one of a family."""
-    if name not in ("plain", "tied", "lora"):
+    """A model in fp64: a small llama, with tied ends or adapters, half frozen, or plain, or one of a family."""
+    if name not in ("plain", "tied", "lora", "frozen"):
         return every_family.random_model(name)
     model: Any = llama(torch.float64, tied=name == "tied", dropout=dropout)
+    if name == "frozen":
+        for parameter in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
+            parameter.requires_grad_(False)
     if name == "lora":
         peft = pytest.importorskip("peft")
         torch.manual_seed(5)
@@ -48,13 +52,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def pipeline_of(world: World, model: Any, *, delays: float = 0.0, **knobs: Any) -> Pipeline:
+def pipeline_of(world: World, model: Any, *, delays: float = 0.0, check: str = "never", **knobs: Any) -> Pipeline:
     return make_pipeline(
         model,
         dtype=torch.float64,
         clip_norm=None,
         optimizer=sgd,
-        check="never",
+        check=check,
         strict=True,
         loss_chunk_tokens=6,
         delay=(lambda lane: random_delays(hash((lane, world.rank)), delays)) if delays else None,
@@ -75,7 +79,7 @@ def compared(world: World, *, cases: Sequence[tuple[str, dict[str, Any]]]) -> li
     for name, knobs in cases:
         with pytest.MonkeyPatch.context() as patch:
             keep_fp64(patch)
-            plain = model_of(name)
+            plain = base_of(model_of(name))
             pipeline = pipeline_of(world, model_of(name), **knobs)
             losses = [pipeline.step(batch_of(pipeline, step)).loss for step in range(len(STEPS))]
             gradients = {n: pipeline.gradient(n) for n, p in plain.named_parameters() if p.requires_grad}
@@ -118,3 +122,17 @@ def goes_on(world: World, *, folder: str, **knobs: Any) -> list[float]:
     losses = [pipeline.step(batch_of(pipeline, step)).loss for step in range(1, len(STEPS))]
     pipeline.close()
     return losses
+
+
+def cut(world: World) -> list[bool]:
+    """Whether a document is cut that takes much longer than others: of llama, without a check, and of diffllama."""
+    results = []
+    for name, check in (("plain", "auto"), ("plain", "never"), ("diffllama", "auto")):
+        with pytest.MonkeyPatch.context() as patch:
+            keep_fp64(patch)
+            pipeline = pipeline_of(world, model_of(name), strategy="1f1b", check=check)
+            bins = pipeline.deal([40, 3, 4, 5])
+            results.append(bool(bins.slices))
+            pipeline.step(batch_of(pipeline, 0))
+            pipeline.close()
+    return results

@@ -13,6 +13,7 @@ from tawpipe.model.flops import attention_width
 from tawpipe.model.shapes import num_heads
 from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
@@ -26,6 +27,8 @@ from tawpipe.schedule.transform import for_one_thread
 logger = logging.getLogger(__name__)
 VERIFIED_ACTIONS = 200_000
 """Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
+CUT_KEPT = 32
+"""Schedules of steps whose documents are cut that are kept: these are of many forms."""
 
 
 class Schedules:
@@ -43,7 +46,7 @@ class Schedules:
         self._strategy, self.settings = strategy_of(given)
         self._model, self._world = model, world
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int | tuple[int, int], bool], Schedule] = {}
+        self._kept: dict[tuple[int | BinsForm, bool], Schedule] = {}
         self._replaced: list[Schedule | None] = []
         """Schedules that are known by their identity as long as steps may use them."""
         self.smallest = self.step(world.size)
@@ -83,8 +86,8 @@ class Schedules:
         """Schedules that use every group and operation that any will use: of training, and forward only."""
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
 
-    def of_bins(self, shape: tuple[int, int]) -> StepSpec:
-        """A step of documents that were dealt, by ``Bins.shape``.
+    def of_bins(self, form: BinsForm) -> StepSpec:
+        """A step of documents that were dealt, by ``Bins.form``.
 
         Raises:
             UserError: a ready schedule was given, which is for batches of rows.
@@ -92,10 +95,10 @@ class Schedules:
         if self._ready is not None:
             expected = "settings or a strategy where documents are dealt: their steps are not all of one shape"
             raise UserError("schedule", "a ready one", expected)
-        return step_of_bins(self._model, self._world.topology, self.settings, shape, strategy=self._strategy)
+        return step_of_bins(self._model, self._world.topology, self.settings, form, strategy=self._strategy)
 
-    def of(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
-        """The schedule for so many micro-batches, or for the shape of bins. Any thread may call it."""
+    def of(self, count: int | BinsForm, *, training: bool) -> Schedule:
+        """The schedule for so many micro-batches, or for the form of bins. Any thread may call it."""
         with self._lock:
             if (count, training) not in self._kept:
                 schedule = for_one_thread(self._build(count, training=training))
@@ -103,6 +106,9 @@ class Schedules:
                     verify(schedule, steps=2 if training else 1, one_thread=True)
                 elif self._world.rank == 0:
                     logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+                cut = [kept for kept in self._kept if isinstance(kept[0], BinsForm) and kept[0].slices]
+                if len(cut) >= CUT_KEPT:
+                    del self._kept[cut[0]]
                 self._kept[count, training] = schedule
             return self._kept[count, training]
 
@@ -116,7 +122,7 @@ class Schedules:
             self._replaced.append(self._kept.get((count, True)))
             self._kept[count, True] = schedule
 
-    def _build(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
+    def _build(self, count: int | BinsForm, *, training: bool) -> Schedule:
         if isinstance(count, tuple):
             return build(self.of_bins(count), training=training)
         if self._ready is None or not training:

@@ -26,6 +26,7 @@ from tawpipe.plan.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_qu
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
 from tawpipe.schedule.balance import Bins, deal
+from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.strategies.build import step_of_bins as step_of_shape
@@ -133,7 +134,8 @@ class DealFound:
                 continue
             bins = median
             if candidate.step.strategy.axis:
-                bins = candidate.step.strategy.dealing(candidate.step, cap=cap, work=work)(median.lengths)
+                cuts = LONG if request.longest_document else None
+                bins = candidate.step.strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
             if (tried := _played(request, candidate.step, BALANCED, bins)) is not None:
                 tell(f"{candidate.strategy}: {span(tried.seconds)}")
                 strategies[candidate.strategy] = tried
@@ -191,7 +193,7 @@ def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
         settings = replace(settings, sequence_ranks=bins.ranks)
         if not settings.sequence_chunk:
             settings = replace(settings, recompute="full")
-    return step_of_shape(step.model, request.topology, settings, bins.shape, strategy=step.strategy)
+    return step_of_shape(step.model, request.topology, settings, bins.form, strategy=step.strategy)
 
 
 def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | None:

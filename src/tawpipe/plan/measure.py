@@ -98,6 +98,7 @@ class Asked:
         quantize: form of frozen matrices, as of ``Pipeline``.
         compiled: layers are compiled, on whole rows.
         dealt: documents are dealt by their time, and rows are full bins.
+        longest_document: tokens of the longest of these.
         optimizer: whose states and updates are planned for.
         steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
 
@@ -117,6 +118,7 @@ class Asked:
     quantize: str = NONE
     compiled: bool = False
     dealt: bool = False
+    longest_document: int = 0
     optimizer: OptimizerFactory = USUAL
     steps: int = 0
 
@@ -236,6 +238,7 @@ def _request_of(
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
             why_not_staged=chain.why_not_staged,
             dealt=asked.dealt,
+            longest_document=0 if why_whole or chain.positions.first else asked.longest_document,
             compiled=asked.compiled,
             key_value_bytes=2 * key_width(chain.config.get_text_config()) * dtype.itemsize,
         )

@@ -13,7 +13,7 @@ from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.pipelines.dealing import bins_of_a_pipeline
+from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
@@ -56,6 +56,7 @@ class PlanRequest:
         compiled: layers are compiled, so that their backward passes are not taken apart.
         dealt: documents are dealt by their time, and a sequence is a full bin; pipelines have more bins, which are less
             full.
+        longest_document: tokens of the longest of these, where pipelines may cut it into slices; else 0.
         share: of the work of a micro-batch, what each of a step has (``of``).
         needs_whole: an optimizer that looks at whole matrices, which every unit's home has to have; empty for others.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
@@ -81,6 +82,7 @@ class PlanRequest:
     why_not_staged: str = ""
     compiled: bool = False
     dealt: bool = False
+    longest_document: int = 0
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -99,7 +101,15 @@ class PlanRequest:
             return self.micro_batches
         positions = strategy.divided_over(self.topology)
         pipelines = self.topology.world_size // positions
-        return pipelines * bins_of_a_pipeline(-(-self.micro_batches // pipelines), positions)
+        needed = max(-(-self.micro_batches // pipelines), -(-self.longest_document // self.sequence_length))
+        return pipelines * bins_of_a_pipeline(needed, positions)
+
+    def slices_of(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches that stand for the slices of the longest document, where a strategy cuts it."""
+        share, length = self.micro_batches / self.micro_batches_of(strategy), self.longest_document
+        if not (self.dealt and strategy.axis) or length <= LONG * share * self.sequence_length:
+            return ()
+        return (tuple(range(max(2, -(-length // self.sequence_length)))),)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -214,9 +224,10 @@ class PlanRequest:
         """
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
-        count = self.micro_batches_of((strategy or find(settings.strategy)).configured(settings))
-        shares = shares_of(count, self.topology, settings, strategy)
-        step = step_of(self.model, self.topology, settings, shares, strategy=strategy)
+        configured = (strategy or find(settings.strategy)).configured(settings)
+        shares = shares_of(self.micro_batches_of(configured), self.topology, settings, strategy)
+        slices = self.slices_of(configured)
+        step = step_of(self.model, self.topology, settings, shares, strategy=strategy, slices=slices)
         why = self.why_not_staged if step.strategy.axis else ""
         if self.dealt and step.strategy.improves:
             why = why or "its order is for rows of one length, and documents are dealt by time"

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 from tawpipe.errors import UserError
 
@@ -114,10 +115,20 @@ class Bin:
 
     Args:
         ranks: that compute it together.
+        part: of its only document the first token and the end, where it is a slice of it.
     """
 
     documents: tuple[int, ...]
     ranks: int = 1
+    part: tuple[int, int] | None = None
+
+
+class BinsForm(NamedTuple):
+    """A dealt step without its documents; fields as of ``Bins.shape`` and ``Bins``."""
+
+    shared: int
+    single: int
+    slices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,7 @@ class Bins:
         work: by which they are dealt.
         positions: of the pipelines to which they are dealt, instead of to ranks.
         stretch: time of the step through these, beside that of ranks that all compute equally long.
+        slices: of every pipeline the numbers of slices of documents that are cut: its first bins, in their order.
     """
 
     shared: tuple[tuple[Bin, ...], ...]
@@ -141,11 +153,17 @@ class Bins:
     work: LayerTime = field(repr=False)
     positions: int = 1
     stretch: float = 0.0
+    slices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rounds of shared bins, and of single ones: all that a schedule needs to know."""
+        """Rounds of shared bins, and of single ones."""
         return len(self.shared), len(self.single)
+
+    @property
+    def form(self) -> BinsForm:
+        """All that a schedule needs to know."""
+        return BinsForm(*self.shape, self.slices)
 
     @property
     def world_size(self) -> int:
@@ -158,11 +176,14 @@ class Bins:
 
     def tokens(self, bin: Bin) -> int:
         """Tokens of a bin, of all ranks that compute it."""
-        return sum(self.lengths[number] for number in bin.documents)
+        return sum(end - begin for begin, end in self._spans(bin))
 
     def pairs(self, bin: Bin) -> int:
         """The sum over its documents of the squared length."""
-        return sum(self.lengths[number] ** 2 for number in bin.documents)
+        return sum(end**2 - begin**2 for begin, end in self._spans(bin))
+
+    def _spans(self, bin: Bin) -> list[tuple[int, int]]:
+        return [bin.part] if bin.part else [(0, self.lengths[number]) for number in bin.documents]
 
     @cached_property
     def seconds(self) -> float:
@@ -200,7 +221,7 @@ class Bins:
 
     def _time(self, kind: LayerKind, bin: Bin) -> float:
         cost = 1 + SHARED_COST if bin.ranks > 1 else 1
-        return cost / bin.ranks * sum(kind.of(self.lengths[number]) for number in bin.documents)
+        return cost / bin.ranks * sum(kind.of(end) - (kind.of(begin) - kind.fixed) for begin, end in self._spans(bin))
 
 
 def deal(

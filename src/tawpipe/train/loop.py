@@ -272,8 +272,8 @@ class Training:
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
                 values["imbalance"] = bins.seconds / bins.mean_seconds
-            own = count if bins is None else sum(map(bins.time, self.pipeline.own_bins(bins)))
-            self._own_work += own * self._share
+            work = count if bins is None else sum(map(bins.time, self.pipeline.own_bins(bins)))
+            self._own_work += work * self._share
             if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:

@@ -143,7 +143,9 @@ class ActivationPipeline(Strategy):
     def dealt_to(self, topology: Topology) -> Sequence[int]:
         return tuple(map(self.positions(topology).replica, range(topology.world_size)))
 
-    def dealing(self, step: StepSpec, *, cap: int, work: LayerTime) -> Callable[[Sequence[int]], Bins]:
+    def dealing(
+        self, step: StepSpec, *, cap: int, work: LayerTime, cuts: float | None = None
+    ) -> Callable[[Sequence[int]], Bins]:
         shape = self.shape(step.model, step.topology)
         return partial(
             deal_to_pipelines,
@@ -153,6 +155,7 @@ class ActivationPipeline(Strategy):
             order_of=partial(order_of_layout, self, shape.layout, shape.costs),
             cap=cap,
             work=work,
+            cuts=cuts,
         )
 
     def divided_over(self, topology: Topology) -> int:
@@ -192,8 +195,10 @@ class ActivationPipeline(Strategy):
         return tuple(positions.rank(place, 0) for place in range(positions.size)) if positions.replicas > 1 else ()
 
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
-        """One of all pipelines with as many micro-batches: side by side they do the same."""
+        """One of all pipelines with as many micro-batches: side by side they do the same, but for slices."""
         positions = self.positions(step.topology)
+        if step.slices:
+            return tuple(range(step.topology.world_size))
         one_of = {len(share): positions.replica(rank) for rank, share in reversed([*enumerate(step.micro_batches)])}
         world = range(step.topology.world_size)
         return tuple(rank for rank in world if positions.replica(rank) in one_of.values())
@@ -222,6 +227,7 @@ class ActivationPipeline(Strategy):
         positions = self.positions(step.topology)
         each = -(-len({m for share in step.micro_batches for m in share}) // positions.replicas)
         least, round_ = self.played_round(step, positions, each, rounds)
+        least += sum(map(len, step.slices))
         if each <= least + round_:
             return step, step, 0.0
         few = least + (each - least) % round_
