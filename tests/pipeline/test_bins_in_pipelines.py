@@ -17,8 +17,9 @@ CASES = [
     ("plain", {"strategy": "1f1b"}),
     ("tied", {"strategy": "interleaved-1f1b", "recompute": "none"}),
     ("plain", {"strategy": "zero-bubble", "recompute": "selective"}),
+    ("plain", {"strategy": "zero-bubble", "keep_mib": 1}),
     ("tied", {"strategy": "generated", "block_times": UNEVEN}),
-    ("lora", {"strategy": "1f1b", "bin_tokens": 400}),
+    ("lora", {"strategy": "1f1b", "bin_tokens": 400, "keep_mib": 1}),
     ("qwen3_moe", {"strategy": "1f1b"}),
     ("nemotron_h", {"strategy": "generated"}),
 ]

@@ -168,9 +168,7 @@ def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
 
     def unadded(action):
         lost = action.op is Op.BACKWARD and action.micro_batch == second
-        return replace(
-            action, writes=tuple(b for b in action.writes if not (lost and b.kind is Kind.KEY_GRADIENTS))
-        )
+        return replace(action, writes=tuple(b for b in action.writes if not (lost and b.kind is Kind.KEY_GRADIENTS)))
 
     for change in (unread, early, unadded):
         with pytest.raises(ScheduleError):

@@ -74,23 +74,25 @@ def batch_of(pipeline: Pipeline, step: int, *, training: bool = True) -> Any:
 
 
 def compared(world: World, *, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[list[str]]:
-    """What differs in steps with updates between them and in the evaluation after these, by case; on rank 0."""
+    """What differs in an evaluation and in the steps behind it, with updates between them, by case; on rank 0."""
     found: list[list[str]] = []
     for name, knobs in cases:
         with pytest.MonkeyPatch.context() as patch:
             keep_fp64(patch)
             plain = base_of(model_of(name))
             pipeline = pipeline_of(world, model_of(name), **knobs)
+            evaluated = pipeline.evaluate(batch_of(pipeline, 0, training=False)).loss
             losses = [pipeline.step(batch_of(pipeline, step)).loss for step in range(len(STEPS))]
             gradients = {n: pipeline.gradient(n) for n, p in plain.named_parameters() if p.requires_grad}
-            evaluated = pipeline.evaluate(batch_of(pipeline, 0, training=False)).loss
             pipeline.close()
             found.append([] if world.rank else _differing(plain, losses, gradients, evaluated))
     return found
 
 
 def _differing(plain: Any, losses: list[float], gradients: dict[str, Any], evaluated: float) -> list[str]:
-    optimizer, differing, expected = sgd(plain.parameters()), list[str](), (0.0, {})
+    value = every_family.plain_step(plain, documents_of(0))[0]
+    differing = [] if abs(evaluated / value - 1) < 1e-12 else [f"evaluated {evaluated} instead of {value}"]
+    optimizer, expected = sgd(plain.parameters()), (0.0, {})
     for step, loss in enumerate(losses):
         expected = every_family.plain_step(plain, documents_of(step))
         if not abs(loss / expected[0] - 1) < TOLERANCE:
@@ -98,8 +100,7 @@ def _differing(plain: Any, losses: list[float], gradients: dict[str, Any], evalu
         if step == len(losses) - 1:
             differing += every_family.differences((losses[-1], gradients), expected, TOLERANCE)
         optimizer.step()
-    value = every_family.plain_step(plain, documents_of(0))[0]
-    return differing + ([] if abs(evaluated / value - 1) < 1e-12 else [f"evaluated {evaluated} instead of {value}"])
+    return differing
 
 
 def trained(world: World, *, name: str = "plain", dropout: float = 0.0, **knobs: Any) -> Any:

@@ -18,6 +18,7 @@ from tawpipe.plan.machine import Device
 from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan
+from tawpipe.plan.predict import predict
 from tawpipe.plan.search import search
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World

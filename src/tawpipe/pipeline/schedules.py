@@ -153,7 +153,7 @@ class Schedules:
             if wanted:
                 raise
             logger.warning("schedule.keep_mib keeps nothing: %s", error.expected)
-            return {}
+            return linear
         if "selective" in wanted and not per_token["attention"]:
             expected = f"full or none: {chain.name} computes attention by no kernel whose result could be kept"
             raise UserError("schedule.recompute", "selective", expected)

@@ -77,7 +77,6 @@ class Steps:
             self._limits.estimate(local, self._costs.of(schedule, self._rows.tokens(local)))
         chosen = wiring.optimizers.groups.chosen()  # as they are now: the step itself runs later
         micro_batches = self._rows.deal.numbered(local, schedule.step.micro_batches[rank])
-        layers_kept = self._costs.layers_kept
         slices = self._rows.slices(local, schedule.step.micro_batches[rank])
         counted = schedule.step.losses_of(rank) if schedule.step.losses else None
         if counted is not None:  # of a document that is cut, what its first slice is given
@@ -93,7 +92,7 @@ class Steps:
             shared=schedule.step.shared,
             counted=counted,
             slices=slices,
-            kept={m: layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
+            kept=self._costs.layers_kept(schedule, micro_batches) if training else {},
         )
         if schedule.step.settings.offloaded_layers:
             tokens = self._rows.bin_tokens if local.bins else 0

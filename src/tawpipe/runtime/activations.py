@@ -97,9 +97,7 @@ class Activations:
         self.keys: dict[Buffer, Any] = table()
         """Keys and values of all ranks of a set, tensors; or what slices of a document hand on, the same for all."""
         self.key_gradients: dict[Buffer, Any] = table()
-        """Of all ranks' keys and values, each with room for the sum over them that is this rank's; of slices the same as
-        above.
-        """
+        """Of all ranks' keys and values, each with room for the sum of them that is this rank's; of slices as above."""
         self.deferred: dict[Buffer, DeferredProducts] = table()
         self.losses: dict[Buffer, Tensor] = table()
         self.tables: dict[Kind, dict[Buffer, Any]] = {

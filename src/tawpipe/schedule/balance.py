@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
@@ -61,7 +61,7 @@ def pairs_within(length: int, window: int | None = None) -> int:
 
 
 def layers_that_keep(
-    lengths: Sequence[int], windows: Sequence[int | None], most: int, first: int = 1
+    lengths: Sequence[int], windows: Sequence[int | None], most: int, among: Iterable[int]
 ) -> frozenset[int]:
     """The layers, counted from 1, that keep what their backward pass would compute again: those that take longest on
     these documents, and of equal ones the last, whose backward pass comes first. Where all keep equally much, no others
@@ -70,10 +70,10 @@ def layers_that_keep(
     Args:
         windows: of every layer.
         most: so many at most.
-        first: layers below it keep nothing.
+        among: the layers that may.
     """
     pairs = {window: sum(pairs_within(length, window) for length in lengths) for window in set(windows)}
-    layers = sorted(range(first, len(windows) + 1), key=lambda layer: (pairs[windows[layer - 1]], layer))
+    layers = sorted(among, key=lambda layer: (pairs[windows[layer - 1]], layer))
     return frozenset(layers[max(0, len(layers) - most) :])
 
 

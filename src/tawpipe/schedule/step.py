@@ -250,8 +250,8 @@ class Strategy(ABC):
 
         Args:
             step: any of the strategy.
-            cuts: so many times as long as the mean bin a document takes that is cut though a bin holds it, if that is of
-                use; None where the model needs documents whole.
+            cuts: so many times as long as the mean bin does a document take that is cut though a bin holds it, where
+                that is of use; None where the model needs documents whole.
         """
         return partial(deal, world_size=step.topology.world_size, cap=cap, work=work, ranks=step.sequence_ranks)
 

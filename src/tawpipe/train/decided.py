@@ -80,7 +80,7 @@ class BatchShape:
             "--bin-tokens",
             self.bin_tokens,
             f"at least {least}{over}, as {piece} has {longest} tokens ({place}); or --max-document {self.row_tokens}, "
-            "or a larger --schedule.sequence-ranks; or a pipeline, as --schedule.strategy 1f1b, which takes it in slices",
+            "or a larger --schedule.sequence-ranks; or a pipeline (--schedule.strategy 1f1b), which takes it in slices",
         )
 
     @contextmanager

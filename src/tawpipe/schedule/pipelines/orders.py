@@ -76,7 +76,8 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
 def causal(order: Order, slices: Sequence[int]) -> Order:
     """An order for micro-batches of which the first ones are slices of documents, so many of each: where a stage has
     done n forward passes it has done those of all slices of the n-th one's document, and backward passes of a document
-    come in reverse. Whatever waits in the new order for another work did so in the old one, so that it ends, too.
+    come in reverse, each as a whole. Whatever waits in the new order for another work did so in the old one, so that it
+    ends, too.
 
     Raises:
         UserError: an order whose micro-batches overtake each other, or wait in the host's memory.
@@ -95,13 +96,16 @@ def causal(order: Order, slices: Sequence[int]) -> Order:
     for works in order.compute:
         lane, done = list[Work](), Counter[tuple[str, int]]()
         for kind, stage, m in works:
-            in_order &= done[kind, stage] == m
-            done[kind, stage] += 1
+            passes = ("B" if kind == "I" else kind), stage
+            in_order &= kind == "W" or done[passes] == m
+            done[passes] += 1
             if kind == "F":
                 begin = last[m - 1] + 1 if m else 0
                 lane += [Work(kind, stage, number) for number in range(begin, last[m] + 1)]
-            else:
-                lane.append(Work(kind, stage, back[m]))
+            elif m >= sum(slices):
+                lane.append(Work(kind, stage, m))
+            elif kind != "W":
+                lane.append(Work("B", stage, back[m]))
         compute.append(tuple(lane))
     if not in_order:
         expected = "an order of the strategy's own where documents are cut, whose slices follow each other"

@@ -326,7 +326,7 @@ class _StageProgram:
             if not spec.needs_backward and spec.kind != "head":
                 continue
             units = self.model.trainable_units(block)
-            split = work.kind != "B" and spec.kind == "layer" and bool(units) and m not in self.step.neighbours
+            split = work.kind != "B" and spec.kind == "layer" and bool(units)
             gradients = {unit: (self.gradients[unit], unit in self.started) for unit in units}
             if work.kind == "W":
                 if split:

@@ -30,7 +30,9 @@ from tawpipe.topology import Topology
 KEPT = 64
 """Layouts, costs and orders that are kept, each."""
 _STAY = "weights stay where they are"
-_ROWS = "a micro-batch passes through a pipeline in whole rows; rows are cut where weights travel, as under tawpipe-spread"
+_ROWS = (
+    "a micro-batch passes through a pipeline in whole rows; rows are cut where weights travel, as under tawpipe-spread"
+)
 
 
 def check_axis(stages: str) -> None:
@@ -63,7 +65,6 @@ class ActivationPipeline(Strategy):
         **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _STAY),
         **dict.fromkeys(("sequence_chunk", "sequence_ranks"), _ROWS),
         "offloaded_layers": "what a stage keeps is offloaded under solved alone, as its order says",
-        "keep_mib": "recompute says what its layers keep",
     }
 
     def __post_init__(self) -> None:
