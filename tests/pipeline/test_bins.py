@@ -99,7 +99,7 @@ def test_kept_layers_follow_the_tokens_of_a_bin():
     with piped_pipeline(bin_tokens=4096, keep_mib=1) as pipeline:
         schedule = pipeline.schedule(1)
         layers = pipeline.spec.num_layers
-        kept = [pipeline._costs.layers_kept(schedule, 0, one_document(tokens)) for tokens in (16, 512, 4096)]
+        kept = [pipeline._costs.layers_kept(schedule, {0: one_document(tokens)})[0] for tokens in (16, 512, 4096)]
         assert kept[0] == set(range(1, layers + 1)) > kept[2]
         assert all(one == set(range(layers - len(one) + 1, layers + 1)) for one in kept)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,15 +71,15 @@ def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home,
 
 def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
     draw, dealer = random.Random(0), Dealer()
-    given = {"world_size": 4, "cap": 800, "work": LayerTime((LayerKind(2, 50.0, 1.0, window=64),)), "ranks": 2}
+    by = partial(deal, world_size=4, cap=800, work=LayerTime((LayerKind(2, 50.0, 1.0, window=64),)), ranks=2)
     lengths = [draw.randint(1, 1000) for _ in range(50)]
-    assert dealer(lengths, **given) == deal(lengths, **given) and dealer.has_worker
+    assert dealer(lengths, by) == by(lengths) and dealer.has_worker
     with pytest.raises(UserError, match="1601"):
-        dealer([1601], **given)
-    assert dealer(lengths, **given) == deal(lengths, **given) and dealer.has_worker
+        dealer([1601], by)
+    assert dealer(lengths, by) == by(lengths) and dealer.has_worker
     assert dealer._worker is not None
     dealer._worker.kill()
-    assert dealer(lengths, **given) == deal(lengths, **given) and not dealer.has_worker
+    assert dealer(lengths, by) == by(lengths) and not dealer.has_worker
     dealer.close()
 
 

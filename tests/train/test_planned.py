@@ -18,6 +18,7 @@ from tawpipe.plan.machine import Device
 from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan
+from tawpipe.plan.predict import predict
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
@@ -75,16 +76,18 @@ def made(monkeypatch, plan) -> list[str]:
     return calls
 
 
-def test_a_plan_for_documents_that_are_dealt_has_no_pipeline():
+def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
+    """They have several bins for every stage, which are less full than those of weights that travel."""
     machine = machine_of("2x2@10gbit", device=Device("H100"))
     request = request_for("tiny", machine, vocab_size=500, sequence_length=64, global_batch=8, dealt=True)
-    with pytest.raises(UserError, match="got '1f1b'; another one: documents are dealt by time"):
-        request.step(ScheduleSettings(strategy="1f1b"))
-    assert not any(
-        one.fits and one.step.strategy.axis
-        for one in search_only(request, "tawpipe-spread", "1f1b", "generated")
-        if one.step
-    )
+    step = request.step(ScheduleSettings(strategy="1f1b"))
+    assert len(step.micro_batches[0]) == 16 and request.of(step).costs.size == request.size.times(0.5)
+    assert request.of(step).activation_bytes == request.activation_bytes
+    with pytest.raises(UserError, match="got 'solved'; another one: its order is for rows of one length"):
+        request.step(ScheduleSettings(strategy="solved"))
+    found = {one.strategy: one for one in search_only(request, "tawpipe-spread", "1f1b", "solved")}
+    assert found["1f1b"].fits and not found["solved"].fits
+    assert found["1f1b"].seconds == pytest.approx(predict(request, found["1f1b"].step).step_seconds)
 
 
 @pytest.mark.usefixtures("few_strategies")

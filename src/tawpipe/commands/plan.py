@@ -135,6 +135,8 @@ def _request(
         settings=schedule_of(config),
         quantize=config.quantize,
         compiled=config.compile,
+        dealt=corpus is not None,
+        longest_document=corpus.most if corpus is not None else 0,
         optimizer=factory_of(config),
     )
     built = build_model(

@@ -14,10 +14,11 @@ NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.fu
 """What an empty bin holds: a token of which nothing is learned."""
 
 
-def rows_of(bins: Bins, rank: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
-    """A rank's bins, in the order of its rounds.
+def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
+    """A rank's bins, in the order of its rounds; the whole document for each of its slices.
 
     Args:
+        number: of whom they are dealt to.
         document: makes one by its number, as a micro-batch of one row.
 
     Raises:
@@ -26,10 +27,10 @@ def rows_of(bins: Bins, rank: int, document: Callable[[int], MicroBatch]) -> lis
 
     def row(dealt: Bin) -> MicroBatch:
         joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
-        said = bins.tokens(dealt) or 1
+        said = sum(bins.lengths[number] for number in dealt.documents) or 1
         if (tokens := joined.input_ids.numel()) != said:
             given = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
             raise UserError("documents", given, f"{said}, as their lengths say")
         return joined
 
-    return [row(dealt) for dealt in bins.of(rank)]
+    return [row(dealt) for dealt in bins.of(number)]

@@ -9,6 +9,7 @@ all gradients are compared.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.randomness import OwnGenerator
 from tawpipe.runtime.world import World
+from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.topology import Topology
 
@@ -307,3 +309,23 @@ def check_on_rank_0(
     if world.rank == 0 and "not checked" in checked:
         logger.warning("%s", checked)
     return checked
+
+
+def slices_of_documents(
+    pipeline: Callable[..., Any], chain: Chain, source: WeightSource, world: World, *, loss: Loss | None, check: str
+) -> tuple[float | None, str]:
+    """Whether documents may be cut into slices that pass a pipeline: how many times as long as the mean bin one takes
+    that is cut though a bin holds it; None where none may be. And what came of the check, see ``check_on_rank_0``.
+    Without one only documents that no bin holds are cut, and a model that turns out to need them whole is refused.
+    """
+    if chain.why_not_chunks or chain.positions.first:
+        return None, ""
+    if check == "never":
+        return math.inf, ""
+    try:
+        checked = check_on_rank_0(pipeline, chain, source, world, loss=loss, in_chunks=True)
+    except UserError as error:
+        if world.rank == 0:
+            logger.warning("documents pass the pipeline whole: %s", error)
+        return None, ""
+    return math.inf if "not checked" in checked else LONG, checked

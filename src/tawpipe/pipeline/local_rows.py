@@ -12,8 +12,9 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.runtime.step_input import DocumentSlice
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Bins, LayerTime, deal
+from tawpipe.schedule.balance import Bin, Bins, BinsForm, LayerTime
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class LocalRows:
         deal: who computes which rows.
         bin_tokens: the most tokens of documents that a rank computes at once; 0 where documents are not dealt.
         work: the time of documents.
+        cuts: see ``Strategy.dealing``.
     """
 
     deal: Deal
@@ -31,10 +33,11 @@ class LocalRows:
     world: World
     bin_tokens: int
     work: LayerTime
+    cuts: float | None = None
 
-    def shape(self, local: LocalBatch) -> int | tuple[int, int]:
-        """What a schedule for a batch is asked for by: the number of micro-batches, or the shape of bins."""
-        return local.bins.shape if local.bins else self.deal.count(local.rows)
+    def form(self, local: LocalBatch) -> int | BinsForm:
+        """What a schedule for a batch is asked for by: the number of micro-batches, or the form of bins."""
+        return local.bins.form if local.bins else self.deal.count(local.rows)
 
     def tokens(self, local: LocalBatch) -> int:
         """Tokens of a micro-batch at most."""
@@ -53,23 +56,34 @@ class LocalRows:
         parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.deal.shares(rows)]
         return LocalBatch(rows, sequence_length, self._pinned(parts))
 
-    def bins(self, lengths: Sequence[int]) -> Bins:
-        """See ``Pipeline.deal``."""
+    def dealing(self) -> Callable[[Sequence[int]], Bins]:
+        """See ``Pipeline.dealing``."""
         if self.bin_tokens < 1:
             raise UserError("bin_tokens", self.bin_tokens, "the most tokens that a process computes at once")
-        return deal(
-            lengths,
-            world_size=self.world.size,
-            cap=self.bin_tokens,
-            work=self.work,
-            ranks=self.deal.ranks,
-            speeds=self.schedules.speeds,
-        )
+        step = self.schedules.smallest
+        return step.strategy.dealing(step, cap=self.bin_tokens, work=self.work, cuts=self.cuts)
+
+    def own_bins(self, bins: Bins) -> Sequence[Bin]:
+        """This rank's bins, in the order of its micro-batches."""
+        return bins.of(self.schedules.dealt_to)
+
+    def slices(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, DocumentSlice]:
+        """Of this rank's micro-batches those that are slices of a document.
+
+        Args:
+            numbers: of its micro-batches, in their order.
+        """
+        dealt = zip(numbers, self.own_bins(local.bins) if local.bins else (), strict=False)
+        parts = [(m, bin.documents[0], *bin.part) for m, bin in dealt if bin.part is not None]
+        of_document: dict[int, tuple[int, ...]] = {}
+        for m, document, *_ in parts:
+            of_document[document] = (*of_document.get(document, ()), m)
+        return {m: DocumentSlice(begin, end, of_document[document]) for m, document, begin, end in parts}
 
     def part_of_documents(self, bins: Bins, document: Callable[[int], MicroBatch], *, training: bool) -> LocalBatch:
         """See ``Pipeline.part_of_documents``."""
-        _ = self.schedules.of(bins.shape, training=training)
-        parts = self._pinned(rows_of(bins, self.world.rank, document))
+        _ = self.schedules.of(bins.form, training=training)
+        parts = self._pinned(rows_of(bins, self.schedules.dealt_to, document))
         digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
         count = sum(map(len, (*bins.shared, *bins.single)))
         return LocalBatch(count, self.bin_tokens * bins.ranks, parts, digest, bins)

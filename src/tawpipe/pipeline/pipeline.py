@@ -33,7 +33,7 @@ from tawpipe.model.quantized import NONE
 from tawpipe.model.refuse import settle_mtp
 from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
-from tawpipe.pipeline.check import check_on_rank_0, is_tested
+from tawpipe.pipeline.check import check_on_rank_0, is_tested, slices_of_documents
 from tawpipe.pipeline.costs import StepCosts
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
@@ -53,7 +53,7 @@ from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, LayerTime
+from tawpipe.schedule.balance import Bin, Bins, LayerTime
 from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -80,6 +80,7 @@ class Pipeline:
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
         bin_tokens: of documents of uneven lengths, the most that a process computes at once (``part_of_documents``).
+            Longer documents pass a pipeline in slices; elsewhere they need ``sequence_ranks``.
         work: the time of documents, by which they are dealt; by default their FLOPs.
         schedule: how weights travel: settings; the name of a strategy; a strategy of your own; or a ready ``Schedule``,
             for batches of as many micro-batches as it has.
@@ -161,9 +162,13 @@ class Pipeline:
         source = first_values(chain, weights, seed)
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
+        cuts = None
+        if bin_tokens and strategy_of(schedule)[0].axis and not compile_layers:
+            cuts, self.checked = slices_of_documents(Pipeline, chain, source, world, loss=loss, check=check)
         # Which the tests of all families do not know.
         in_chunks = bool(settings.sequence_chunk) or self.sequence_ranks > 1
-        if check == "always" or (check == "auto" and (in_chunks or not is_tested(chain.given, loss))):
+        checks = check == "always" or (check == "auto" and (in_chunks or not is_tested(chain.given, loss)))
+        if checks and not self.checked:
             self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
         chain.quantise(quantize, self.dtype)
         self.spec = chain.spec
@@ -204,7 +209,8 @@ class Pipeline:
             share=self._schedules.shares,
             pinned=world.device.type == "cuda",
         )
-        self._rows, self._costs = LocalRows(shared, self._schedules, world, bin_tokens, self.work), StepCosts(wiring)
+        self._rows = LocalRows(shared, self._schedules, world, bin_tokens, self.work, cuts)
+        self._costs = StepCosts(wiring)
         self._limits = Limits(wiring, self._rows, timeout)
         self.limit = self._limits.step
         """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
@@ -316,7 +322,20 @@ class Pipeline:
         Raises:
             UserError: a document is longer than a bin can be, or no ``bin_tokens`` were given.
         """
-        return self._rows.bins(lengths)
+        return self.dealing(lengths)
+
+    @property
+    def dealing(self) -> Callable[[Sequence[int]], Bins]:
+        """What ``deal`` calls, as a value that may go to another process.
+
+        Raises:
+            UserError: no ``bin_tokens`` were given.
+        """
+        return self._rows.dealing()
+
+    def own_bins(self, bins: Bins) -> Sequence[Bin]:
+        """The bins that this process computes, in a pipeline with others."""
+        return self._rows.own_bins(bins)
 
     def part_of_documents(
         self,
@@ -497,7 +516,7 @@ class Pipeline:
 
     def costs_of_bins(self, bins: Bins) -> Costs:
         """The same of a step on documents of uneven lengths, for bins that are full."""
-        return self._costs.of(self._steps.schedule(bins.shape), self.bin_tokens * bins.ranks)
+        return self._costs.of(self._steps.schedule(bins.form), self.bin_tokens * bins.ranks)
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, what travels of it with its

@@ -14,19 +14,22 @@ from tawpipe.model.flops import attention_width
 from tawpipe.model.shapes import num_heads
 from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.spec import ModelSpec, share_bins
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_bins
 from tawpipe.schedule.strategies.table import strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
 logger = logging.getLogger(__name__)
 VERIFIED_ACTIONS = 200_000
 """Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
+CUT_KEPT = 32
+"""Schedules of steps whose documents are cut that are kept: these are of many forms."""
 
 
 class Schedules:
@@ -44,7 +47,7 @@ class Schedules:
         self._strategy, self.settings = strategy_of(given)
         self._model, self._world = model, world
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int | tuple[int, int], bool], Schedule] = {}
+        self._kept: dict[tuple[int | BinsForm, bool], Schedule] = {}
         self._replaced: list[Schedule | None] = []
         """Schedules that are known by their identity as long as steps may use them."""
         count = world.size
@@ -80,6 +83,11 @@ class Schedules:
         return size // len(set(step.strategy.share(size, step.topology, alike)))
 
     @property
+    def dealt_to(self) -> int:
+        """The number of whom this process's bins are dealt to: itself, or its pipeline."""
+        return self.smallest.strategy.dealt_to(self._world.topology)[self._world.rank]
+
+    @property
     def share_of_a_row(self) -> float:
         """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
         return self.smallest.strategy.share_of_a_row(self.smallest, self._world.rank)
@@ -88,8 +96,8 @@ class Schedules:
         """Schedules that use every group and operation that any will use: of training, and forward only."""
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
 
-    def of_bins(self, shape: tuple[int, int]) -> StepSpec:
-        """A step of documents that were dealt, by ``Bins.shape``.
+    def of_bins(self, form: BinsForm) -> StepSpec:
+        """A step of documents that were dealt, by ``Bins.form``.
 
         Raises:
             UserError: a ready schedule was given, which is for batches of rows.
@@ -97,14 +105,10 @@ class Schedules:
         if self._ready is not None:
             expected = "settings or a strategy where documents are dealt: their steps are not all of one shape"
             raise UserError("schedule", "a ready one", expected)
-        topology, settings = self._world.topology, self.settings
-        ranks = settings.sequence_ranks or 1
-        shares = share_bins(*shape, topology.world_size, ranks)
-        shared = shape[0] * topology.world_size // ranks
-        return step_of(self._model, topology, settings, shares, strategy=self._strategy, shared=shared)
+        return step_of_bins(self._model, self._world.topology, self.settings, form, strategy=self._strategy)
 
-    def of(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
-        """The schedule for so many micro-batches, or for the shape of bins. Any thread may call it."""
+    def of(self, count: int | BinsForm, *, training: bool) -> Schedule:
+        """The schedule for so many micro-batches, or for the form of bins. Any thread may call it."""
         with self._lock:
             if (count, training) not in self._kept:
                 schedule = for_one_thread(self._build(count, training=training))
@@ -112,6 +116,9 @@ class Schedules:
                     verify(schedule, steps=2 if training else 1, one_thread=True)
                 elif self._world.rank == 0:
                     logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+                cut = [kept for kept in self._kept if isinstance(kept[0], BinsForm) and kept[0].slices]
+                if len(cut) >= CUT_KEPT:
+                    del self._kept[cut[0]]
                 self._kept[count, training] = schedule
             return self._kept[count, training]
 
@@ -125,7 +132,7 @@ class Schedules:
             self._replaced.append(self._kept.get((count, True)))
             self._kept[count, True] = schedule
 
-    def _build(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
+    def _build(self, count: int | BinsForm, *, training: bool) -> Schedule:
         if isinstance(count, tuple):
             return build(self.of_bins(count), training=training)
         if self._ready is None or not training:
@@ -156,7 +163,7 @@ class Schedules:
             if wanted:
                 raise
             logger.warning("schedule.keep_mib keeps nothing: %s", error.expected)
-            return {}
+            return linear
         if "selective" in wanted and not per_token["attention"]:
             expected = f"full or none: {chain.name} computes attention by no kernel whose result could be kept"
             raise UserError("schedule.recompute", "selective", expected)

@@ -20,6 +20,7 @@ from tawpipe.runtime.measures import Measure
 from tawpipe.runtime.moves import make_places
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.step_input import StepInput
+from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.step import Schedule
 
 
@@ -34,10 +35,10 @@ class Steps:
         self._agreed: set[int] = set()
         """Numbers of micro-batches of which all ranks know that the others have them, too."""
 
-    def schedule(self, count: int | tuple[int, int], *, training: bool = True) -> Schedule:
-        """The schedule for so many micro-batches, or for the shape of bins, with its buffers there."""
+    def schedule(self, count: int | BinsForm, *, training: bool = True) -> Schedule:
+        """The schedule for so many micro-batches, or for the form of bins, with its buffers there."""
         schedule = self._wiring.schedules.of(count, training=training)
-        if id(schedule) not in self._adopted:
+        if id(schedule) not in self._adopted or schedule.step.slices:  # those are not all kept
             self._adopted.add(id(schedule))
             executor = self._wiring.executor
             if executor.injector is not None and training:
@@ -68,15 +69,18 @@ class Steps:
         wiring.chain.check_frozen()
         if torch.is_autocast_enabled(device := wiring.world.device.type):
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
-        shape = self._rows.shape(local)
-        if isinstance(shape, int):
-            self._agree(shape)
-        schedule = self.schedule(shape, training=training)
+        form = self._rows.form(local)
+        if isinstance(form, int):
+            self._agree(form)
+        schedule = self.schedule(form, training=training)
         if training and not self._limits.step.known_s:
             self._limits.estimate(local, self._costs.of(schedule, self._rows.tokens(local)))
         chosen = wiring.optimizers.groups.chosen()  # as they are now: the step itself runs later
         micro_batches = self._rows.deal.numbered(local, schedule.step.micro_batches[rank])
-        layers_kept = self._costs.layers_kept
+        slices = self._rows.slices(local, schedule.step.micro_batches[rank])
+        counted = schedule.step.losses_of(rank) if schedule.step.losses else None
+        if counted is not None:  # of a document that is cut, what its first slice is given
+            counted = [m for m in counted if m not in slices or not slices[m].begin]
         given = StepInput(
             micro_batches,
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
@@ -86,8 +90,9 @@ class Steps:
             measure=measure,
             place=topology.local_of(rank) % wiring.sequence_ranks,
             shared=schedule.step.shared,
-            counted=schedule.step.losses_of(rank) if schedule.step.losses else None,
-            kept={m: layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
+            counted=counted,
+            slices=slices,
+            kept=self._costs.layers_kept(schedule, micro_batches) if training else {},
         )
         if schedule.step.settings.offloaded_layers:
             tokens = self._rows.bin_tokens if local.bins else 0

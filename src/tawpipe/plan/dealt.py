@@ -2,7 +2,8 @@
 
 A few steps are drawn and dealt (schedule/balance.py) by what a profile says that documents take. The clock plays the
 one of median imbalance, under every strategy with the settings that suit it where all bins are full. Under the
-fastest it plays the same documents as others have them, and with long ones shared by sets of several sizes.
+fastest it plays the same documents as others have them, and with long ones shared by sets of several sizes. Pipelines
+have bins of their own.
 
 Where ranks or rounds are too many to play, one rank stands for all, which has the longest bin of every round; and few
 rounds are played, for what one takes beside its modelled time.
@@ -25,10 +26,11 @@ from tawpipe.plan.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_qu
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
 from tawpipe.schedule.balance import Bins, deal
+from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.sharing import speeds_of
-from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies.build import build, step_of
+from tawpipe.schedule.strategies.build import build
+from tawpipe.schedule.strategies.build import step_of_bins as step_of_shape
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import Timeline, play
 
@@ -130,7 +132,13 @@ class DealFound:
         median = drawn[STEPS // 2]
         strategies: dict[str, DealTried] = {}
         for candidate in good:
-            if candidate.step is not None and (tried := _played(request, candidate.step, BALANCED, median)) is not None:
+            if candidate.step is None:
+                continue
+            bins = median
+            if candidate.step.strategy.axis:
+                cuts = LONG if request.longest_document else None
+                bins = candidate.step.strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
+            if (tried := _played(request, candidate.step, BALANCED, bins)) is not None:
                 tell(f"{candidate.strategy}: {span(tried.seconds)}")
                 strategies[candidate.strategy] = tried
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
@@ -139,12 +147,13 @@ class DealFound:
             name, best = next(iter(strategies.items()))
             step = next(candidate.step for candidate in good if candidate.strategy == name)
             assert step is not None
-            documents = median.lengths
-            others = [(ROWS, in_rows(documents, world, min(cap, max_document), work))]
+            documents, takers = median.lengths, best.bins.world_size
+            others = [(ROWS, in_rows(documents, takers, min(cap, max_document), work))]
             if cap >= max_document:
-                others.append((IN_TURN, in_turn(documents, world, max_document, work)))
-            others = [(name, replace(bins, speeds=speeds)) for name, bins in others]
-            others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
+                others.append((IN_TURN, in_turn(documents, takers, max_document, work)))
+            others = [(name, replace(bins, speeds=best.bins.speeds)) for name, bins in others]
+            if not step.strategy.axis:
+                others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
             played = [_played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
             compared = [deal for deal in played if deal is not None]
             deals = sorted([*compared, best], key=lambda deal: (deal.name == BALANCED, deal.bins.ranks))
@@ -182,14 +191,12 @@ def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
     Raises:
         UserError: the strategy cannot run sets.
     """
-    settings, world = step.settings, bins.world_size
+    settings = step.settings
     if step.sequence_ranks != bins.ranks:
         settings = replace(settings, sequence_ranks=bins.ranks)
         if not settings.sequence_chunk:
             settings = replace(settings, recompute="full")
-    numbers = share_bins(*bins.shape, world, bins.ranks)
-    shared = bins.shape[0] * world // bins.ranks
-    return step_of(step.model, request.topology, settings, numbers, strategy=step.strategy, shared=shared)
+    return step_of_shape(step.model, request.topology, settings, bins.form, strategy=step.strategy)
 
 
 def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | None:
@@ -209,17 +216,21 @@ def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | Non
 
 def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
     """The clock's word on a deal; None if the strategy cannot run it, or too many ranks do not do alike."""
-    blocks = len(request.model.blocks)
     try:
-        one_for_all = request.topology == request.machine.topology and foldable(
-            step_of_bins(request, step, bins), request.costs
-        )
+        return _play(request, step, name, bins)
     except UserError:
         return None
+
+
+def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
+    blocks = len(request.model.blocks)
+    one_for_all = request.topology == request.machine.topology and foldable(
+        step_of_bins(request, step, bins), request.costs
+    )
     whole = bins.world_size * blocks <= LARGEST_WORK
-    if not whole and not one_for_all:
+    if not whole and (step.strategy.axis or not one_for_all):
         return None
-    each = step.settings.micro_batches_per_visit
+    each = step.settings.micro_batches_per_visit * step.strategy.divided_over(step.topology)
     rounds = max(2, MOST_PLAYED // blocks // (bins.world_size if whole else 1) // each) * each
     timeline = _timeline(request, step, _cut(bins, rounds), whole=whole)
     seconds, exposed = timeline.step_seconds, timeline.exposed_communication_s

@@ -99,7 +99,7 @@ def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
     return (
         span(deal.seconds),
         f"{deal.tokens_per_second:,.0f}",
-        f"{deal.tokens_per_second / deal.bins.world_size:,.0f}",
+        f"{deal.tokens_per_second / dealt.request.topology.world_size:,.0f}",
         f"{deal.exposed_s:.3f}",
         f"{deal.over_mean:.3f}",
         f"{floor:.3f}" if floor else "-",
@@ -196,6 +196,10 @@ def _sections(dealt: DealFound) -> Iterator[Section]:
 def _times(deal: DealTried) -> Section:
     times = [row[:SHOWN_RANKS] for row in deal.bins.times]
     parts = {f"round {number}": row for number, row in enumerate(times)}
-    figure = stacked_bars([f"rank {rank}" for rank in range(len(times[0]))], parts, unit="s, modelled")
+    figure = stacked_bars(
+        [f"{'pipeline' if deal.bins.stretch else 'rank'} {rank}" for rank in range(len(times[0]))],
+        parts,
+        unit="s, modelled",
+    )
     words = f"Seconds that every rank computes: {deal.over_mean:.3f} of the mean, round by round."
     return Section(f"Time per rank: {deal.words}", words, figures=[figure])

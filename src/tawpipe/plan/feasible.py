@@ -127,7 +127,7 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
         UserError: they cannot work.
     """
     settings = replace(step.settings, **changes)
-    return step_of(step.model, step.topology, settings, step.micro_batches, strategy=step.strategy)
+    return step_of(step.model, step.topology, settings, step.micro_batches, strategy=step.strategy, slices=step.slices)
 
 
 def resized(schedule: Schedule, step: StepSpec) -> Schedule:

@@ -49,7 +49,6 @@ kernels, pieces of the allocator (benchmarks/said_memory.py)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
-DEALT = "documents are dealt by time, --packing balanced"
 MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
 """The longest rows that a profile runs; longer ones follow from the fit."""
 SHARE = 0.1
@@ -102,7 +101,8 @@ class Asked:
         settings: what a plan takes as given, see ``PlanRequest``.
         quantize: form of frozen matrices, as of ``Pipeline``.
         compiled: layers are compiled, on whole rows.
-        dealt: documents are dealt by their time; a pipeline needs documents that take its positions equally long.
+        dealt: documents are dealt by their time, and rows are full bins.
+        longest_document: tokens of the longest of these.
         optimizer: whose states and updates are planned for.
         steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
 
@@ -122,6 +122,7 @@ class Asked:
     quantize: str = NONE
     compiled: bool = False
     dealt: bool = False
+    longest_document: int = 0
     optimizer: OptimizerFactory = USUAL
     steps: int = 0
 
@@ -241,7 +242,9 @@ def _request_of(
             communicator_bytes=communicator_bytes,
             drops=_drops(chain.config) or bool(adapter_facts(chain.given).get("dropout")),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
-            why_not_staged=chain.why_not_staged or (DEALT if asked.dealt else ""),
+            why_not_staged=chain.why_not_staged,
+            dealt=asked.dealt,
+            longest_document=0 if why_whole or chain.positions.first else asked.longest_document,
             compiled=asked.compiled,
             key_value_bytes=2 * key_width(chain.config.get_text_config()) * dtype.itemsize,
         )

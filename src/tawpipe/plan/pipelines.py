@@ -82,7 +82,7 @@ def made_for(
 def effort(request: PlanRequest, way: Strategy) -> int:
     """Micro-batches, times blocks, of the orders that are made and played, about."""
     positions = way.divided_over(request.topology)
-    each = -(-request.micro_batches * positions // request.topology.world_size)
+    each = -(-request.micro_batches_of(way) * positions // request.topology.world_size)
     return min(each, 2 * searched(positions)) * len(request.model.blocks)
 
 
@@ -173,7 +173,8 @@ def _less(request: PlanRequest, pipeline: ActivationPipeline) -> float:
     from may find a shorter step.
     """
     positions = pipeline.positions(request.topology)
-    costs, count = pipeline.costs(request.model, positions), -(-request.micro_batches // positions.replicas)
+    costs = pipeline.costs(request.model, positions)
+    count = -(-request.micro_batches_of(pipeline) // positions.replicas)
     layout = pipeline.layout_of(request.model, positions)
     order = pipeline.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
     peaks = zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
@@ -202,7 +203,7 @@ def _made(
     if strategy.improves:  # it counts what passes between positions itself
         costs = replace(costs, memory=costs.memory + PASSING)
     boundary = request.profile.memory.boundary * request.size.tokens
-    each = -(-request.micro_batches // positions.replicas)
+    each = -(-request.micro_batches_of(strategy) // positions.replicas)
     try:
         for _ in range(TRIES):
             if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
@@ -241,7 +242,7 @@ def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
         return
     positions = way.positions(request.topology)
     costs = pipeline_costs(request, positions, "full")
-    count = min(-(-request.micro_batches // positions.replicas), filling(positions.size))
+    count = min(-(-request.micro_batches_of(way) // positions.replicas), filling(positions.size))
     for name in ("interleaved-1f1b", "1f1b"):
         fixed = strategies()[name].configured(replace(request.settings, stages=positions.axis))
         assert isinstance(fixed, ActivationPipeline)

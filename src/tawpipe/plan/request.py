@@ -13,10 +13,12 @@ from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.schedule.strategies.build import shares_of, step_of
+from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 
@@ -52,6 +54,10 @@ class PlanRequest:
         peak_flops: of a device; None if unknown.
         why_not_staged: the reason why the layers cannot be on other devices than the embedding; mostly empty.
         compiled: layers are compiled, so that their backward passes are not taken apart.
+        dealt: documents are dealt by their time, and a sequence is a full bin; pipelines have more bins, which are less
+            full.
+        longest_document: tokens of the longest of these, where pipelines may cut it into slices; else 0.
+        share: of the work of a micro-batch, what each of a step has (``of``).
         needs_whole: an optimizer that looks at whole matrices, which every unit's home has to have; empty for others.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
     """
@@ -75,6 +81,9 @@ class PlanRequest:
     needs_whole: str = ""
     why_not_staged: str = ""
     compiled: bool = False
+    dealt: bool = False
+    longest_document: int = 0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -85,6 +94,22 @@ class PlanRequest:
     @property
     def micro_batches(self) -> int:
         return -(-self.global_batch // self.micro_batch)
+
+    def micro_batches_of(self, strategy: Strategy) -> int:
+        """Of a step under a strategy."""
+        if not (self.dealt and strategy.axis):
+            return self.micro_batches
+        positions = strategy.divided_over(self.topology)
+        pipelines = self.topology.world_size // positions
+        needed = max(-(-self.micro_batches // pipelines), -(-self.longest_document // self.sequence_length))
+        return pipelines * bins_of_a_pipeline(needed, positions)
+
+    def slices_of(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches that stand for the slices of the longest document, where a strategy cuts it."""
+        share, length = self.micro_batches / self.micro_batches_of(strategy), self.longest_document
+        if not (self.dealt and strategy.axis) or length <= LONG * share * self.sequence_length:
+            return ()
+        return (tuple(range(max(2, -(-length // self.sequence_length)))),)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -127,7 +152,8 @@ class PlanRequest:
         if 0 < size < self.sequence_length and profile.in_chunks:
             profile = profile.cut(size * self.micro_batch)
         given = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
-        return replace(self, profile=profile, settings=given)
+        share = self.micro_batches / self.micro_batches_of(step.strategy)
+        return replace(self, profile=profile, settings=given, share=share)
 
     def in_chunks(self, size: int) -> dict[str, Any]:
         """Settings for rows in chunks of so many tokens, or for whole ones (0), which wait in no files."""
@@ -160,7 +186,7 @@ class PlanRequest:
             gradient_bytes=self.widths.gradient,
             update_s=profile.update_s,
             update_of=profile.update_of,
-            size=self.size,
+            size=self.size if self.share == 1 else self.size.times(self.share),
             compute_factor={rank: machine.device.speed / speed for rank, speed in enumerate(machine.speeds)},
             reduce_scatter="ring",
             host=machine.disk if self.settings.offload_dir else machine.host,
@@ -207,9 +233,13 @@ class PlanRequest:
         """
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
-        shares = shares_of(self.micro_batches, self.topology, settings, strategy)
-        step = step_of(self.model, self.topology, settings, shares, strategy=strategy)
+        configured = (strategy or find(settings.strategy)).configured(settings)
+        shares = shares_of(self.micro_batches_of(configured), self.topology, settings, strategy)
+        slices = self.slices_of(configured)
+        step = step_of(self.model, self.topology, settings, shares, strategy=strategy, slices=slices)
         why = self.why_not_staged if step.strategy.axis else ""
+        if self.dealt and step.strategy.improves:
+            why = why or "its order is for rows of one length, and documents are dealt by time"
         if self.compiled and step.strategy.splits:
             why = why or "backward passes of compiled layers cannot be taken apart"
         if why:

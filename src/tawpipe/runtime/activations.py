@@ -16,6 +16,7 @@ from tawpipe.runtime.recompute import Saved
 from tawpipe.runtime.rows import Rows
 from tawpipe.runtime.sets import SetTokens
 from tawpipe.runtime.split import DeferredProducts
+from tawpipe.runtime.step_input import DocumentSlice
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, Buffer, Kind
 
@@ -74,6 +75,8 @@ class DeviceBatch:
     """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
     not kept alive by it.
     """
+    part: DocumentSlice | None = None
+    """Where it is a slice of a document; the calls are those for all of it."""
 
 
 class Activations:
@@ -91,10 +94,10 @@ class Activations:
         """Of layers that keep more than their input: on whole rows a graph, in chunks what attention gave."""
         self.gradients: dict[Buffer, Tensor] = table()
         """Of inputs of blocks."""
-        self.keys: dict[Buffer, list[Tensor]] = table()
-        """Keys and values of all ranks of a set."""
-        self.key_gradients: dict[Buffer, list[tuple[Tensor, Tensor]]] = table()
-        """Of all ranks' keys and values, each with room for the sum over them that is this rank's."""
+        self.keys: dict[Buffer, Any] = table()
+        """Keys and values of all ranks of a set, tensors; or what slices of a document hand on, the same for all."""
+        self.key_gradients: dict[Buffer, Any] = table()
+        """Of all ranks' keys and values, each with room for the sum of them that is this rank's; of slices as above."""
         self.deferred: dict[Buffer, DeferredProducts] = table()
         self.losses: dict[Buffer, Tensor] = table()
         self.tables: dict[Kind, dict[Buffer, Any]] = {

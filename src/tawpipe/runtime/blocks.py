@@ -82,8 +82,12 @@ class Blocks:
         return self.held.inputs[next(row for row in action.reads if row.kind in ROWS)]
 
     def dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, SetTokens | None]:
-        """A micro-batch, and which of its tokens this rank computes, where it is not alone."""
+        """A micro-batch, of a document that is cut its slice; and which of its tokens this rank computes, where it is
+        not alone.
+        """
         batch = given.micro_batches[m]
+        if (part := given.slices.get(m)) is not None:
+            return batch.tokens_at(((part.begin, part.end),)), None
         if self.sequence_ranks == 1 or not given.is_shared(m):
             return batch, None
         row = batch.in_one_row()

@@ -129,9 +129,7 @@ class LayerInChunks:
         chunks, states = self._chunks(hidden), States()
         for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
             chunk.keep, chunk.arrived = kept and kept.put, states
-            with torch.no_grad():
-                output = self._run(chunk, tokens)
-            self._check(chunk)
+            output = self.push(chunk, tokens)
             states = chunk.left
             if kept and not self._attends and chunk is not chunks[-1]:
                 kept.put_states(states, len(chunks) - 1)
@@ -167,26 +165,43 @@ class LayerInChunks:
         chunks.reverse()
         spans = [chunk.tokens for chunk in chunks]
         results = kept.read(spans) if kept and self._attends else repeat(None, len(spans))
-        behind: list[Tensor] = []
+        behind: Sequence[Tensor] = ()
         borders = range(len(chunks) - 2, -2, -1)
         for border, chunk, tokens, result in zip(borders, chunks, hidden.read(spans), results, strict=True):
             chunk.kept = result
             if kept and not self._attends and border >= 0:
                 chunk.arrived = kept.states(border)
-            leaf = tokens.contiguous().detach().requires_grad_(wanted)
-            arrived = [state.requires_grad_() for state in tensors_of(chunk.arrived)]
-            with torch.enable_grad():
-                output = self._run(chunk, leaf)
-            left = [] if chunk is chunks[0] else tensors_of(chunk.left)
-            # A state of nothing that is trained has no graph, and what comes back to it goes nowhere.
-            ends = [(state, of) for state, of in zip(left, behind, strict=True) if state.requires_grad]
-            ends.insert(0, (output, gradient[:, chunk.tokens]))
-            torch.autograd.backward([end for end, _ in ends], [of for _, of in ends])
-            behind = [torch.zeros_like(state) if state.grad is None else state.grad for state in arrived]
-            chunk.kept, chunk.arrived, chunk.left = None, {}, {}
-            if wanted:
-                assert leaf.grad is not None
-                gradient[:, chunk.tokens] = leaf.grad
+            of_input, behind = self.pull(chunk, tokens, gradient[:, chunk.tokens], behind, wanted=wanted)
+            if of_input is not None:
+                gradient[:, chunk.tokens] = of_input
+
+    def push(self, chunk: Chunk, hidden: Tensor) -> Tensor:
+        """The output of a chunk, without a graph."""
+        with torch.no_grad():
+            output = self._run(chunk, hidden)
+        self._check(chunk)
+        return output
+
+    def pull(
+        self, chunk: Chunk, hidden: Tensor, gradient: Tensor, behind: Sequence[Tensor], *, wanted: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradient of a chunk's input, if it is ``wanted``, from that of its output, and those of the states before
+        it; it is computed again.
+
+        Args:
+            behind: gradients of the states that it leaves; none for the last one.
+        """
+        leaf = hidden.contiguous().detach().requires_grad_(wanted)
+        arrived = [state.requires_grad_() for state in tensors_of(chunk.arrived)]
+        with torch.enable_grad():
+            output = self._run(chunk, leaf)
+        # A state of nothing that is trained has no graph, and what comes back to it goes nowhere.
+        left = tensors_of(chunk.left) if behind else []
+        ends = [(state, of) for state, of in zip(left, behind, strict=True) if state.requires_grad]
+        ends.insert(0, (output, gradient))
+        torch.autograd.backward([end for end, _ in ends], [of for _, of in ends])
+        chunk.kept, chunk.arrived, chunk.left = None, {}, {}
+        return leaf.grad, [torch.zeros_like(state) if state.grad is None else state.grad for state in arrived]
 
     def _chunks(self, hidden: Rows) -> list[Chunk]:
         rows, length, *_ = hidden.shape

@@ -2,7 +2,8 @@
 
 All calls happen on the COMPUTE lane, but for transfers. Boundary activations are held under the names that the schedule
 gives them and are dropped when an action frees them; weights and gradients are handed in as buffers. What a block does
-is in the file of its kind: ``embedding``, ``layer`` (on whole rows), ``cut_layer`` (in chunks, or in a set), ``head``.
+is in the file of its kind: ``embedding``, ``layer`` (on whole rows), ``cut_layer`` (in chunks, or in a set), ``sliced``
+(on a slice of a document), ``head``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tawpipe.runtime import cut_layer, embedding, head, layer, moves
+from tawpipe.runtime import cut_layer, embedding, head, layer, moves, sliced
 from tawpipe.runtime.activations import DeviceBatch
 from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.repeated import check_new, sums_when_new
@@ -46,6 +47,8 @@ class Compute(Blocks):
             embedding.forward(self, action, given, before)
         elif kind == "head":
             head.forward(self, action, held, given)
+        elif held.part is not None:
+            sliced.forward(self, action, held, given, before)
         elif self.sequence_chunk or held.dealt:
             cut_layer.forward(self, action, held, given, before)
         else:
@@ -70,6 +73,8 @@ class Compute(Blocks):
         wanted, gradient = input_gradient(m, b) in action.writes, None
         if kind == "head":
             gradient = head.backward(self, action, held, given, wanted=wanted)
+        elif kind == "layer" and held.part is not None:
+            gradient = sliced.backward(self, action, held, given, wanted=wanted)
         elif cut:
             gradient = cut_layer.backward(self, action, held, given, wanted=wanted)
         elif kind == "layer":
@@ -103,10 +108,12 @@ class Compute(Blocks):
 
     def prepare(self, action: Action, given: StepInput) -> None:
         """PREPARE: what layers are called with besides their input."""
-        batch = given.micro_batches[action.micro_batch].to(self.chain.device)
+        m = action.micro_batch
+        batch, part = self.dealt(given, m)[0].to(self.chain.device), given.slices.get(m)
         # The embedding side runs for it, and draws what it draws where the embedding is.
-        calls = self.drawing(replace(action, block=0), given, lambda: self.chain.calls(batch))
-        self.held.batches[context(action.micro_batch)] = DeviceBatch(batch, batch, None, calls, None)
+        make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, given, m, part)
+        calls = self.drawing(replace(action, block=0), given, make)
+        self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, None, part)
 
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """KEYS: this rank's keys and values of a layer."""

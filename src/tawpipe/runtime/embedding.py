@@ -14,6 +14,7 @@ from tawpipe.runtime.activations import ROWS, DeviceBatch
 from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.chunks import spans_of
 from tawpipe.runtime.repeated import check_new
+from tawpipe.runtime.sliced import calls_of
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import (
@@ -36,12 +37,14 @@ def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tenso
     with torch.set_grad_enabled(keep), saved_tensors_hooks(partial(_check_saved, blocks), lambda tensor: tensor):
         hidden, calls = blocks.drawing(action, given, lambda: chain.embed(batch))
     check_new(blocks, action, given, before, hidden, lambda: chain.embed(batch)[0])
+    if (part := given.slices.get(m)) is not None:
+        calls = blocks.drawing(action, given, lambda: calls_of(blocks, given, m, part))
     local = batch.tokens_at(dealt.own) if dealt else batch
     with torch.set_grad_enabled(keep):
         hidden = tokens_of(hidden, dealt.own) if dealt else hidden
     edge = get_gradient_edge(hidden) if keep else None
     if context(m) in action.writes:
-        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, edge)
+        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, edge, part)
     _keep_rows(blocks, next(buffer for buffer in action.writes if buffer.kind in ROWS), hidden.detach())
 
 

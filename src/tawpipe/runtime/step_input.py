@@ -9,6 +9,19 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.runtime.measures import Measure
 
 
+@dataclass(frozen=True)
+class DocumentSlice:
+    """Tokens ``begin`` to ``end`` of a document that is cut.
+
+    Args:
+        numbers: of the micro-batches that are its slices, in its order.
+    """
+
+    begin: int
+    end: int
+    numbers: tuple[int, ...]
+
+
 @dataclass
 class StepInput:
     """The micro-batches of one step, and the numbers that go with them.
@@ -23,6 +36,7 @@ class StepInput:
         shared: micro-batches below this number are computed together, the others alone; None for all together.
         counted: those whose tokens this rank counts, where several ranks compute one in turn; None for all.
         kept: by micro-batch, blocks that keep all that their backward pass would compute again.
+        slices: of micro-batches that are slices; in ``micro_batches`` they are the whole document.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -35,6 +49,7 @@ class StepInput:
     shared: int | None = None
     counted: Collection[int] | None = None
     kept: Mapping[int, Collection[int]] = field(default_factory=dict)
+    slices: Mapping[int, DocumentSlice] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.speeds import slowest_of
@@ -61,7 +62,7 @@ def pairs_within(length: int, window: int | None = None) -> int:
 
 
 def layers_that_keep(
-    lengths: Sequence[int], windows: Sequence[int | None], most: int, first: int = 1
+    lengths: Sequence[int], windows: Sequence[int | None], most: int, among: Iterable[int]
 ) -> frozenset[int]:
     """The layers, counted from 1, that keep what their backward pass would compute again: those that take longest on
     these documents, and of equal ones the last, whose backward pass comes first. Where all keep equally much, no others
@@ -70,10 +71,10 @@ def layers_that_keep(
     Args:
         windows: of every layer.
         most: so many at most.
-        first: layers below it keep nothing.
+        among: the layers that may.
     """
     pairs = {window: sum(pairs_within(length, window) for length in lengths) for window in set(windows)}
-    layers = sorted(range(first, len(windows) + 1), key=lambda layer: (pairs[windows[layer - 1]], layer))
+    layers = sorted(among, key=lambda layer: (pairs[windows[layer - 1]], layer))
     return frozenset(layers[max(0, len(layers) - most) :])
 
 
@@ -115,10 +116,20 @@ class Bin:
 
     Args:
         ranks: that compute it together.
+        part: of its only document the first token and the end, where it is a slice of it.
     """
 
     documents: tuple[int, ...]
     ranks: int = 1
+    part: tuple[int, int] | None = None
+
+
+class BinsForm(NamedTuple):
+    """A dealt step without its documents; fields as of ``Bins.shape`` and ``Bins``."""
+
+    shared: int
+    single: int
+    slices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,9 @@ class Bins:
         lengths: of the documents.
         work: by which they are dealt.
         speeds: of all ranks, that of the fastest being 1; empty where they are alike. Times are those of the fastest.
+        positions: of the pipelines to which they are dealt, instead of to ranks.
+        stretch: time of the step through these, beside that of ranks that all compute equally long.
+        slices: of every pipeline the numbers of slices of documents that are cut: its first bins, in their order.
     """
 
     shared: tuple[tuple[Bin, ...], ...]
@@ -140,11 +154,19 @@ class Bins:
     lengths: tuple[int, ...] = field(repr=False)
     work: LayerTime = field(repr=False)
     speeds: tuple[float, ...] = field(default=(), repr=False)
+    positions: int = 1
+    stretch: float = 0.0
+    slices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rounds of shared bins, and of single ones: all that a schedule needs to know."""
+        """Rounds of shared bins, and of single ones."""
         return len(self.shared), len(self.single)
+
+    @property
+    def form(self) -> BinsForm:
+        """All that a schedule needs to know."""
+        return BinsForm(*self.shape, self.slices)
 
     @property
     def world_size(self) -> int:
@@ -157,16 +179,19 @@ class Bins:
 
     def tokens(self, bin: Bin) -> int:
         """Tokens of a bin, of all ranks that compute it."""
-        return sum(self.lengths[number] for number in bin.documents)
+        return sum(end - begin for begin, end in self._spans(bin))
 
     def pairs(self, bin: Bin) -> int:
         """The sum over its documents of the squared length."""
-        return sum(self.lengths[number] ** 2 for number in bin.documents)
+        return sum(end**2 - begin**2 for begin, end in self._spans(bin))
+
+    def _spans(self, bin: Bin) -> list[tuple[int, int]]:
+        return [bin.part] if bin.part else [(0, self.lengths[number]) for number in bin.documents]
 
     @cached_property
     def seconds(self) -> float:
         """Time of the step: of every round and kind of layer, that of the rank that takes longest."""
-        return sum(
+        return self.stretch * self.mean_seconds or sum(
             kind.layers * max(self._time(kind, bin) / self._speed(bin, at) for at, bin in enumerate(row))
             for row in (*self.shared, *self.single)
             for kind in self.work.kinds
@@ -175,7 +200,7 @@ class Bins:
     @property
     def mean_seconds(self) -> float:
         """Time of the step if all ranks computed equally long, nothing of it twice."""
-        return sum(map(self.work.of, self.lengths)) / (sum(self.speeds) or self.world_size)
+        return sum(map(self.work.of, self.lengths)) / (sum(self.speeds) or self.world_size) / self.positions
 
     @property
     def times(self) -> list[list[float]]:
@@ -188,10 +213,6 @@ class Bins:
     def time(self, bin: Bin) -> float:
         """Time that each of its ranks would need for a bin if it were the fastest."""
         return sum(kind.layers * self._time(kind, bin) for kind in self.work.kinds)
-
-    def time_of(self, rank: int) -> float:
-        """Time that a rank needs for its bins."""
-        return sum(self.time(bin) / self._speed(bin, rank // bin.ranks) for bin in self.of(rank))
 
     def _speed(self, bin: Bin, place: int) -> float:
         """Of the ranks that compute a bin, which is at so manieth place of its round."""
@@ -210,7 +231,7 @@ class Bins:
 
     def _time(self, kind: LayerKind, bin: Bin) -> float:
         cost = 1 + SHARED_COST if bin.ranks > 1 else 1
-        return cost / bin.ranks * sum(kind.of(self.lengths[number]) for number in bin.documents)
+        return cost / bin.ranks * sum(kind.of(end) - (kind.of(begin) - kind.fixed) for begin, end in self._spans(bin))
 
 
 def deal(
@@ -221,6 +242,7 @@ def deal(
     work: LayerTime,
     ranks: int = 1,
     speeds: tuple[float, ...] = (),
+    rounds: int = 0,
 ) -> Bins:
     """Deal the documents of a step.
 
@@ -229,6 +251,7 @@ def deal(
         cap: tokens of a bin at most, for every rank that computes it.
         ranks: of a set; 1 for no sharing.
         speeds: of all ranks, see ``Bins``.
+        rounds: so many at least of single ranks, if there are as many documents.
 
     Raises:
         UserError: a document is longer than a bin can be, or has no token; or there is none.
@@ -245,7 +268,7 @@ def deal(
     for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
         filled = _Filling(lengths, times, cap, world_size, ranks, speeds)
         filled.share(order[:count])
-        filled.place(order[count:])
+        filled.place(order[count:], rounds)
         bins = filled.bins(work)
         dearer = SHARE_GAIN if deals else 0.0  # the first shares what it must
         deals.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
@@ -317,14 +340,14 @@ class _Filling:
             self.levels[at // sets] = max(self.levels[at // sets], time[at])
         self.shared = len(self.levels)
 
-    def place(self, numbers: Sequence[int]) -> None:
+    def place(self, numbers: Sequence[int], least: int = 0) -> None:
         """Put the other documents where there is room, in as few rounds of single ranks as hold them."""
         if not numbers:
             return
         taken = sum(self.lengths[number] for bin in self.documents for number in bin)
         tokens = sum(self.lengths[number] for number in numbers)
         room = self.cap * (sum(self.speeds) or self.world_size)  # a slow rank is done before its bin is full
-        rounds = max(0, ceil(((tokens + taken) * ROOM) / room) - self.shared)
+        rounds = max(least, ceil(((tokens + taken) * ROOM) / room) - self.shared)
         while not self._placed(numbers, rounds):
             rounds += 1
 

@@ -6,6 +6,10 @@ other rank waits for a chunk, and an action for each would make programs hundred
 Otherwise they have actions of their own. A device's copy of what waits in the host's memory goes two blocks
 later, with the action that then computes: a device waits for its link to the host rather than pile up what should have
 left. And what comes back waits for its buffer, which is free when the block two before it is done.
+
+A layer reads the keys and values of earlier slices of a document, which their forward passes leave, until backward
+passes in reverse have used them; each adds to the gradients of those before its own, and finds those of its own
+complete. Of a layer without a backward pass the last slice frees them.
 """
 
 from __future__ import annotations
@@ -13,7 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, loss, offloaded, reloaded
+from tawpipe.schedule.buffers import (
+    Buffer,
+    Kind,
+    block_input,
+    context,
+    input_gradient,
+    key_gradients,
+    keys,
+    loss,
+    offloaded,
+    reloaded,
+)
 from tawpipe.schedule.step import StepSpec
 
 
@@ -33,7 +48,7 @@ def forward(
         return Action(Op.FORWARD, Lane.COMPUTE, tuple(weights), writes, block=0, micro_batch=m)
     source = boundary(step, block, m, place, training=training)
     keep = training and block >= model.first_backward
-    saved, left = step.saves(block) if keep else None, left_behind(step, block, m) if training else ()
+    saved, left = step.saves(block, m) if keep else None, left_behind(step, block, m) if training else ()
     reads = (*weights, source, context(m), *left)
     if model.blocks[block].kind == "head":
         writes, frees = (loss(m),), (source, context(m))
@@ -43,6 +58,12 @@ def forward(
         writes, frees = (target,), left if keep and not in_its_place else (source, *left)
         if saved:
             writes = (*writes, kept(step, saved, block, m, place))
+        if m in step.neighbours:
+            before, behind = step.neighbours[m]
+            earlier = tuple(keys(other, block) for other in before)
+            reads = (*reads, *earlier)
+            writes = (*writes, keys(m, block)) if keep or behind else writes
+            frees = frees if keep or behind else (*frees, *earlier)
     return Action(Op.FORWARD, Lane.COMPUTE, reads, writes, tuple(frees), block=block, micro_batch=m)
 
 
@@ -114,6 +135,15 @@ def backward(
                 sources = _sources(step, block, m, place)
                 reads += sources
                 frees += sources
+                if m in step.neighbours:
+                    before, behind = step.neighbours[m]
+                    reads += [keys(other, block) for other in (*before, m)]
+                    sums = [key_gradients(other, block) for other in before]
+                    writes += sums
+                    frees.append(keys(m, block))
+                    if behind:
+                        reads += [*sums, key_gradients(m, block)]
+                        frees.append(key_gradients(m, block))
         if block > model.first_backward:
             writes.append(input_gradient(m, block))
         else:
@@ -131,10 +161,10 @@ def backward(
 
 def _sources(step: StepSpec, block: int, m: int, place: int) -> list[Buffer]:
     """What a layer's backward pass starts from."""
-    saved = step.saves(block)
+    saved = step.saves(block, m)
     if step.settings.sequence_chunk:
         sources = [boundary(step, block, m, place, training=True)]
         return [*sources, kept(step, saved, block, m, place)] if saved else sources
     if step.offloads(block):
         return [reloaded(place, block, step.keeps(block))]
-    return [Buffer(step.keeps(block), (m, block))]
+    return [Buffer(step.keeps(block, m), (m, block))]

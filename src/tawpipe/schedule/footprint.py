@@ -111,7 +111,8 @@ class BlockMemory:
         at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
             head, whose logits exist for a chunk only.
         keys, key_gradients: of a layer's keys and values, and of their gradients, for every token: where several ranks
-            compute a row together, each of them has those of all its tokens for a time.
+            compute a row together, each of them has those of all its tokens for a time, and of a document in slices a
+            stage has those of all slices.
         in_chunks: of layers whose rows run in chunks, ``working`` by what runs, and what is ``kept`` of attention: a
             fixed part, one for every token of a chunk, and one for every token.
         unpacking: what dequantising the packed units of a block takes for a while, before it computes.
@@ -150,8 +151,7 @@ class BlockMemory:
         sizes = dict.fromkeys(BOUNDARIES, self.boundary * of_rank)
         sizes |= {kind: round(self.kept.get(kind, 0) * of_rank) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR)}
         sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
-        if ranks > 1:
-            sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
+        sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
         sizes |= {other: sizes[kind] for places in (AWAY, BACK) for kind, other in places.items()}
         if pinned:
             whole, rest = divmod(of_rank, min(chunk, of_rank) or of_rank)

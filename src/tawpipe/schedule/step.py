@@ -10,13 +10,14 @@ another stands in its class; nobody else asks for its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
+from tawpipe.schedule.balance import Bins, LayerTime, deal
 from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_weight
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
@@ -49,6 +50,8 @@ class StepSpec:
             are in the lists of all its ranks.
         losses: for every rank those whose loss it computes, None where that is all of them.
         shared: micro-batches below this number are computed by sets, the others by single ranks; None for all by sets.
+        slices: micro-batches that are slices of one document, in its order, of every document that is cut: consecutive
+            numbers, the first ones of a pipeline.
     """
 
     strategy: Strategy
@@ -58,6 +61,7 @@ class StepSpec:
     micro_batches: tuple[tuple[int, ...], ...]
     shared: int | None = None
     losses: tuple[tuple[int, ...], ...] | None = None
+    slices: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
@@ -68,17 +72,22 @@ class StepSpec:
     def _recompute(self) -> tuple[str, ...]:
         return recompute_of_blocks(self.settings.recompute, self.model)
 
-    def recomputes(self, block: int) -> str:
-        """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``."""
-        return self._recompute[block]
+    def recomputes(self, block: int, micro_batch: int = -1) -> str:
+        """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``; of slices all."""
+        return "full" if micro_batch in self.neighbours else self._recompute[block]
 
-    def saves(self, block: int) -> Kind | None:
+    def saves(self, block: int, micro_batch: int = -1) -> Kind | None:
         """The kind of activation that a block keeps for its backward pass besides its input."""
-        return RECOMPUTE[self._recompute[block]]
+        return RECOMPUTE[self.recomputes(block, micro_batch)]
 
-    def keeps(self, block: int) -> Kind:
+    def keeps(self, block: int, micro_batch: int = -1) -> Kind:
         """The kind of activation that the backward pass of a block on whole rows starts from."""
-        return self.saves(block) or Kind.INPUT
+        return self.saves(block, micro_batch) or Kind.INPUT
+
+    @cached_property
+    def neighbours(self) -> Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of every slice of a document the slices before it, and those behind it."""
+        return {m: (group[:place], group[place + 1 :]) for group in self.slices for place, m in enumerate(group)}
 
     def losses_of(self, rank: int) -> tuple[int, ...]:
         """The micro-batches whose loss a rank computes."""
@@ -240,6 +249,23 @@ class Strategy(ABC):
             UserError: settings that these nodes cannot have.
         """
         return share_in_sets(count, topology, settings)
+
+    def dealt_to(self, topology: Topology) -> Sequence[int]:
+        """For every rank the number of whom its bins are dealt to: itself, or the pipeline that it is in."""
+        return range(topology.world_size)
+
+    def dealing(
+        self, step: StepSpec, *, cap: int, work: LayerTime, cuts: float | None = None
+    ) -> Callable[[Sequence[int]], Bins]:
+        """What deals documents of so many tokens, see ``balance.deal``; it may go to another process.
+
+        Args:
+            step: any of the strategy.
+            cuts: so many times as long as the mean bin does a document take that is cut though a bin holds it, where
+                that is of use; None where the model needs documents whole.
+        """
+        world, ranks, speeds = step.topology.world_size, step.sequence_ranks, step.speeds
+        return partial(deal, world_size=world, cap=cap, work=work, ranks=ranks, speeds=speeds)
 
     def divided_over(self, topology: Topology) -> int:
         """Ranks that divide the blocks of a micro-batch among them; 1 where each computes all blocks."""

@@ -280,7 +280,7 @@ class Player:
         if action.op is Op.FORWARD:
             work = max(costs.forward_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD:
-            again = self.schedule.step.recomputes(action.block)
+            again = self.schedule.step.recomputes(action.block, action.micro_batch)
             work = max(
                 costs.backward_s(rank, action.block, action.micro_batch, again), costs.streaming_s(action, passes=2)
             )
@@ -289,7 +289,7 @@ class Player:
         elif action.op is Op.KEYS_BACKWARD:  # once more, and the gradients of its input and its weights
             work = max(3 * costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD_INPUT:
-            again = self.schedule.step.recomputes(action.block)
+            again = self.schedule.step.recomputes(action.block, action.micro_batch)
             work = costs.backward_s(rank, action.block, action.micro_batch, again)
             work -= costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD_WEIGHT:

@@ -88,6 +88,16 @@ def size_of(lengths: Sequence[int], windows: Iterable[int] = ()) -> MicroBatchSi
     return MicroBatchSize(sum(lengths), sum(map(pairs_within, lengths)), within, len(set(lengths)))
 
 
+def slice_of(begin: int, end: int, windows: Iterable[int] = ()) -> MicroBatchSize:
+    """The size of tokens ``begin`` to ``end`` of a document.
+
+    >>> slice_of(3, 7)
+    MicroBatchSize(tokens=4, pairs=40, within=(), lengths=1)
+    """
+    within = tuple((window, pairs_within(end, window) - pairs_within(begin, window)) for window in windows)
+    return MicroBatchSize(end - begin, pairs_within(end) - pairs_within(begin), within)
+
+
 @dataclass(frozen=True)
 class Seconds:
     """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``; nothing for none.
@@ -267,6 +277,8 @@ class CostModel:
             for number, row in zip(numbers, bins.of(rank), strict=True):
                 if number not in sizes:
                     sizes[number] = size_of([bins.lengths[document] for document in row.documents], self.windows)
+                    if row.part is not None:
+                        sizes[number] = slice_of(*row.part, self.windows)
         return replace(self, sizes=sizes)
 
     def without_overheads(self) -> CostModel:

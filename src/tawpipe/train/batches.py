@@ -103,17 +103,9 @@ class Batches:
 
     def _dealt(self, lengths: Sequence[int]) -> Bins:
         assert self._dealer is not None
-        pipeline = self.pipeline
         where = "" if self.data.report.streamed else self.data.report.longest[1]
         self.shape.check_longest(max(lengths), where)
-        return self._dealer(
-            lengths,
-            world_size=pipeline.world.size,
-            cap=pipeline.bin_tokens,
-            work=pipeline.work,
-            ranks=pipeline.sequence_ranks,
-            speeds=pipeline.speeds,
-        )
+        return self._dealer(lengths, self.pipeline.dealing)
 
     def _check_longest(self, batch: LocalBatch) -> None:
         """Refuse documents for which the model has no positions."""

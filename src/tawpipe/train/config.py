@@ -231,7 +231,8 @@ class TrainConfig(DataSettings):
     which is a document of its own. null means --sequence-length."""
     bin_tokens: int | None = bounded(None, minimum=2)
     """Under --packing balanced, the tokens that a process computes at one time at most; what it needs of memory
-    follows. null means 3/2 of --max-document, or less if that does for one round."""
+    follows. null means 3/2 of --max-document, or less if that does for one round. A pipeline passes longer documents
+    through its stages in slices."""
     steps: int = bounded(open_number(60), minimum=0)
     """Optimizer steps in the whole run, those before a resume included. 0 only evaluates the model: nothing is trained
     and nothing exported. null means --epochs, or by what the run starts from: 60 for random weights, 2 epochs for a

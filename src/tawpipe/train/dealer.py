@@ -13,22 +13,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bins, deal
+from tawpipe.schedule.balance import Bins
 
 logger = logging.getLogger(__name__)
 
+Dealing = Callable[[Sequence[int]], Bins]
+"""``Strategy.dealing``."""
 FEW = 32
 """Documents that take no longer here than the way to a worker."""
 
 
 class Dealer:
-    """``deal``, with its arguments, in a worker, which starts with the first step of many documents. Several threads
-    may call it.
-    """
+    """Dealing in a worker, which starts with the first step of many documents. Several threads may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,11 +44,11 @@ class Dealer:
         except OSError as error:
             logger.warning("documents are dealt in the run's own processes: no worker could be started (%s)", error)
 
-    def __call__(self, lengths: Sequence[int], **given: Any) -> Bins:
-        bins = self._asked((list(lengths), given)) if len(lengths) > FEW else None
-        return bins or deal(lengths, **given)
+    def __call__(self, lengths: Sequence[int], dealing: Dealing) -> Bins:
+        bins = self._asked((list(lengths), dealing)) if len(lengths) > FEW else None
+        return bins or dealing(lengths)
 
-    def _asked(self, question: tuple[list[int], dict[str, Any]]) -> Bins | None:
+    def _asked(self, question: tuple[list[int], Dealing]) -> Bins | None:
         """The worker's answer; None if it has none."""
         with self._lock:
             if self._starts:
@@ -89,11 +88,11 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself knows what to do about it
     while True:
         try:
-            lengths, given = pickle.load(sys.stdin.buffer)
+            lengths, dealing = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer = deal(lengths, **given)
+            answer = dealing(lengths)
         except UserError:
             answer = None  # whoever asks finds the same, and can name it
         pickle.dump(answer, sys.stdout.buffer)

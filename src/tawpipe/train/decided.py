@@ -10,6 +10,7 @@ from math import ceil
 from tawpipe.errors import UserError
 from tawpipe.options.library import as_option
 from tawpipe.schedule.balance import USUAL_BIN
+from tawpipe.schedule.strategies.table import find
 from tawpipe.train.config import TrainConfig
 
 ONE_ROUND = 1.1
@@ -29,6 +30,7 @@ class BatchShape:
         document_tokens: that a document, or a piece of one, may have.
         bin_tokens: that a process computes at one time at most, under ``balanced``; 0 elsewhere.
         ranks: processes that compute a bin together.
+        slices: a document that is longer than a bin passes a pipeline in slices.
     """
 
     packing: str
@@ -39,6 +41,7 @@ class BatchShape:
     document_tokens: int
     bin_tokens: int = 0
     ranks: int = 1
+    slices: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig, packing: str, world_size: int) -> BatchShape:
@@ -51,7 +54,8 @@ class BatchShape:
         cap = config.bin_tokens or max(usual, ceil(longest / ranks))
         rounds = ceil(tokens / (cap * world_size))
         rows = max(1, rounds * world_size // ranks)
-        return cls(packing, rows, cap * ranks, config.micro_batch, tokens, longest, cap, ranks)
+        slices = bool(find(config.schedule.strategy).axis)
+        return cls(packing, rows, cap * ranks, config.micro_batch, tokens, longest, cap, ranks, slices)
 
     @property
     def dealt(self) -> bool:
@@ -67,7 +71,7 @@ class BatchShape:
         Raises:
             UserError: it has none.
         """
-        if not self.dealt or longest <= self.row_tokens:
+        if not self.dealt or self.slices or longest <= self.row_tokens:
             return
         piece = "a piece of a document" if longest == self.document_tokens else "a document"
         over = f" over {self.ranks} processes" if self.ranks > 1 else ""
@@ -76,7 +80,7 @@ class BatchShape:
             "--bin-tokens",
             self.bin_tokens,
             f"at least {least}{over}, as {piece} has {longest} tokens ({place}); or --max-document {self.row_tokens}, "
-            "or a larger --schedule.sequence-ranks",
+            "or a larger --schedule.sequence-ranks; or a pipeline (--schedule.strategy 1f1b), which takes it in slices",
         )
 
     @contextmanager

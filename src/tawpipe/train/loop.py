@@ -272,7 +272,8 @@ class Training:
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
                 values["imbalance"] = bins.seconds / bins.mean_seconds
-            self._own_work += count * self._share if bins is None else bins.time_of(self.world.rank)
+            work = count if bins is None else sum(map(bins.time, self.pipeline.own_bins(bins)))
+            self._own_work += work * self._share
             if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:

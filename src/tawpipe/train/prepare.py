@@ -181,6 +181,7 @@ def prepare(
             quantize=config.quantize,
             compiled=config.compile,
             dealt=batch.dealt,
+            longest_document=data.longest if batch.dealt else 0,
             optimizer=factory_of(config),
             steps=max(0, int(config.steps) - (begins.state.step if begins.state is not None else 0)),
         ),

@@ -6,7 +6,8 @@ position, micro-batches in groups). The third one depends on times, see search/z
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
@@ -69,6 +70,46 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
     for position in range(size):
         ahead = (size - 1 - position) * 2 + (turns - 1) * group
         compute.append(tuple(_one_by_one(works("F", position), works("B", position), ahead)))
+    return Order(tuple(compute))
+
+
+def causal(order: Order, slices: Sequence[int]) -> Order:
+    """An order for micro-batches of which the first ones are slices of documents, so many of each: where a stage has
+    done n forward passes it has done those of all slices of the n-th one's document, and backward passes of a document
+    come in reverse, each as a whole. Whatever waits in the new order for another work did so in the old one, so that it
+    ends, too.
+
+    Raises:
+        UserError: an order whose micro-batches overtake each other, or wait in the host's memory.
+
+    >>> " ".join(map(str, causal(one_f_one_b(Layout.even(4, 2), 4), [3]).compute[0]))
+    'F0.0 F0.1 F0.2 B0.2 B0.1 F0.3 B0.0 B0.3'
+    """
+    if max(slices, default=1) < 2:
+        return order
+    last, back = list[int](), list[int]()
+    for size in (*slices, *[1] * (order.micro_batches - sum(slices))):
+        first = len(last)
+        last += [first + size - 1] * size
+        back += range(first + size - 1, first - 1, -1)
+    compute, in_order = [], not order.host
+    for works in order.compute:
+        lane, done = list[Work](), Counter[tuple[str, int]]()
+        for kind, stage, m in works:
+            passes = ("B" if kind == "I" else kind), stage
+            in_order &= kind == "W" or done[passes] == m
+            done[passes] += 1
+            if kind == "F":
+                begin = last[m - 1] + 1 if m else 0
+                lane += [Work(kind, stage, number) for number in range(begin, last[m] + 1)]
+            elif m >= sum(slices):
+                lane.append(Work(kind, stage, m))
+            elif kind != "W":
+                lane.append(Work("B", stage, back[m]))
+        compute.append(tuple(lane))
+    if not in_order:
+        expected = "an order of the strategy's own where documents are cut, whose slices follow each other"
+        raise UserError("schedule.pipeline_order", str(order)[:40], expected)
     return Order(tuple(compute))
 
 

@@ -11,6 +11,8 @@ before: no deadlock, although a send holds its lane until its receive is there.
 
 What comes to a rank is freed by its last reader, and what goes by its send. What a micro-batch's layers are called with
 besides (``context``) every rank makes for itself (PREPARE), without the embedding's weights.
+
+A document that is cut into slices passes the stages slice by slice, in an order that ``causal`` makes of any other.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from tawpipe.schedule.buffers import (
     turn,
 )
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, play
 from tawpipe.schedule.placement import Home, padded_stripe
@@ -159,15 +162,19 @@ def build_pipeline(
     head = shape.layout.places[-1]
     losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)
-    orders = {many: shape.order_of(many) for many in {len(share) for share in shares}}
-    times = {many: shape.times(order) for many, order in orders.items()}
-    crossings = {many: shape.crossings(works) for many, works in times.items()}
+    forms = {
+        share: (len(share), tuple(len(document) for document in step.slices if document[0] in share))
+        for share in set(shares)
+    }
+    orders = {form: causal(shape.order_of(form[0]), form[1] if training else ()) for form in set(forms.values())}
+    times = {form: shape.times(order) for form, order in orders.items()}
+    crossings = {form: shape.crossings(works) for form, works in times.items()}
     programs: list[tuple[Action, ...]] = [()] * world
     pools: list[tuple[Pool, ...]] = [()] * world
     for rank in range(world) if ranks is None else ranks:
-        many = len(shares[rank])
-        of_position = crossings[many][shape.positions.position(rank)]
-        worker = _StageProgram(shape, step, rank, orders[many], times[many], of_position, training=training)
+        form = forms[shares[rank]]
+        of_position = crossings[form][shape.positions.position(rank)]
+        worker = _StageProgram(shape, step, rank, orders[form], times[form], of_position, training=training)
         end = StepEnd(rank, step, training=training)
         programs[rank] = tuple(end.close(_with_contexts(tuple(worker.program()))))
         pools[rank] = (*worker.pools(), *end.pools)

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.balance import Bins, LayerTime
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
@@ -29,7 +31,9 @@ from tawpipe.topology import Topology
 KEPT = 64
 """Layouts, costs and orders that are kept, each."""
 _STAY = "weights stay where they are"
-_ROWS = "a micro-batch passes through a pipeline in whole rows"
+_ROWS = (
+    "a micro-batch passes through a pipeline in whole rows; rows are cut where weights travel, as under tawpipe-spread"
+)
 
 
 def check_axis(stages: str) -> None:
@@ -64,7 +68,6 @@ class ActivationPipeline(Strategy):
         **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _STAY),
         **dict.fromkeys(("sequence_chunk", "sequence_ranks"), _ROWS),
         "offloaded_layers": "what a stage keeps is offloaded under solved alone, as its order says",
-        "keep_mib": "recompute says what its layers keep",
     }
 
     def __post_init__(self) -> None:
@@ -152,6 +155,24 @@ class ActivationPipeline(Strategy):
         """The same for a step."""
         return self.shape(step.model, step.topology)
 
+    def dealt_to(self, topology: Topology) -> Sequence[int]:
+        return tuple(map(self.positions(topology).replica, range(topology.world_size)))
+
+    def dealing(
+        self, step: StepSpec, *, cap: int, work: LayerTime, cuts: float | None = None
+    ) -> Callable[[Sequence[int]], Bins]:
+        shape = self.shape(step.model, step.topology)
+        return partial(
+            deal_to_pipelines,
+            pipelines=shape.positions.replicas,
+            layout=shape.layout,
+            costs=shape.costs,
+            order_of=partial(order_of_layout, self, shape.layout, shape.costs),
+            cap=cap,
+            work=work,
+            cuts=cuts,
+        )
+
     def divided_over(self, topology: Topology) -> int:
         return self.positions(topology).size
 
@@ -189,8 +210,10 @@ class ActivationPipeline(Strategy):
         return tuple(positions.rank(place, 0) for place in range(positions.size)) if positions.replicas > 1 else ()
 
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
-        """One of all pipelines with as many micro-batches: side by side they do the same."""
+        """One of all pipelines with as many micro-batches: side by side they do the same, but for slices."""
         positions = self.positions(step.topology)
+        if step.slices:
+            return tuple(range(step.topology.world_size))
         one_of = {len(share): positions.replica(rank) for rank, share in reversed([*enumerate(step.micro_batches)])}
         world = range(step.topology.world_size)
         return tuple(rank for rank in world if positions.replica(rank) in one_of.values())
@@ -203,8 +226,8 @@ class ActivationPipeline(Strategy):
 
     def check(self, step: StepSpec) -> None:
         super().check(step)
-        if step.shared is not None:
-            expected = "a strategy whose weights travel where documents are dealt by time; or --packing split, in rows"
+        if step.shared is not None and self.improves:
+            expected = "generated where documents are dealt by time: its order may be that of bins; or --packing split"
             raise UserError("schedule.strategy", self.name, expected)
 
     def layouts(self, topology: Topology) -> Sequence[Strategy]:
@@ -221,6 +244,7 @@ class ActivationPipeline(Strategy):
         if step.speeds and len({len(share) for share in step.micro_batches}) > 1:
             return step, step, 0.0
         least, round_ = self.played_round(step, positions, each, rounds)
+        least += sum(map(len, step.slices))
         if each <= least + round_:
             return step, step, 0.0
         few = least + (each - least) % round_

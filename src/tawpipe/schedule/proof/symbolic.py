@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import OUTSIDE, Buffer, Kind, home_gradient, home_weight, weight_copy
+from tawpipe.schedule.buffers import OUTSIDE, Buffer, Kind, home_gradient, home_weight, key_gradients, weight_copy
 from tawpipe.schedule.step import Schedule
 
 COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -302,6 +302,8 @@ class Contents:
                 self._write(name, self._sum([*before, mine], running), running)
         if ranks > 1 and block.kind == "layer":
             self._keys(running)
+        if action.micro_batch in self.schedule.step.neighbours and block.kind == "layer":
+            self._slice(running)
         self._activations(running)
 
     def _keys(self, running: Running) -> None:
@@ -318,6 +320,20 @@ class Contents:
         (unfinished.update if action.op is Op.BACKWARD else unfinished.difference_update)(
             buffer for buffer in action.writes if buffer.kind is Kind.INPUT_GRADIENT
         )
+
+    def _slice(self, running: Running) -> None:
+        """A layer on a slice of a document: backward, all slices behind it, and none else, must have added to the
+        gradients of its keys and values.
+        """
+        action, here = running.action, self.places[running.rank]
+        if action.op is Op.FORWARD:
+            return
+        m, (before, behind) = action.micro_batch, self.schedule.step.neighbours[action.micro_batch]
+        if (added := here.pop(key_gradients(m, action.block), frozenset())) != frozenset(behind):
+            raise ScheduleError(f"uses gradients of keys from slices {sorted(added)} of {sorted(behind)}: {running}")
+        for other in before:
+            sums = key_gradients(other, action.block)
+            here[sums] = (here.get(sums, frozenset()) if sums in action.reads else frozenset()) | {m}
 
     def _activations(self, running: Running) -> None:
         """Activations and losses must be there when they are read, and be freed before they are made anew."""

@@ -185,7 +185,7 @@ class _Checker:
         if action.op in (Op.KEYS, Op.KEYS_BACKWARD) and not together:
             yield "keys and values of what is no layer, or of rows that a rank computes alone"
             return
-        saved = self.step.saves(b) if self.schedule.training and spec.needs_backward else None
+        saved = self.step.saves(b, m) if self.schedule.training and spec.needs_backward else None
         if not backward and self.schedule.training and spec.kind == "head":
             yield "the head goes forward within its backward pass"
 
@@ -204,7 +204,7 @@ class _Checker:
             if self.step.settings.sequence_chunk:
                 reads |= {self._kept(saved, b, m)} if saved else set()
             else:
-                kept, moved = self.step.keeps(b), self.step.offloads(b)
+                kept, moved = self.step.keeps(b, m), self.step.offloads(b)
                 source = reloaded(self._place(m), b, kept) if moved else Buffer(kept, (m, b))
                 reads = reads - {block_input(m, b)} | ({source} if b > 0 else set())
         elif saved:
@@ -223,6 +223,9 @@ class _Checker:
         elif together:
             reads |= {keys(m, b)}
             writes |= {key_gradients(m, b)} if backward else set()
+        if m in self.step.neighbours and spec.kind == "layer":
+            of_others = self._of_slices(action, backward)
+            reads, writes = reads | of_others[0], writes | of_others[1]
         if action.op is Op.BACKWARD_INPUT:
             writes |= {linear(m, b)}
         activations = [set(filter(_is_activation, side)) for side in (action.reads, action.writes)]
@@ -245,6 +248,17 @@ class _Checker:
         turns = {buffer for buffer in action.reads if buffer.kind is Kind.TURN}
         if not set(action.frees) <= reads | turns:
             yield "frees something else than an activation that it reads"
+
+    def _of_slices(self, action: Action, backward: bool) -> tuple[set[Buffer], set[Buffer]]:
+        """What a layer reads and writes of other slices of its document, and of its own for them."""
+        b, m = action.block, action.micro_batch
+        before, behind = self.step.neighbours[m]
+        earlier = {keys(other, b) for other in before}
+        if not backward:
+            stays = behind or (self.schedule.training and self.model.blocks[b].needs_backward)
+            return earlier, {keys(m, b)} if stays else set()
+        sums = {key_gradients(other, b) for other in before}
+        return earlier | {keys(m, b)} | (sums | {key_gradients(m, b)} if behind else set()), sums
 
     def _weight_part(self, action: Action) -> Iterator[str]:
         if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:

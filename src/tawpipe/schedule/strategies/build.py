@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings, check_values
-from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
@@ -37,13 +39,14 @@ def step_of(
     *,
     strategy: Strategy | None = None,
     shared: int | None = None,
+    slices: tuple[tuple[int, ...], ...] = (),
 ) -> StepSpec:
     """A step to be scheduled, with its settings checked.
 
     Args:
         topology: the real one; nodes must be equally large, see ``Topology.evened``.
         strategy: one that is not in the table, in place of ``settings.strategy``.
-        shared: see ``StepSpec``.
+        shared, slices: see ``StepSpec``.
 
     Raises:
         UserError: a setting that cannot work for this model on these nodes.
@@ -51,7 +54,7 @@ def step_of(
     strategy = (strategy or find(settings.strategy)).configured(settings)
     settings = replace(strategy.settle(settings), strategy=strategy.name)
     check_values(settings)
-    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared)
+    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared, slices=slices)
     layers, offloaded = model.num_layers, settings.offloaded_layers
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
@@ -74,6 +77,33 @@ def step_of(
     _ = strategy.share(0, step.topology, settings)  # the view of the strategy may know smaller nodes
     _ = step.homes  # and whether units can live there
     return step
+
+
+def step_of_bins(
+    model: ModelSpec,
+    topology: Topology,
+    settings: ScheduleSettings,
+    form: BinsForm,
+    *,
+    strategy: Strategy | None = None,
+) -> StepSpec:
+    """A step of documents that were dealt, like ``step_of``.
+
+    Args:
+        form: of the bins.
+
+    Raises:
+        UserError: a setting that cannot work.
+    """
+    strategy, ranks = (strategy or find(settings.strategy)).configured(settings), settings.sequence_ranks or 1
+    dealt_to = strategy.dealt_to(topology)
+    takers = 1 + max(dealt_to)
+    each, shared = share_bins(form.shared, form.single, takers, ranks), form.shared * takers // ranks
+    shares, slices = tuple(each[number] for number in dealt_to), list[tuple[int, ...]]()
+    for numbers, documents in zip(each, form.slices, strict=False):
+        ends = list(accumulate(documents, initial=0))
+        slices += [numbers[begin:end] for begin, end in pairwise(ends)]
+    return step_of(model, topology, settings, shares, strategy=strategy, shared=shared, slices=tuple(slices))
 
 
 def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:

@@ -1,0 +1,185 @@
+"""Documents of uneven lengths dealt to pipelines: a bin is a micro-batch, which passes all stages of one pipeline.
+
+What has to be equal is the time of all bins (balance.py): none makes others wait. There are several for every position,
+so that positions wait little as a step begins and ends. A document that is longer than a bin may be, or that would take
+much longer than the mean bin, is cut into *slices* of about equal time: each is a bin of its own, all go to one
+pipeline one behind the other (``orders.causal``), and they come first, those of the document with most slices ahead,
+so that steps are of few forms. Documents go to pipelines so that these compute equally long.
+
+A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
+of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
+pipeline's order with the times of the step's bins: long ones first, last or in the middle, then pairs that change
+places, as many as a bound on the work allows and not as a clock does, so that all ranks find the same. It runs where
+documents are dealt, in a worker beside the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import fits, peak
+from tawpipe.schedule.pipelines.orders import causal
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+
+BINS = 4
+"""Bins of a pipeline for each of its positions, at least, where a step has as many documents."""
+LONG = 3 / 2
+"""Time of a document that is cut though a bin holds it, in that of the mean bin."""
+MOST_PLAYED = 30_000
+"""Works that are played to find a place for every bin of a pipeline: about 0.2 s."""
+
+
+def bins_of_a_pipeline(needed: int, positions: int) -> int:
+    """Bins of a pipeline in a step that needs so many at least: always the same few numbers.
+
+    >>> bins_of_a_pipeline(3, 4), bins_of_a_pipeline(17, 4)
+    (16, 20)
+    """
+    return -(-max(needed, BINS * positions) // positions) * positions
+
+
+def deal_to_pipelines(
+    lengths: Sequence[int],
+    *,
+    pipelines: int,
+    layout: Layout,
+    costs: PipelineCosts,
+    order_of: Callable[[int], Order],
+    cap: int,
+    work: LayerTime,
+    cuts: float | None = None,
+) -> Bins:
+    """Deal the documents of a step.
+
+    Args:
+        lengths: of the documents, in tokens.
+        pipelines: side by side.
+        costs: of the mean bin.
+        order_of: the order of a pipeline with so many bins.
+        cap: tokens of a bin at most.
+        cuts: see ``Strategy.dealing``.
+
+    Raises:
+        UserError: as of ``deal``; or slices for which stages have no memory.
+    """
+    size, of = layout.size, work.of
+    if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
+        deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
+    least = bins_of_a_pipeline(0, size)
+    mean = sum(map(of, lengths)) / least / pipelines
+    lanes = list[list[Bin]]()
+    slices = list[tuple[int, ...]]()
+    for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
+        most = math.inf if cuts is None else cuts * mean
+        cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
+        parts = sorted(((n, slices_of(lengths[n], cap, mean, work)) for n in cut), key=lambda pair: -len(pair[1]))
+        lane = [Bin((n,), part=part) for n, spans in parts for part in spans]
+        slices.append(tuple(len(spans) for _, spans in parts))
+        whole = [n for n in numbers if n not in cut]
+        if whole:
+            rounds = min(len(whole), max(1, least - len(lane)))
+            dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
+            lane += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
+        lanes.append(lane)
+    count = bins_of_a_pipeline(max(map(len, lanes)), size)
+    rounds = zip(*(lane + [Bin(())] * (count - len(lane)) for lane in lanes), strict=True)
+    bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=tuple(slices) if any(slices) else ())
+    return _in_their_places(bins, layout, costs, order_of(count))
+
+
+def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
+    """The numbers of documents for every pipeline: the longest first, each where least has to be done."""
+    lanes, taken = [list[int]() for _ in range(pipelines)], [0.0] * pipelines
+    for number in sorted(range(len(times)), key=lambda number: (-times[number], number)):
+        least = taken.index(min(taken))
+        lanes[least].append(number)
+        taken[least] += times[number]
+    return lanes
+
+
+def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple[int, int]]:
+    """A document of more than three tokens in slices that each take the ``mean`` time at most, and ``cap`` tokens, as
+    far as these are two; about equally long.
+
+    >>> from tawpipe.schedule.balance import LayerKind
+    >>> slices_of(10, 6, 40.0, LayerTime((LayerKind(1, 0.0, 1.0),)))
+    [(0, 5), (5, 8), (8, 10)]
+    """
+    of, count = work.of, max(2, -(-length // cap))
+    whole = of(length)
+    count = max(count, -int(-whole // mean)) if mean else count
+    while True:
+        ends, begin = list[int](), 0
+        for number in range(1, count + 1):
+            end = begin + 2
+            low, high = end, min(begin + max(cap, 2), length)
+            while low < high:  # the last token up to which the slices so far take their share
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if of(middle) * count <= whole * number else (low, middle - 1)
+            if length - low == 1:  # one token is no slice: code of mixers for one changes states in place
+                low = low - 1 if low - begin > 2 else length
+            begin = low
+            ends.append(begin)
+            if begin == length:
+                return list(zip([0, *ends], ends, strict=False))
+        count += 1
+
+
+def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order) -> Bins:
+    """The same with every bin of whole documents where it makes the step short, and how long that is.
+
+    Raises:
+        UserError: an order of slices that keeps more than there is memory for.
+    """
+    count, pipelines = len(bins.single), len(bins.single[0])
+    mean = sum(map(bins.work.of, bins.lengths)) / count / pipelines
+    seconds = costs.stages(layout).seconds
+    even = count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
+    lanes, longest = list[list[Bin]](), 0.0
+    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
+        of_lane = causal(order, cut)
+        if cut and not all(fits(costs, most) for most in peak(layout, of_lane, costs)):
+            given = f"one in {max(cut)} slices, which stages of a pipeline keep"
+            expected = (
+                "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
+                "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
+            )
+            raise UserError("documents", given, expected)
+        times = [bins.time(row) / mean for row in lane]
+        places, taken = _places(layout, of_lane, costs, times, sum(cut))
+        lanes.append([lane[number] for number in places])
+        longest = max(longest, taken)
+    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even)
+
+
+def _places(
+    layout: Layout, order: Order, costs: PipelineCosts, times: Sequence[float], fixed: int
+) -> tuple[list[int], float]:
+    """Which bin goes when, and the time of the step.
+
+    Args:
+        times: of the bins, in those of the mean one.
+        fixed: so many of them stay where they are.
+    """
+    count = len(times)
+
+    def taken(places: Sequence[int]) -> float:
+        return makespan(play(layout, order, costs, lambda work: times[places[work.micro_batch]]))
+
+    first, rising = list(range(fixed)), sorted(range(fixed, count), key=lambda number: times[number])
+    tried = [list(range(count))]
+    tried += [[*first, *rest] for rest in (rising, rising[::-1], [*rising[::2], *rising[1::2][::-1]])]
+    best, places = min((taken(places), places) for places in tried)
+    pairs = ((i, i + apart) for apart in range(1, count) for i in range(fixed, count - apart))
+    for i, j in islice(pairs, max(0, MOST_PLAYED // sum(map(len, order.compute)) - len(tried))):
+        other = [*places]
+        other[i], other[j] = other[j], other[i]
+        if (less := taken(other)) < best:
+            best, places = less, other
+    return places, best

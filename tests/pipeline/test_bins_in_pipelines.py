@@ -1,0 +1,111 @@
+"""Bins of documents as micro-batches of pipelines: the numbers of one process, under every order and layout."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from borders import llama, piped
+from tawpipe.errors import UserError
+
+SLOW = pytest.mark.slow
+UNEVEN = "0/0/0,10/20/10,3/6/3,6/12/6,2/4/2,4/8/4,1/4/0"
+"""Times of the blocks of a model of five layers."""
+CASES = [
+    ("plain", {"strategy": "1f1b"}),
+    ("tied", {"strategy": "interleaved-1f1b", "recompute": "none"}),
+    ("plain", {"strategy": "zero-bubble", "recompute": "selective"}),
+    ("plain", {"strategy": "zero-bubble", "keep_mib": 1}),
+    ("tied", {"strategy": "generated", "block_times": UNEVEN}),
+    ("lora", {"strategy": "1f1b", "bin_tokens": 400, "keep_mib": 1}),
+    ("qwen3_moe", {"strategy": "1f1b"}),
+    ("nemotron_h", {"strategy": "generated"}),
+]
+
+
+def check(pool, nodes, local, cases):
+    for differences in pool.run("piped_documents:compared", nodes, local, cases=cases):
+        assert differences == [[]] * len(cases)
+
+
+def test_two_stages_have_the_numbers_of_one_process(pool):
+    check(pool, 2, 1, CASES)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "stages"),
+    [(2, 2, "nodes"), pytest.param(3, 1, "world", marks=SLOW), pytest.param(2, 2, "world", marks=SLOW)],
+)
+def test_more_stages_and_pipelines_side_by_side_have_them_too(pool, nodes, local, stages):
+    names = ("1f1b", "generated", *([] if nodes * local > 3 else ["zero-bubble"]))
+    check(pool, nodes, local, [("tied", {"strategy": name, "stages": stages, "bin_tokens": 44}) for name in names])
+
+
+def test_delays_in_every_lane_change_no_bit_and_what_is_kept_neither(pool):
+    knobs = {"strategy": "1f1b", "dropout": 0.3}
+    first, *others = (
+        pool.run("piped_documents:trained", 2, 1, **knobs, **more)[0]
+        for more in ({}, {"delays": 0.003}, {"recompute": "none"})
+    )
+    for losses, weights in others:
+        assert losses == first[0]
+        assert all(torch.equal(weights[name], value) for name, value in first[1].items())
+
+
+def test_a_run_goes_on_where_weights_travel_and_back(pool, tmp_path):
+    losses = pool.run("piped_documents:goes_on", 2, 1, folder=str(tmp_path), strategy="1f1b")[0]
+    for nodes, local, knobs in ((1, 2, {"strategy": "tawpipe-spread"}), (3, 1, {"strategy": "generated"})):
+        again = pool.run("piped_documents:goes_on", nodes, local, folder=str(tmp_path), **knobs)[0]
+        assert again == pytest.approx(losses, rel=1e-10)
+
+
+def test_a_pipeline_of_one_and_sets_in_a_stage_are_refused():
+    with pytest.raises(UserError, match="a pipeline needs several devices"):
+        piped(llama(), strategy="1f1b", bin_tokens=32)
+    with closing(piped(llama(), bin_tokens=32)) as pipeline:
+        assert pipeline.deal([3, 4]).stretch == 0
+
+
+SLICED = {"bin_tokens": 11}
+"""Documents of up to 40 tokens are cut, and short ones are beside them."""
+
+
+def test_slices_have_the_numbers_of_one_process(pool):
+    cases = [
+        ("plain", {"strategy": "1f1b"}),
+        ("tied", {"strategy": "interleaved-1f1b", "recompute": "none"}),
+        ("plain", {"strategy": "zero-bubble", "recompute": "selective"}),
+        ("lora", {"strategy": "generated", "block_times": UNEVEN, "bin_tokens": 9}),
+        ("frozen", {"strategy": "1f1b"}),
+        ("qwen3_moe", {"strategy": "1f1b", "bin_tokens": 7}),
+        ("qwen3_next", {"strategy": "1f1b"}),
+        ("nemotron_h", {"strategy": "generated"}),
+    ]
+    check(pool, 2, 1, [(name, SLICED | knobs) for name, knobs in cases])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "stages"),
+    [(2, 2, "nodes"), (3, 1, "world"), pytest.param(2, 2, "world", marks=SLOW)],
+)
+def test_slices_in_more_stages_and_pipelines_side_by_side(pool, nodes, local, stages):
+    names = ("1f1b", "generated")
+    check(pool, nodes, local, [("tied", {"strategy": name, "stages": stages} | SLICED) for name in names])
+
+
+@pytest.mark.slow
+def test_slices_cut_documents_anywhere(pool):
+    check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (4, 5, 13, 20, 39)])
+
+
+def test_slices_with_delays_change_no_bit_and_draw_what_they_drew(pool):
+    knobs = {"strategy": "zero-bubble", "dropout": 0.3, **SLICED}
+    first, again = (pool.run("piped_documents:trained", 2, 1, delays=delays, **knobs)[0] for delays in (0.0, 0.003))
+    assert again[0] == first[0] and all(torch.equal(again[1][name], value) for name, value in first[1].items())
+
+
+def test_a_document_that_takes_long_is_cut_though_a_bin_holds_it_where_the_model_was_seen_to_allow_it(pool):
+    """As one whose layers call attention twice does not."""
+    assert pool.run("piped_documents:cut", 2, 1)[0] == [True, False, False]

@@ -1,0 +1,191 @@
+"""Documents dealt to pipelines: every one once, in bins of even times, and each bin where the step is short."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from schedules import laid_out, llama
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Op
+from tawpipe.schedule.balance import Bins, BinsForm, LayerKind, LayerTime
+from tawpipe.schedule.buffers import Kind, keys
+from tawpipe.schedule.footprint import BlockMemory, Widths, costs
+from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import Schedule, Strategy
+from tawpipe.schedule.strategies.build import build, step_of, step_of_bins
+from tawpipe.schedule.transform import for_one_thread
+from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
+from tawpipe.topology import Topology
+
+FREE = LinkModel(1e12)
+LAYERS = 8
+WORK = LayerTime((LayerKind(LAYERS, 0.04, 0.0004),))
+NAMES = ("1f1b", "interleaved-1f1b", "zero-bubble", "generated")
+BLOCKS = f"0/0/0,{LAYERS}x1/2/1,0/0/0"
+
+
+def dealing_of(use: Strategy, topology: Topology, cap: int = 400, *, cuts: float | None = None):
+    step = step_of(llama(LAYERS), topology, ScheduleSettings(), ((),) * topology.world_size, strategy=use)
+    return step.strategy.dealing(step, cap=cap, work=WORK, cuts=cuts)
+
+
+def schedule_of(use: Strategy, topology: Topology, bins: Bins, *, training: bool = True) -> Schedule:
+    step = step_of_bins(llama(LAYERS), topology, ScheduleSettings(), bins.form, strategy=use)
+    return for_one_thread(build(step, training=training))
+
+
+def seconds_of(schedule: Schedule, bins: Bins) -> float:
+    """By the clock of the house, which has the cost of every bin by itself."""
+    layer = BlockCost(Seconds(0, 0.01, 0.0001), Seconds(0, 0.03, 0.0003))
+    model = CostModel((BlockCost(), *[layer] * LAYERS, BlockCost()), FREE, FREE).with_bins(bins)
+    return play(schedule, model, steps=1).makespan
+
+
+def lengths_of(seed: int, count: int = 120) -> list[int]:
+    draw = Random(seed)
+    return [min(400, int(draw.lognormvariate(3.5, 1.4)) + 1) for _ in range(count)]
+
+
+@pytest.mark.parametrize("stages", ["world", "nodes"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_document_is_in_one_bin_and_a_step_takes_what_was_said(name: str, stages: str) -> None:
+    """Another process deals alike."""
+    topology, lengths = Topology.grid(2, 2), lengths_of(1)
+    use = laid_out(name, stages=stages, block_times=BLOCKS)
+    by = dealing_of(use, topology)
+    bins = by(lengths)
+    assert pickle.loads(pickle.dumps(by))(lengths) == bins
+    assert Counter(n for row in bins.single for bin in row for n in bin.documents) == Counter(range(len(lengths)))
+    assert all(bins.tokens(bin) <= 400 for row in bins.single for bin in row)
+    positions, pipelines = (4, 1) if stages == "world" else (2, 2)
+    assert (bins.world_size, bins.positions) == (pipelines, positions) and len(bins.single) >= BINS * positions
+    assert len(bins.single) % positions == 0
+    schedule = schedule_of(use, topology, bins)
+    verify(schedule, one_thread=True)
+    assert seconds_of(schedule, bins) == pytest.approx(bins.seconds, rel=0.02)
+
+
+def test_bins_in_their_places_take_less_than_as_they_come() -> None:
+    """Long documents leave bins uneven; a step is then shorter than by the worst of few orders, within 15 % of even."""
+    use = laid_out("1f1b", block_times=BLOCKS)
+    by = dealing_of(use, Topology.grid(4, 1), cap=500)
+    for seed in range(4):
+        bins = by([*lengths_of(seed), 480, 470])
+        assert 1 < bins.stretch < 1.45
+        assert bins.seconds == bins.stretch * bins.mean_seconds and bins.imbalance >= 1
+
+
+def test_few_documents_leave_bins_empty_and_long_ones_are_refused() -> None:
+    use = laid_out("1f1b", block_times=BLOCKS)
+    by = dealing_of(use, Topology.grid(4, 1))
+    bins = by([7, 300])
+    assert sum(bool(bin.documents) for row in bins.single for bin in row) == 2 and len(bins.single) == 4 * BINS
+    with pytest.raises(UserError, match="one of 401 tokens"):
+        by([401])
+
+
+def test_an_order_for_rows_of_one_length_refuses_bins() -> None:
+    use = laid_out("solved", block_times=BLOCKS)
+    with pytest.raises(UserError, match="generated where documents are dealt by time"):
+        step_of_bins(llama(LAYERS), Topology.grid(2, 1), ScheduleSettings(), BinsForm(0, 8), strategy=use)
+
+
+# slices
+
+
+@pytest.mark.parametrize("cap", [4, 7, 100])
+@pytest.mark.parametrize("mean", [0.0, 1.0, 30.0])
+def test_slices_are_a_document_in_its_order_within_the_cap(cap: int, mean: float) -> None:
+    for length in range(4, 120, 5):
+        spans = slices_of(length, cap, mean, WORK)
+        assert spans[0][0] == 0 and spans[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(spans))
+        assert all(2 <= end - begin <= cap for begin, end in spans) and len(spans) > 1
+
+
+@pytest.mark.parametrize("stages", ["world", "nodes"])
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> None:
+    """Training, and evaluation, which goes forward alone."""
+    topology, lengths = Topology.grid(2, 2), [*lengths_of(2, 60), 1500, 700, 333]
+    use = laid_out(name, stages=stages, block_times=BLOCKS)
+    bins = dealing_of(use, topology, cuts=LONG)(lengths)
+    assert sum(map(len, bins.slices)) >= 2 and all(bins.tokens(bin) <= 400 for row in bins.single for bin in row)
+    tokens = Counter[int]()
+    for row in bins.single:
+        for bin in row:
+            tokens.update({n: bins.tokens(bin) if bin.part else lengths[n] for n in bin.documents})
+    assert tokens == Counter(dict(enumerate(lengths)))
+    verify(schedule_of(use, topology, bins, training=False), one_thread=True)
+    schedule = schedule_of(use, topology, bins)
+    verify(schedule, one_thread=True)
+    assert seconds_of(schedule, bins) == pytest.approx(bins.seconds, rel=0.02)
+
+
+def test_slices_go_forward_in_order_and_come_back_in_reverse_and_stages_hold_their_keys() -> None:
+    use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(2, 1)
+    bins = dealing_of(use, topology, cuts=LONG)([1200, 50, 60, 70])
+    schedule = schedule_of(use, topology, bins)
+    (document,) = schedule.step.slices
+    for program in schedule.programs:
+        for op, wanted in ((Op.FORWARD, document), (Op.BACKWARD, document[::-1])):
+            for block in {action.block for action in program if action.op is op} - {0, LAYERS + 1}:
+                of_block = [a.micro_batch for a in program if (a.op, a.block) == (op, block)]
+                assert [m for m in of_block if m in document] == list(wanted)
+    memory = BlockMemory(8, {}, keys=4, key_gradients=8)
+    said = costs(schedule, Widths(2, 4, 4, 2), activation_bytes=memory.activations(400))
+    plain = dealing_of(use, topology)([100, 50, 60, 70])
+    without = costs(schedule_of(use, topology, plain), Widths(2, 4, 4, 2), activation_bytes=memory.activations(400))
+    held = 4 * 400 * len(document) * LAYERS // 2
+    assert said.activation_bytes >= without.activation_bytes + held * 0.9
+
+
+def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
+    use, topology = laid_out("zero-bubble", block_times=BLOCKS), Topology.grid(2, 1)
+    schedule = schedule_of(use, topology, dealing_of(use, topology, cuts=LONG)([1200, 50, 60, 70]))
+    verify(schedule, one_thread=True)
+    first, second, *_ = schedule.step.slices[0]
+
+    def mutant(change) -> Schedule:
+        return replace(schedule, programs=tuple(tuple(map(change, program)) for program in schedule.programs))
+
+    def unread(action):
+        if action.op is Op.FORWARD and action.micro_batch == second:
+            return replace(action, reads=tuple(b for b in action.reads if b != keys(first, action.block)))
+        return action
+
+    def early(action):
+        if action.op is Op.BACKWARD and action.micro_batch == second:
+            return replace(action, frees=(*action.frees, keys(first, action.block)))
+        return action
+
+    def unadded(action):
+        lost = action.op is Op.BACKWARD and action.micro_batch == second
+        return replace(action, writes=tuple(b for b in action.writes if not (lost and b.kind is Kind.KEY_GRADIENTS)))
+
+    for change in (unread, early, unadded):
+        with pytest.raises(ScheduleError):
+            verify(mutant(change), one_thread=True)
+
+    def swapped(program):
+        backward = [at for at, a in enumerate(program) if a.op is Op.BACKWARD and a.micro_batch in (first, second)]
+        order = dict(zip(backward, backward[::-1], strict=True))
+        return tuple(program[order.get(at, at)] for at in range(len(program)))
+
+    with pytest.raises(ScheduleError):
+        verify(replace(schedule, programs=tuple(map(swapped, schedule.programs))), one_thread=True)
+
+
+def test_stages_without_memory_for_all_slices_are_refused_with_what_works() -> None:
+    use = laid_out("1f1b", block_times=f"{BLOCKS};memory=24")
+    by = dealing_of(use, Topology.grid(2, 1), cuts=LONG)
+    assert by([400, 300, 200, 100]).form.single == 2 * BINS
+    with pytest.raises(UserError, match=r"slices, which stages.*tawpipe-spread"):
+        by([4000, 50])
