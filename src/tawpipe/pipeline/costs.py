@@ -10,6 +10,7 @@ from tawpipe.pipeline.sizes import step_costs
 from tawpipe.pipeline.wiring import Wiring
 from tawpipe.schedule.balance import layers_that_keep
 from tawpipe.schedule.footprint import Costs
+from tawpipe.schedule.spec import EXACT_WIDTH
 from tawpipe.schedule.step import Schedule
 
 
@@ -20,7 +21,9 @@ class StepCosts:
         self._wiring = wiring
 
     def of(self, schedule: Schedule, tokens: int) -> Costs:
-        """Bytes over the links and memory of one step, whose micro-batches have so many tokens at most."""
+        """Bytes over the links and memory of one step, whose micro-batches have so many tokens at most; of weights that
+        travel as they change, by how they have last changed.
+        """
         wiring = self._wiring
         said = step_costs(
             wiring.chain,
@@ -31,6 +34,7 @@ class StepCosts:
             kept_per_token=wiring.kept_per_token,
             nodes=wiring.world.nodes,
             whole=wiring.optimizers.whole,
+            change=wiring.executor.refresh.change_bytes or EXACT_WIDTH,
         )
         return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
 

@@ -30,6 +30,7 @@ from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel
 
 USABLE = 0.95
@@ -101,6 +102,7 @@ class Asked:
         dealt: documents are dealt by their time; a pipeline needs documents that take its positions equally long.
         optimizer: whose states and updates are planned for.
         steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
+        learning_rate: on which depends in how many bits changes of weights travel.
 
     Raises:
         UserError: numbers that cannot work, or documents that do not fill a row.
@@ -120,6 +122,7 @@ class Asked:
     dealt: bool = False
     optimizer: OptimizerFactory = USUAL
     steps: int = 0
+    learning_rate: float = 3e-4
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -226,6 +229,7 @@ def _request_of(
                 states,
                 exact=_exact(chain, dtype, master),
                 whole=isinstance(optimizer, WholeMatrices),
+                change=change_width(asked.learning_rate),
             ),
             memory_bytes=int(limit),
             flops=(chain_flops(chain, documents) or 0.0) * asked.global_batch,
