@@ -25,6 +25,7 @@ from typing import Any
 from tawpipe.errors import RunError, UserError
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
@@ -300,7 +301,11 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
         workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
         assert isinstance(workload, TimedWorkload)
-        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring")
+        settings = ours.settings_of(entry.strategy, entry.all_knobs)
+        bytes_of: dict[str, Any] = dict.fromkeys(("weight_bytes", "gradient_bytes"), settings.element_bytes)
+        if settings.changes:
+            bytes_of["change_bytes"] = change_width(float(Path(settings.changes).stem))
+        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", **bytes_of)
         return schedule_bounds(
             schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
         )
