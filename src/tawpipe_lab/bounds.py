@@ -125,7 +125,7 @@ def schedule_bounds(
             their seconds counts, as it does of devices of several speeds, as fast as they are together.
     """
     topology = physical or schedule.topology
-    widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0)
+    widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0, change=costs.change_bytes)
     sent, received = schedule_bytes(schedule, topology, widths, costs.boundary(0))
     if dealt is not None:
         costs = replace(costs, kept=dealt.kept(schedule.step))

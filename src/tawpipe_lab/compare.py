@@ -25,6 +25,7 @@ from typing import Any
 from tawpipe.errors import RunError, UserError
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
@@ -301,10 +302,12 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
         workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
         assert isinstance(workload, TimedWorkload)
-        factor = {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
-        costs = workload_costs(
-            workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", compute_factor=factor
-        )
+        settings = ours.settings_of(entry.strategy, entry.all_knobs)
+        given: dict[str, Any] = dict.fromkeys(("weight_bytes", "gradient_bytes"), settings.element_bytes)
+        if settings.changes:
+            given["change_bytes"] = change_width(float(Path(settings.changes).stem))
+        given["compute_factor"] = {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
+        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", **given)
         return schedule_bounds(
             schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
         )

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from tawpipe.errors import UserError
 from tawpipe.plan.pipelines import hops
 from tawpipe.schedule.pipelines.search.fitting import heuristics
@@ -99,6 +101,9 @@ class OurSettings:
         packing: how documents of uneven lengths are dealt, see ``lengths.dealt``; None for ``in turn``.
         balance: what stages of a fixed pipeline are equal in, see ``rivals.stages.stages_of``; None for ``layers``.
         order: of a pipeline, as ``Order`` spells it, in the place of the strategy's own.
+        bf16: weights and gradients are bf16, twice as many in the bytes of the workload; gradients are random.
+        changes: a file with the weights of successive steps of a run (benchmarks/coding.py), which updates bring; its
+            name is the run's learning rate.
     """
 
     schedule: ScheduleSettings
@@ -108,6 +113,13 @@ class OurSettings:
     packing: str | None = None
     balance: str | None = None
     order: str | None = None
+    bf16: bool = False
+    changes: str | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and gradients that travel."""
+        return 2 if self.bf16 else 4
 
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
@@ -116,7 +128,7 @@ class OurSettings:
         return {name: value for name, value in {**schedule, **own_knobs}.items() if name in KNOBS}
 
 
-UNSAID = ("packing", "balance", "order")
+UNSAID = ("packing", "balance", "order", "bf16", "changes")
 """Knobs that results do not have where they are not given."""
 OWN_KNOBS = tuple(item.name for item in fields(OurSettings) if item.name != "schedule")
 SAID = ("strategy", "early_updates")
@@ -148,6 +160,8 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
     usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3}
     wanted = {**usual, **MADE_FOR.get(name, {}), **knobs}
     own_knobs = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}
+    if own_knobs.get("bf16"):
+        wanted.setdefault("reduce_dtype", "same")
     early = own_knobs.get("clip_norm", 1.0) is None
     return OurSettings(ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted), **own_knobs)
 
@@ -168,6 +182,19 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
     if settings.packing:
         raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
     return work
+
+
+def recorded(path: str) -> torch.Tensor:
+    """The weights of successive steps of a run, bf16 [steps, n].
+
+    Raises:
+        UserError: they are not there.
+    """
+    try:
+        return torch.load(path, mmap=True, weights_only=True)
+    except OSError as error:
+        expected = f"a file that `python benchmarks/coding.py --record FOLDER` writes ({error.strerror})"
+        raise UserError("changes", path, expected) from error
 
 
 def pipeline_costs(workload: TimedWorkload) -> PipelineCosts:
@@ -258,6 +285,8 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
     chosen = settings.schedule
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
+    if settings.bf16:
+        model = replace(model, units=tuple(replace(unit, numel=2 * unit.numel) for unit in model.units))
     shares, shared = None, None
     if isinstance(work, DealtWorkload):
         chosen, shares, shared = replace(chosen, sequence_ranks=work.ranks), work.shares, work.shared

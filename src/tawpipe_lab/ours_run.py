@@ -17,7 +17,8 @@ from torch import Tensor
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.executor import Executor, UpdateRule
+from tawpipe.runtime.exact import ChangeForm
+from tawpipe.runtime.executor import Executor, Optimizers, UpdateRule
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.step_input import StepInput
@@ -33,7 +34,7 @@ from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 from tawpipe_lab.contender import check_clipping
 from tawpipe_lab.lengths import DealtWorkload
-from tawpipe_lab.ours import computed, schedule_of, settings_of
+from tawpipe_lab.ours import computed, recorded, schedule_of, settings_of
 from tawpipe_lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
 from tawpipe_lab.sleeper import BusyTime, HostLink, Sleeper
 from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
@@ -101,29 +102,38 @@ class OurContender:
             slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
             units.append(Unit(i, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
         device = torch.device("cpu")
+        dtype = torch.bfloat16 if settings.bf16 else torch.float32
         storage = Storage(
             units,
             self.schedule.homes,
             rank,
             device=device,
-            compute_dtype=torch.float32,
+            compute_dtype=dtype,
             master_dtype=torch.float32,
             host_homes=self.schedule.step.settings.host_homes or "none",
         )
         transport = _MeasuredTransport(
             self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict
         )
+        updates: Optimizers = _NoOptimizer(storage)
+        if work.optimizer or storage.in_host:
+            updates = UnitOptimizers(storage, adamw())
         self._executor = _LinkedExecutor(
             rank,
             compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
             storage=storage,
             transport=transport,
-            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer or storage.in_host else _NoOptimizer(storage),
-            reduce_dtype=torch.float32,
+            optimizers=_Replayed(storage, updates, settings.changes, rank) if settings.changes else updates,
+            reduce_dtype=torch.float32 if settings.schedule.reduce_dtype == "float32" else dtype,
             link=HostLink(work.homes_bytes_per_s) if work.homes_bytes_per_s else None,
             busy=self._busy,
         )
         self._executor.adopt(self.schedule)
+        if settings.bf16:  # as random as gradients are; computing leaves them as they are
+            dice = torch.Generator().manual_seed(rank)
+            for buffer, values in self._executor._buffers.items():
+                if buffer.kind is Kind.GRADIENT and buffer.pool.startswith("G"):
+                    values.copy_((torch.randn(values.numel(), generator=dice) * 1e-3).bfloat16())
         token = torch.zeros(1, 1, dtype=torch.long)
         mine = self.schedule.step.micro_batches[rank]
         batches = {m: MicroBatch(token, token, token, (1,)) for m in mine}
@@ -311,10 +321,37 @@ class _MeasuredTransport(Transport):
         with self.busy(_row(action)):
             super().all_reduce(action, values)
 
+    def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
+        with self.busy(_row(action)):
+            super().refresh(action, home, copy, form)
+
 
 def _row(action: Action) -> str:
     """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
     return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
+
+
+class _Replayed:
+    """Updates after which weights are those of the next step of a run that was recorded, to its end and back again, so
+    that they change as they did there. Every unit has others of them.
+    """
+
+    def __init__(self, storage: Storage, updates: Optimizers, path: str, rank: int) -> None:
+        self.pieces, self._storage, self._updates = updates.pieces, storage, updates
+        self._weights, self._rank = recorded(path), rank
+        self._steps = dict.fromkeys(storage.master, 0)
+
+    def step(self, unit: int, updates: Tensor | None, rate: float, chosen: Any) -> None:
+        self._updates.step(unit, updates, rate, chosen)
+        last, master = len(self._weights) - 1, self._storage.master[unit]
+        at = self._steps[unit] % (2 * last)
+        of_step = self._weights[min(at, 2 * last - at)]
+        begin, left = (self._rank * 7919 + unit * 104_729) % len(of_step), master
+        while left.numel():
+            some = of_step[begin : begin + left.numel()]
+            left[: len(some)].copy_(some)
+            begin, left = 0, left[len(some) :]
+        self._steps[unit] += 1
 
 
 class _NoOptimizer:

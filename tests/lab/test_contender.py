@@ -196,3 +196,19 @@ def test_homes_in_the_host_s_memory_pass_for_real() -> None:
     contender.step()
     assert storage.compute_copy[0].any()  # what travels was brought up to date by an update that passed
     contender.close()
+
+
+def test_updates_bring_the_weights_of_a_run_that_was_recorded(tmp_path) -> None:
+    """To its end and back; twice as many elements in as many bytes."""
+    weights = torch.randn(4, 900).bfloat16()
+    torch.save(weights, tmp_path / "1e-05.pt")
+    knobs = {"bf16": True, "changes": str(tmp_path / "1e-05.pt"), "weights_compression": "exact"}
+    contender = OurContender("tawpipe-step", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, **knobs)
+    copies = contender._executor.storage.compute_copy
+    for step in (0, 1, 2, 3, 2, 1, 0, 1):
+        contender.step()
+        assert copies[0].dtype == torch.bfloat16 and copies[0].numel() >= 2 * 1002
+        assert torch.equal(copies[0], weights[step].repeat(3)[: copies[0].numel()])
+    contender.close()
+    with pytest.raises(UserError, match=r"changes: got 'none\.pt'; a file that `python benchmarks/coding\.py --record"):
+        OurContender("tawpipe-step", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, changes="none.pt")

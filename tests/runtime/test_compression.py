@@ -71,9 +71,11 @@ def test_long_messages_are_cut(monkeypatch):
 
 def test_bytes_and_room():
     assert (
-        compressed_bytes(COMPRESSION_BLOCK) == COMPRESSION_BLOCK * compressed_width("int8", 4) == COMPRESSION_BLOCK + 4
+        compressed_bytes(COMPRESSION_BLOCK)
+        == COMPRESSION_BLOCK * compressed_width("int8", 4, 0)
+        == COMPRESSION_BLOCK + 4
     )
-    assert compressed_width("none", 2) == 2
+    assert compressed_width("none", 2, 0) == 2
     scratch = Scratch(torch.device("cpu"))
     first, second = scratch.take([100, 600], "fp8")
     assert (first.numel(), second.numel()) == (compressed_bytes(100), compressed_bytes(600))

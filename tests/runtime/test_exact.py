@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exact import run_cases
 from schedule_numbers import check_numbers
 from schedules import group_sizes, llama, make
 from tawpipe.errors import UserError
@@ -81,11 +81,16 @@ def test_any_bits_become_any_others(length, most, rare, seed):
     check(bf16(torch.randint(0, 1 << 16, (length,), generator=dice) & 0x8000), bf16(before))  # zeros of both signs
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("distance", [0, 1, 7, 8, 127, 128, 255, 0x7FFF, 0x8000, 0xFFFF])
-def test_every_bit_pattern_becomes_the_one_that_lies_so_far_from_it(distance):
-    every = torch.arange(1 << 16)
+def test_every_bit_pattern_becomes_the_one_that_lies_so_far_from_it(distance, on_gpu, monkeypatch):
+    """As on a CPU, and without a shape that depends on numbers."""
+    monkeypatch.setattr("tawpipe.runtime.exact._waits_for_nobody", lambda _: not on_gpu)
+    every = torch.arange(1 << 16).repeat(2)[:70_000]
     check(bf16(every), bf16(every.roll(distance)))
     check(bf16(every), bf16(every ^ distance))
+    few = torch.where(every % 97 == 0, every ^ distance, every)
+    check(bf16(every), bf16(few))
 
 
 def test_numbers_that_are_next_to_each_other_are_one_apart():
@@ -330,16 +335,6 @@ MORE = {
 }
 
 
-def run_cases(pool, cases, folder: str) -> None:
-    by = lambda case: case[1]["topology"]  # noqa: E731
-    for (nodes, local), group in groupby(sorted(cases.items(), key=by), key=by):
-        names, mine = zip(*group, strict=True)
-        given = [{key: value for key, value in case.items() if key != "topology"} for case in mine]
-        given[0] |= {"folder": f"{folder}/{nodes}x{local}"}
-        for found in pool.run("exact:compared", nodes, local, cases=given, timeout_s=600):
-            assert not any(found), dict(zip(names, found, strict=True))
-
-
 def test_no_bit_depends_on_how_weights_travel(pool, tmp_path):
     """Weights, moments, losses, norms after steps that change nothing, everything, or would not be finite; between
     them evaluations, a save and a load.
@@ -350,6 +345,22 @@ def test_no_bit_depends_on_how_weights_travel(pool, tmp_path):
 @pytest.mark.slow
 def test_no_bit_depends_on_how_weights_travel_in_more_cases(pool, tmp_path):
     run_cases(pool, MORE, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coded", [EXACT, {"gradients_compression": "exact"}], ids=["weights", "gradients"])
+def test_200_steps_have_the_same_bits(pool, tmp_path, coded):
+    """Over skipped steps, evaluations, loads, a spike of the rate, and another plan from the half on."""
+    coded = {name: value for name, value in coded.items() if name != "strategy"}
+    assert pool.run("exact:long_runs", 2, 1, steps=200, folder=str(tmp_path), coded=coded, timeout_s=900) == [[], []]
+
+
+@pytest.mark.parametrize(("coded", "lr"), [({}, 3e-4), ({"weights_compression": "exact"}, 1e-5)])
+def test_what_leaves_a_rank_is_what_is_said(pool, coded, lr):
+    """Before anything has changed by 5 bits a weight, then as in the last step."""
+    for sent, said, expected, weights, gradients in pool.run("exact:moved", 2, 1, coded=coded, lr=lr):
+        assert sent == pytest.approx(said, rel=0.03) and sent == pytest.approx(expected, rel=0.03) and gradients == 1
+        assert weights < 0.3 if coded else weights == 1
 
 
 def test_a_copy_that_a_bit_has_spoiled_is_found_said_and_healed(pool):

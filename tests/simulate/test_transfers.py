@@ -98,7 +98,8 @@ def test_latency_is_that_of_the_longest_chain_of_messages(collective: str, secon
 
 
 def test_a_few_numbers_from_each_to_each_take_two_latencies() -> None:
-    assert [transfers_of().norm(members).delay_s for members in ((0,), (0, 1), (0, 1, 2, 3))] == [0, 0.5, 1.0]
+    norm, groups = Action(Op.NORM, Lane.COMPUTE, group="world"), ((0,), (0, 1), (0, 1, 2, 3))
+    assert [transfers_of().norm(norm, members, 0).delay_s for members in groups] == [0, 0.5, 1.0]
 
 
 def test_a_link_without_a_limit_is_no_port_and_a_buffer_that_is_not_there_is_named() -> None:

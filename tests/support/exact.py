@@ -1,25 +1,30 @@
-"""Training with exact changes of weights beside the same with whole ones, bit by bit; what workers run."""
+"""Training with exact changes of weights, or coded gradients, beside the same without, bit by bit; what workers run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from cases import batches, llama, random_delays
+from cases import LENGTH, batches, llama, random_delays
 from host_homes import state_of_rank
 from pipelines import make_pipeline
 from tawpipe import Pipeline
 from tawpipe.errors import RunError
+from tawpipe.runtime import transport as transport_module
 from tawpipe.runtime.exact import CODED, NOTHING, WHOLE, checksum
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.refresh import logger
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import home_weight, weight_copy
-from tawpipe.schedule.traffic import scratch_bytes
+from tawpipe.schedule.traffic import link_elements, scratch_bytes
 
 RATES = (1.0, 1.0, 0.0, 1.0, 1000.0, 1.0, 1.0)
 """Of the steps: one changes nothing, one changes everything."""
@@ -54,7 +59,7 @@ def pipeline_of(world: World, *, lora: bool = False, frozen: bool = False, **kno
         model,
         optimizer=adamw(knobs.pop("lr", 3e-4)),
         world=world,
-        strict=True,
+        strict=knobs.pop("strict", True),
         dtype=torch.bfloat16,
         skip_limit=3,
         loss=loss,
@@ -109,6 +114,8 @@ def run(world: World, folder: str = "", **knobs: Any) -> tuple[list[Any], dict[s
             frozen = [unit.index for unit in pipeline.storage.units if not unit.trainable]
             wrong += [f"step {step}: frozen unit {u} came" for u in frozen if refresh._forms[u].bits != NOTHING]
     pipeline.drain()
+    if knobs.get("gradients_compression") == "exact" and not 0 < (pipeline.transport.gradients_sent.share() or 0) < 0.9:
+        wrong.append("no gradient was coded in fewer bytes")
     if sum(r.nbytes for r in pipeline.transport._scratch.values()) > scratch_bytes(pipeline.schedule(5), world.rank):
         wrong.append("more room for messages than said")
     if refresh.healed:
@@ -118,19 +125,116 @@ def run(world: World, folder: str = "", **knobs: Any) -> tuple[list[Any], dict[s
     return numbers, state, wrong, forms
 
 
-def compared(world: World, *, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """For every case what is not equal in every bit on this rank, or is wrong."""
+WEIGHTS = {"weights_compression": "exact"}
+
+
+def compared(
+    world: World, *, cases: list[dict[str, Any]], coded: Mapping[str, str] = MappingProxyType(WEIGHTS)
+) -> list[list[str]]:
+    """For every case what is not equal in every bit on this rank, or is wrong.
+
+    Args:
+        coded: settings that should change nothing.
+    """
     found = []
     for case in cases:
         numbers, state, _, _ = run(world, **case)
-        exact = run(world, **case, weights_compression="exact")
+        exact = run(world, **case, **coded)
         here = [] if str(numbers) == str(exact[0]) else [f"numbers {numbers} and {exact[0]}"]
         here += sorted(state.keys() ^ exact[1].keys())
         here += [name for name in state.keys() & exact[1].keys() if not torch.equal(state[name], exact[1][name])]
-        if not {NOTHING, WHOLE} < exact[3] or not exact[3] & {*CODED}:
+        if "weights_compression" in coded and (not {NOTHING, WHOLE} < exact[3] or not exact[3] & {*CODED}):
             here.append(f"forms {exact[3]} alone")
         found.append(here + exact[2])
     return found
+
+
+def run_cases(pool: Any, cases: Mapping[str, dict[str, Any]], folder: str, **coded: Any) -> None:
+    """``compared`` for named cases with their topologies; the first of each saves and loads."""
+    by = lambda case: case[1]["topology"]  # noqa: E731
+    for (nodes, local), group in groupby(sorted(cases.items(), key=by), key=by):
+        names, mine = zip(*group, strict=True)
+        given = [{key: value for key, value in case.items() if key != "topology"} for case in mine]
+        given[0] |= {"folder": f"{folder}/{nodes}x{local}"}
+        for found in pool.run("exact:compared", nodes, local, cases=given, timeout_s=600, **coded):
+            assert not any(found), dict(zip(names, found, strict=True))
+
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {"strategy": "tawpipe-step"},
+    {"strategy": "tawpipe-spread", "step_cache": "all", "look_ahead": 0, "micro_batches_per_visit": 2},
+)
+"""Of the first half of a long run, and of the second."""
+
+
+def long_run(world: World, steps: int, folder: str, **knobs: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """Numbers and state of a run over skipped steps, evaluations, steps without a label, loads, and another plan."""
+    given, numbers = batches(5, 8), list[Any]()
+    pipeline = pipeline_of(world, **PLANS[0], **knobs)
+    for step in range(steps):
+        if step == steps // 2:
+            pipeline.save(folder)
+            pipeline.close()
+            pipeline = pipeline_of(world, **PLANS[1], **knobs)
+            pipeline.load(folder)
+        batch = given[step % len(given)]
+        if step % 41 == 7:
+            batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+        poison[0] = step % 37 == 5
+        result = pipeline.step(batch, rate=min(1.0, (step + 1) / 10) if step % 53 else 100.0)
+        numbers.append((result.loss, result.grad_norm, result.finite))
+        poison[0] = False
+        if step % 20 == 3:
+            numbers.append(pipeline.evaluate(given[0]).loss)
+        if step % 60 == 31:
+            pipeline.save(folder)
+            pipeline.step(given[0])
+            pipeline.load(folder)
+    pipeline.drain()
+    pipeline.check_copies()
+    state = dict(state_of_rank(pipeline))
+    pipeline.close()
+    return numbers, state
+
+
+def long_runs(world: World, *, steps: int, folder: str, coded: Mapping[str, Any]) -> list[str]:
+    """What is not equal in every bit on this rank after long runs with and without ``coded``."""
+    plain, exact = (long_run(world, steps, f"{folder}/{len(how)}", **how) for how in ({}, coded))
+    here = [] if str(plain[0]) == str(exact[0]) else ["losses or norms"]
+    return here + [name for name in plain[1] if not torch.equal(plain[1][name], exact[1][name])]
+
+
+def moved(world: World, *, coded: Mapping[str, Any], lr: float) -> tuple[float, float, float, float, float]:
+    """Bytes that left this rank in the third step; those that its schedule says, with shares as they were measured;
+    those that the pipeline says; and these shares, of weights and of gradients.
+    """
+    pipeline = pipeline_of(world, lr=lr, strict=False, **coded)
+    transport, refresh, sent = pipeline.transport, pipeline.executor.refresh, [0]
+    isend, gather = dist.isend, transport_module._all_gather
+
+    def counted_send(tensor: Tensor, *of: Any, **how: Any) -> Any:
+        sent[0] += tensor.nbytes
+        return isend(tensor, *of, **how)
+
+    def counted_gather(target: Tensor, source: Tensor, *of: Any, **how: Any) -> Any:
+        sent[0] += target.nbytes - source.nbytes
+        return gather(target, source, *of, **how)
+
+    for batch in batches(8, 2):
+        pipeline.step(batch)
+    pipeline.drain()
+    _ = refresh.sent.share(), transport.gradients_sent.share()
+    dist.isend, transport_module._all_gather = counted_send, counted_gather
+    try:
+        pipeline.step(batches(8, 1)[0])
+        pipeline.drain()
+    finally:
+        dist.isend, transport_module._all_gather = isend, gather
+    shares = refresh.sent.share() or 1.0, transport.gradients_sent.share() or 1.0
+    node = pipeline.transport.topology.node_of(world.rank)
+    link, said = link_elements(pipeline.schedule(8))[node], pipeline.costs(8, LENGTH).link_sent_bytes[node]
+    pipeline.close()
+    return sent[0], link.bytes_sent(2 * shares[0], 4 * shares[1]), said, *shares
 
 
 def spoiled(world: World) -> tuple[list[int], list[str], bool]:

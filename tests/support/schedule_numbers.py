@@ -280,7 +280,7 @@ class Numbers:
                 total += sum(self.held[one.rank].pop(n) for n in one.action.frees)
             for one in members:
                 self.norms[one.rank].append(total % PRIME)
-        elif action.compression == "exact":
+        elif action.compression == "exact" and action.collective == "all_gather":
             self._refresh(members)
         elif action.collective == "all_gather":
             whole = np.concatenate([buffers[one.rank][one.action.reads[0]] for one in members])

@@ -79,7 +79,8 @@ def compressions(name: str, local: int) -> st.SearchStrategy[dict[str, str]]:
     if "weights_compression" not in find(name).refusals:
         chosen["weights_compression"] = st.sampled_from(COMPRESSIONS)
         if name != "flat" or local == 1:
-            chosen["gradients_compression"] = st.sampled_from(COMPRESSIONS)
+            coded = ("exact",) if find(name).sums_on_rings else ()
+            chosen["gradients_compression"] = st.sampled_from((*COMPRESSIONS, *coded))
     return st.fixed_dictionaries(chosen)
 
 

@@ -75,6 +75,7 @@ def _run(words: PlanWords) -> int:
         compile_layers=config.compile,
         quantize=config.quantize,
         dtype=getattr(torch, dtype),
+        on_gpus=kind == "cuda",
     )
     ask = partial(_request, words, machine=machine, here=here, dtype=getattr(torch, dtype), corpus=corpus)
     request = ask(config, tell=tell)
@@ -138,6 +139,7 @@ def _request(
         dealt=corpus is not None,
         longest_document=corpus.most if corpus is not None else 0,
         optimizer=factory_of(config),
+        learning_rate=float(config.learning_rate),
     )
     built = build_model(
         config.model,
@@ -208,6 +210,7 @@ def lines(
         everything: see ``Plan.listed``.
     """
     from tawpipe.plan.plan import crossing
+    from tawpipe.plan.without_loss import without_loss
     from tawpipe.plan.would_fit import WouldFit
 
     if plan.listed(everything=everything):
@@ -220,6 +223,7 @@ def lines(
         yield from (f"would fit: {line}" for line in WouldFit(plan.request, config, ask).lines())
     if plan.chosen and plan.runner_up and (words := crossing(plan.request, plan.chosen, plan.runner_up)):
         yield words
+    yield from without_loss(plan)
 
 
 def _write_page(words: PlanWords, write: Callable[[Path], object]) -> None:

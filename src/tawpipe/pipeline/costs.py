@@ -13,6 +13,7 @@ from tawpipe.pipeline.wiring import Wiring
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.balance import layers_that_keep
 from tawpipe.schedule.footprint import Costs
+from tawpipe.schedule.spec import EXACT_WIDTH
 from tawpipe.schedule.step import Schedule
 
 
@@ -23,7 +24,9 @@ class StepCosts:
         self._wiring = wiring
 
     def of(self, schedule: Schedule, tokens: int) -> Costs:
-        """Bytes over the links and memory of one step, whose micro-batches have so many tokens at most."""
+        """Bytes over the links and memory of one step, whose micro-batches have so many tokens at most; of weights that
+        travel as they change, by how they have last changed.
+        """
         wiring = self._wiring
         said = step_costs(
             wiring.chain,
@@ -34,6 +37,7 @@ class StepCosts:
             kept_per_token=wiring.kept_per_token,
             nodes=wiring.world.nodes,
             whole=wiring.optimizers.whole,
+            change=wiring.executor.refresh.change_bytes or EXACT_WIDTH,
         )
         return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
 

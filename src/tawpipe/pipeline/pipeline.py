@@ -143,7 +143,12 @@ class Pipeline:
         self.settings = settings = strategy_of(schedule)[1]
         self.sequence_ranks = settings.sequence_ranks or 1
         refuse_settings(
-            settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize, dtype=self.dtype
+            settings,
+            clip_norm=clip_norm,
+            compile_layers=compile_layers,
+            quantize=quantize,
+            dtype=self.dtype,
+            on_gpus=world.device.type == "cuda",
         )
         _ = share_in_sets(0, world.topology, settings)
 
@@ -511,7 +516,7 @@ class Pipeline:
         )
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
-        """Bytes over the links and memory of one step, from the schedule alone."""
+        """Bytes over the links and memory of one step, from its schedule."""
         return self._costs.of(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
 
     def costs_of_bins(self, bins: Bins) -> Costs:

@@ -43,11 +43,13 @@ def refuse_settings(
     compile_layers: bool,
     quantize: str,
     dtype: torch.dtype | None = None,
+    on_gpus: bool = False,
 ) -> None:
     """Raise UserError for settings that contradict each other, whatever the model.
 
     Args:
         dtype: in which weights travel; None where that is not known yet.
+        on_gpus: devices are GPUs.
     """
     if clip_norm is not None and settings.early_updates:
         raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
@@ -64,6 +66,14 @@ def refuse_settings(
     if compression == "exact" and dtype not in (None, torch.bfloat16):
         expected = f"none with {str(dtype).removeprefix('torch.')}: changes of its numbers are not small; or bfloat16"
         raise UserError("schedule.weights_compression", compression, expected)
+    if (compression := settings.gradients_compression) == "exact" and (on_gpus or dtype is torch.float64):
+        expected = "none with float64: only fp32 and bf16 are coded"
+        if on_gpus:
+            expected = (
+                "none, int8 or fp8 on GPUs: how long a message is shows when its gradient is there, and the thread "
+                "that issues everything would wait for each"
+            )
+        raise UserError("schedule.gradients_compression", compression, expected)
 
 
 def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:

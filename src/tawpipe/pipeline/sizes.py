@@ -15,6 +15,7 @@ from tawpipe.runtime.storage import matrices_in
 from tawpipe.schedule.footprint import BlockMemory, Costs, Widths, costs
 from tawpipe.schedule.landing import SLICE
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import EXACT_WIDTH
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -32,12 +33,13 @@ def widths_of(
     *,
     exact: int = 0,
     whole: bool = False,
+    change: float = EXACT_WIDTH,
 ) -> Widths:
     """Bytes of the elements of a chain that is quantised, if it is to be.
 
     Args:
         dtype: in which it computes.
-        states, exact: as of ``Widths``.
+        states, exact, change: as of ``Widths``.
         whole: the optimizer wants whole matrices.
     """
     return Widths(
@@ -48,6 +50,7 @@ def widths_of(
         exact=exact,
         unpacked=chain.unpacked_elements,
         slice=max([SLICE, *(largest_matrix(unit) for unit in chain.units if whole and unit.trainable)]),
+        change=change,
     )
 
 
@@ -61,6 +64,7 @@ def step_costs(
     kept_per_token: Mapping[str, float],
     nodes: Topology,
     whole: bool = False,
+    change: float = EXACT_WIDTH,
 ) -> Costs:
     """The costs of a step.
 
@@ -70,10 +74,12 @@ def step_costs(
         kept_per_token: bytes that a layer keeps besides its input, by kind of activation.
         nodes: the real ones, where the schedule was built for others.
         whole: the optimizer wants whole matrices.
+        change: as of ``Widths``.
     """
     settings = schedule.step.settings
     keys, gradients = key_bytes(chain.config.get_text_config(), dtype)
     memory = BlockMemory(chain.width * dtype.itemsize, kept_per_token, keys=keys, key_gradients=gradients)
     sizes = memory.activations(tokens, ranks=settings.sequence_ranks or 1)
-    said = costs(schedule, widths_of(chain, dtype, settings, states, whole=whole), activation_bytes=sizes, nodes=nodes)
+    widths = widths_of(chain, dtype, settings, states, whole=whole, change=change)
+    said = costs(schedule, widths, activation_bytes=sizes, nodes=nodes)
     return replace(said, activation_bytes=said.activation_bytes + (settings.keep_mib or 0) * 2**20)

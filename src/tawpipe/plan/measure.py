@@ -31,6 +31,7 @@ from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.spec import change_width
 from tawpipe.schedule.speeds import spell_speeds
 from tawpipe.simulate import LinkModel
 
@@ -105,6 +106,7 @@ class Asked:
         longest_document: tokens of the longest of these.
         optimizer: whose states and updates are planned for.
         steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
+        learning_rate: on which depends in how many bits changes of weights travel.
 
     Raises:
         UserError: numbers that cannot work, or documents that do not fill a row.
@@ -125,6 +127,7 @@ class Asked:
     longest_document: int = 0
     optimizer: OptimizerFactory = USUAL
     steps: int = 0
+    learning_rate: float = 3e-4
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -233,6 +236,7 @@ def _request_of(
                 states,
                 exact=_exact(chain, dtype, master),
                 whole=isinstance(optimizer, WholeMatrices),
+                change=change_width(asked.learning_rate),
             ),
             memory_bytes=int(limit),
             flops=(chain_flops(chain, documents) or 0.0) * asked.global_batch,

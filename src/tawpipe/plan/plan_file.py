@@ -26,7 +26,7 @@ from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import StepSpec
-from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, Timeline
+from tawpipe.simulate import BlockCost, CodingTimes, MicroBatchSize, Seconds, Timeline
 
 FORMAT = 2
 MOST_ALIKE = 100_000
@@ -154,6 +154,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
             "update_of": list(profile.update_of),
             "memory": json.loads(json.dumps(asdict(memory))),  # YAML has no tuples
             "source": profile.source,
+            "coding": json.loads(json.dumps(asdict(profile.coding))),
         },
         "size": asdict(request.size),
         "widths": asdict(request.widths),
@@ -228,13 +229,17 @@ def _profile(
     source: str,
     update_of: Iterable[float],
     memory: Mapping[str, Any],
+    coding: Mapping[str, Any] | None = None,
 ) -> Profile:
     known = BlockMemory(**memory)
     lines = {
         kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
         for kind, of_kind in known.working.items()
     }
-    return Profile(blocks, update_s, replace(known, working=lines), source, update_of=tuple(update_of))
+    said = (coding or {}).items()
+    each: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in said}
+    memory_of = replace(known, working=lines)
+    return Profile(blocks, update_s, memory_of, source, update_of=tuple(update_of), coding=CodingTimes(**each))
 
 
 def _cost(cost: BlockCost) -> list[list[float]]:

@@ -184,8 +184,8 @@ def predict(request: PlanRequest, step: StepSpec) -> Prediction:
     """
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     schedule = _build(request, short)
-    timeline = _play(request, schedule)
-    more = _play(request, _build(request, longer)) if left else timeline
+    timeline = _play(request, schedule, step)
+    more = _play(request, _build(request, longer), step) if left else timeline
 
     def extended(value: Callable[[Timeline], float]) -> float:
         first = value(timeline)
@@ -206,7 +206,7 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
     """A step with all of its rounds and ranks, or with some of them if there are too many to look at."""
     if request.micro_batches * len(request.model.blocks) > MOST_VISITS:
         short, _, _ = shortened(request, step, PLAYED_ROUNDS)
-        return _play(request, _build(request, short))
+        return _play(request, _build(request, short), step)
     return play(build(step), request.of(step).costs, steps=PLAYED_STEPS, physical=request.machine.topology)
 
 
@@ -289,9 +289,11 @@ def stand_ins(step: StepSpec) -> tuple[int, ...]:
     return step.strategy.stand_ins(step.topology, inside_is_even=True)
 
 
-def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
+def _play(request: PlanRequest, schedule: Schedule, whole: StepSpec) -> Timeline:
+    """Play a schedule that stands for a whole step."""
     physical = None if len(schedule.played) < schedule.topology.world_size else request.machine.topology
-    return play(schedule, request.of(schedule.step).costs, steps=PLAYED_STEPS, physical=physical)
+    costs = replace(request.of(schedule.step).costs, summands=whole.summands)
+    return play(schedule, costs, steps=PLAYED_STEPS, physical=physical)
 
 
 def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:

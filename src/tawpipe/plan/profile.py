@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width, key_width, met_elements, windows
+from tawpipe.plan import coding
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
 from tawpipe.plan.updates import Updates, estimated, measured
@@ -29,7 +30,7 @@ from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.schedule.footprint import BlockMemory
-from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, size_of
+from tawpipe.simulate import BlockCost, CodingTimes, MicroBatchSize, Seconds, size_of
 
 EFFICIENCY = 0.5
 """Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
@@ -66,6 +67,7 @@ class Profile:
         why_whole: the reason why they cannot be cut, into chunks or shares, if they cannot.
         why_not_shares: the reason why they can be cut into chunks only, if that is so.
         mixers: share of the time of layers with mixers that these take; 0 without any, or where nothing was timed.
+        coding: of what travels coded without loss; 0 where that was not looked at.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -78,6 +80,7 @@ class Profile:
     why_not_shares: str = ""
     mixers: float = 0.0
     update_of: tuple[float, ...] = ()
+    coding: CodingTimes = field(default_factory=CodingTimes)
 
     @property
     def shares(self) -> bool:
@@ -210,6 +213,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
         update_of=update_of,
         why_not_shares=chain.why_not_sets,
         mixers=max(clock.mixers, default=0.0),
+        coding=clock.coding(),
     )
 
 
@@ -282,6 +286,7 @@ def estimate(
         tuple(in_chunks),
         update_of=update_of,
         why_not_shares=chain.why_not_sets,
+        coding=coding.estimated(ESTIMATED_BYTES_PER_S),
     )
 
 
@@ -475,3 +480,8 @@ class Clock:
         """Seconds of the optimizer for one element, and for one of every unit."""
         self._doing = "the optimizer"
         return measured(factory, self.bench.chain.units, self.device, lambda run: self._time(run, grad=False))
+
+    def coding(self) -> CodingTimes:
+        """Seconds of coding without loss, for one element."""
+        self._doing = "coding"
+        return coding.measured(self.device, lambda run: self._time(run, grad=False))

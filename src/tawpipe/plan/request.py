@@ -197,6 +197,8 @@ class PlanRequest:
             key_elements=round(profile.memory.keys) // self.widths.weight,
             kept_bytes=profile.memory.kept.get("kept", 0.0),
             graph_bytes=profile.memory.kept.get("graph", 0.0),
+            coding=profile.coding,
+            change_bytes=self.widths.change,
         )
 
     @property

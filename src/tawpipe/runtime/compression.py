@@ -87,3 +87,21 @@ class Scratch:
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._buffer.device)
         return list(self._buffer[: sum(sizes)].split(sizes))
+
+
+class Sent:
+    """How much of what travels coded without loss was sent, beside the same numbers as they are."""
+
+    def __init__(self) -> None:
+        self.coded_bytes, self.plain_bytes = 0, 0
+        self._asked = (0, 0)
+
+    def add(self, coded: int, plain: int) -> None:
+        self.coded_bytes += coded
+        self.plain_bytes += plain
+
+    def share(self) -> float | None:
+        """The part that was sent since this was last asked; None if nothing was."""
+        before, self._asked = self._asked, (self.coded_bytes, self.plain_bytes)
+        coded, plain = (now - then for now, then in zip(self._asked, before, strict=True))
+        return coded / plain if plain else None

@@ -3,13 +3,14 @@
 bf16 numbers in their order are consecutive integers (minus zero is one, plus zero the next), and an update moves most
 of them by a few. A change is the difference of these integers in 2, 4 or 8 bits, of which one value means: the new 16
 bits are in a list behind the codes. Integers wrap at 16 bits, so that any bits, those of no number included, become any
-others. Shapes depend on numbers that all members know before a message is made; nothing waits for what is in it.
+others. Lengths of messages depend on numbers that all members know before one is made, and on a GPU shapes on nothing
+else: nothing waits for what is in a message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,17 +97,14 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
         out: uint8 [form.message_bytes(n)].
     """
     most, codes, exceptions = _most(form.bits), *form.parts(out, home.numel())
-    per_byte, begin = 8 // form.bits, 0
-    count = torch.zeros((), dtype=torch.int32, device=home.device)
+    per_byte, begin, listed = 8 // form.bits, 0, _Exceptions(exceptions)
     for new, old in _slices(home, copy):
         moved = _ordered(new).sub_(_ordered(old))
         small = moved.clamp(-most, most)
         if form.exceptions:
             far = small != moved
             small.masked_fill_(far, most + 1)
-            places = far.cumsum(0, dtype=torch.int32).add_(count)
-            count = places[-1].clone()
-            exceptions.scatter_(0, places.mul_(far).long(), new)
+            listed.append(new, far)
         end = begin + -(-new.numel() // per_byte)
         packed = codes[begin:end]
         whole = torch.zeros(packed.numel() * per_byte, dtype=torch.uint8, device=home.device)
@@ -121,21 +119,53 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
 def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
     """Turn ``copy`` (bf16 [n]) into what a message was made of."""
     most, codes, exceptions = _most(form.bits), *form.parts(message, copy.numel())
-    per_byte, begin = 8 // form.bits, 0
-    count = torch.zeros((), dtype=torch.int32, device=copy.device)
+    per_byte, begin, listed = 8 // form.bits, 0, _Exceptions(exceptions)
     for (old,) in _slices(copy):
         end = begin + -(-old.numel() // per_byte)
         packed, last = codes[begin:end], (1 << form.bits) - 1
         parts = [(packed >> place * form.bits).bitwise_and_(last) for place in range(per_byte)]
         code = (torch.cat(parts) if per_byte > 1 else packed)[: old.numel()]
         new = _ordered(_ordered(old).add_(code).sub_(most))
-        if form.exceptions:
-            far = code == last
-            places = far.cumsum(0, dtype=torch.int32).add_(count)
-            count = places[-1].clone()
-            new = torch.where(far, exceptions.index_select(0, places.clamp_(max=form.exceptions)), new)
-        old.copy_(new)
+        old.copy_(listed.take(new, code == last) if form.exceptions else new)
         begin = end
+
+
+class _Exceptions:
+    """The exceptions of a message, slice by slice."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._counts = values, _waits_for_nobody(values)
+        self._count: Any = 0
+
+    def append(self, new: Tensor, far: Tensor) -> None:
+        """Write those of ``new`` that are far behind what is there."""
+        if self._counts:
+            some = new[far]
+            self._values[self._next(some.numel())] = some
+        else:
+            self._values.scatter_(0, self._places(far).mul_(far).long(), new)
+
+    def take(self, new: Tensor, far: Tensor) -> Tensor:
+        """``new`` with the next of them where they are far."""
+        if self._counts:
+            places = far.nonzero()[:, 0]
+            return new.index_copy_(0, places, self._values[self._next(places.numel())])
+        places = self._places(far).clamp_(max=self._values.numel() - 1)
+        return torch.where(far, self._values.index_select(0, places), new)
+
+    def _next(self, count: int) -> slice:
+        begin, self._count = 1 + self._count, self._count + count
+        return slice(begin, begin + count)
+
+    def _places(self, far: Tensor) -> Tensor:
+        places = far.cumsum(0, dtype=torch.int32).add_(self._count)
+        self._count = places[-1].clone()
+        return places
+
+
+def _waits_for_nobody(values: Tensor) -> bool:
+    """True where shapes may depend on numbers: whoever works there has them."""
+    return values.device.type == "cpu"
 
 
 def checksum(copy: Tensor) -> Tensor:

@@ -412,7 +412,7 @@ class Executor:
     def _collective(self, action: Action) -> None:
         if action.lane is Lane.SEQ:
             self.compute.keys_together(action, self.transport)
-        elif action.compression == "exact":
+        elif action.refreshes:
             self.refresh.gather(action, self._buffers)
         else:
             self.transport.collective(action, self._buffers)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.model.units import Unit
+from tawpipe.runtime.compression import Sent
 from tawpipe.runtime.exact import ABSENT, CODED, WHOLE, ChangeForm, best_form, changes, checksum
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action
@@ -43,9 +44,10 @@ class Refresh:
         self.check_every = CHECK_EVERY
         self.healed: list[int] = []
         """Units whose copies were found to differ."""
-        self.moved_bytes, self.moved_elements = 0, 0
-        """What this rank has sent each of the others so far, and of how many weights."""
-        self._asked = (0, 0)
+        self.sent = Sent()
+        """To each of the others."""
+        self.change_bytes: float | None = None
+        """Of a trained weight, when something had last changed; None before."""
 
     def forget(self) -> None:
         """All copies come whole next time: weights were replaced. With nothing under way."""
@@ -68,13 +70,16 @@ class Refresh:
                 row[_COUNTS] = checksum(buffers[copy])
                 row[_COUNTS + 1] = -row[_COUNTS]
         self._transport.largest(action, table)
-        self._forms = {}
+        self._forms, trained = {}, Sent()
         for home, (*counts, most, least) in zip(homes, table.cpu().tolist(), strict=True):
             unit, elements = home.at[0], buffers[home].numel()
             self._forms[unit] = best_form(counts, elements)
             if counts[0] < ABSENT and most != -least:
                 self._forms[unit] = ChangeForm(WHOLE)
                 self._say(action, unit)
+            if counts[0] < ABSENT and self._units[unit].trainable:
+                trained.add(self._forms[unit].message_bytes(elements), elements)
+        self.change_bytes = trained.share() or self.change_bytes
 
     def gather(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Run the all_gather of a unit's changes."""
@@ -82,19 +87,12 @@ class Refresh:
         form, members = self._forms[action.unit], self._transport.topology.group(action.group, self._transport.rank)
         self._transport.refresh(action, buffers[home], buffers[copy], form)
         self._present[action.unit] = buffers[copy], members
-        self.moved_bytes += form.message_bytes(buffers[home].numel())
-        self.moved_elements += buffers[home].numel()
+        self.sent.add(form.message_bytes(buffers[home].numel()), buffers[home].nbytes)
 
     def checksums(self) -> Iterator[tuple[int, int, str]]:
         """Of every copy the first rank of its group, the unit and a checksum. With nothing under way."""
         for unit, (copy, members) in self._present.items():
             yield members[0], unit, f"{int(checksum(copy)):08x}"
-
-    def share(self) -> float | None:
-        """What this rank has sent since this was last asked, relative to the same weights in bf16; None if nothing."""
-        before, self._asked = self._asked, (self.moved_bytes, self.moved_elements)
-        sent, elements = (now - then for now, then in zip(self._asked, before, strict=True))
-        return sent / (2 * elements) if elements else None
 
     def _own_part(self, action: Action, home: Tensor, copy: Tensor) -> Tensor:
         """The part of a copy whose owner is this rank."""

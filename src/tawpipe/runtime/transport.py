@@ -11,6 +11,8 @@ by name.
 
 Where an action says so, numbers travel in 8 bits (compression.py). A gathered unit is then the same on all ranks, the
 owner of a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
+Or gradients travel coded without loss (exact_gradients.py), on gloo, which takes a message that is shorter than the
+room for it: nobody has to know how long it is before it is there.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.ahead import Ahead, TransportError, compare_headers
-from tawpipe.runtime.compression import Scratch, decode, encode
+from tawpipe.runtime.compression import Scratch, Sent, decode, encode
 from tawpipe.runtime.exact import NOTHING, WHOLE, ChangeForm, decode_change, encode_change
+from tawpipe.runtime.exact_gradients import decode_gradient, encode_gradient
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.warm_up import few_numbers, first_uses
 from tawpipe.runtime.world import set_group_timeout
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.spec import CODED_PART, coded_rooms
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -173,6 +177,8 @@ class Transport:
         self._scratch = {lane: Scratch(device) for lane in Lane}
         self.ahead = None if self._nccl else Ahead(topology, rank, self._groups, strict=strict)
         """What is done in two parts, the first before its lane comes to it; None where messages have no tags."""
+        self.gradients_sent = Sent()
+        """Those that travel coded without loss."""
         if topology.world_size == 1:
             return
         schedules = list(schedules)
@@ -246,7 +252,9 @@ class Transport:
         group = self._groups[key]
         if self.strict:
             self._check_collective(key, action)
-        if action.compression:
+        if action.compression == "exact":
+            self._coded_sum(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
+        elif action.compression:
             self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
         elif action.collective in ("all_gather", "reduce_scatter"):
             self._apart(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
@@ -390,6 +398,36 @@ class Transport:
                 target.add_(pieces[here])
             else:
                 decode(message, action.compression, target, add=True)
+
+    def _coded_sum(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        """A reduce-scatter round a ring, in the order of additions of ``Ahead``'s. Its messages are coded part by part:
+        while some travel, the next are made.
+        """
+        members = self.topology.group(action.group, self.rank)
+        size, here = len(members), members.index(self.rank)
+        left, right = members[here - 1], members[(here + 1) % size]
+        parts, pieces = target.split(CODED_PART), [piece.split(CODED_PART) for piece in source.view(size, -1)]
+        rooms = self._scratch[action.lane].room(2 * coded_rooms(target.numel(), target.itemsize))
+        arriving, leaving = rooms[: len(parts)], rooms[len(parts) :]
+        coming = [dist.irecv(room, left, group=group) for room in arriving]
+        going: list[dist.Work | None] = [None] * len(parts)
+        for hop in range(size):
+            for place, part in enumerate(parts):
+                values = pieces[here - hop - 1][place]
+                if hop:
+                    self._wait(coming[place])
+                    decode_gradient(arriving[place], part)
+                    values = part.add_(values)
+                if hop == size - 1:
+                    continue
+                if hop:
+                    coming[place] = dist.irecv(arriving[place], left, group=group)
+                    self._wait(going[place])
+                used = encode_gradient(values, leaving[place])
+                going[place] = dist.isend(leaving[place][:used], right, group=group)
+                self.gradients_sent.add(used, values.nbytes)
+        for work in going:
+            self._wait(work)
 
     @staticmethod
     def _wait(work: dist.Work | None) -> None:

@@ -38,7 +38,7 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
                     pairs.add((action.lane, action.group, pair, action.compression))
             elif action.group:  # COUNT and NORM sum up over the world, SIZE looks for the largest
                 collective = action.collective or "all_reduce"
-                compression = action.compression.replace("exact", "")  # whose messages are gathered like others
+                compression = action.compression.replace("exact", "")  # whose messages go as others do
                 collectives.add((action.lane, action.group, collective, action.root, compression))
     for lane, group in sorted({(use[0], use[1]) for use in (*collectives, *pairs)}):
         for *_, collective, root, compression in sorted(use for use in collectives if use[:2] == (lane, group)):

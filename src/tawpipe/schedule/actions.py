@@ -125,7 +125,8 @@ class Action:
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
         compression: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits
-            (runtime/compression.py), ``exact`` where it sends how they have changed (runtime/exact.py).
+            (runtime/compression.py), ``exact`` where it sends how weights have changed (runtime/exact.py) or gradients
+            coded without loss (runtime/exact_gradients.py).
 
     BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
     weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes
@@ -161,6 +162,11 @@ class Action:
     def gradients(self) -> tuple[Buffer, ...]:
         """The gradient buffers among ``writes``."""
         return tuple(buffer for buffer in self.writes if buffer.is_gradient)
+
+    @property
+    def refreshes(self) -> bool:
+        """True if it changes copies of weights that stay as their owners have changed."""
+        return self.compression == "exact" and self.collective == "all_gather"
 
     @property
     def begins_ahead(self) -> bool:

@@ -11,7 +11,7 @@ from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.landing import ROOMS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
-from tawpipe.schedule.spec import compressed_width
+from tawpipe.schedule.spec import EXACT_WIDTH, compressed_width, sum_width
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.traffic import borders_passed, link_elements, scratch_bytes
 from tawpipe.topology import Topology
@@ -54,6 +54,7 @@ class Widths:
         unpacked: elements of weights for which there is room besides, into which packed units are dequantised.
         slice: elements of the largest slice of a home in the host's memory that passes through a device: more than
             ``SLICE`` where an optimizer wants whole matrices.
+        change: of a weight that travels as it has changed.
     """
 
     weight: int
@@ -63,6 +64,7 @@ class Widths:
     exact: int = 0
     unpacked: int = 0
     slice: int = SLICE
+    change: float = EXACT_WIDTH
 
     def state(self, unit: int) -> float:
         """Bytes of an element of a trainable unit that are in the host's memory where homes are: weight, gradient and
@@ -261,13 +263,13 @@ def far_widths(settings: ScheduleSettings, widths: Widths, *, step: StepSpec | N
     """Bytes of an element of weights, and of gradients, between nodes. Where a step's weights travel as they change,
     what is frozen does not: then it is the mean of all.
     """
-    travels = 1.0
+    travels, summands = 1.0, 1 if step is None else step.summands
     if step is not None and step.refreshes:
         units = zip(step.homes, step.model.units, strict=True)
         travels = sum(home.padded for home, unit in units if unit.trainable) / sum(home.padded for home in step.homes)
     return (
-        compressed_width(settings.weights_compression, widths.weight) * travels,
-        compressed_width(settings.gradients_compression, widths.gradient),
+        compressed_width(settings.weights_compression, widths.weight, widths.change) * travels,
+        compressed_width(settings.gradients_compression, widths.gradient, sum_width(widths.gradient, summands)),
     )
 
 
@@ -291,7 +293,7 @@ def held(
         (schedule.pool_elements(rank, Kind.WEIGHT) + schedule.pool_elements(rank, Kind.COPY)) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
         + schedule.pool_elements(rank, Kind.LANDING) * widths.master
-        + scratch_bytes(schedule, rank)
+        + scratch_bytes(schedule, rank, widths.gradient)
         + widths.unpacked * widths.weight
         for rank in ranks
     ]
@@ -408,7 +410,8 @@ def costs(
         trainable=sum(unit.numel for unit in units if unit.trainable),
         strategy=schedule.name
         + (", homes as given" if settings.homes else "")
-        + (", changes of weights taken for 5 bits each" if schedule.step.refreshes else ""),
+        + (f", changes of weights taken for {8 * widths.change:.2g} bits each" if schedule.step.refreshes else "")
+        + (f", gradients for {8 * far[1]:.3g}" if schedule.step.codes_sums else ""),
         schedule=_in_words(schedule),
         link_sent_bytes=tuple(
             link.bytes_sent(*far) + sent * border for link, (sent, _) in zip(traffic, passed, strict=True)

@@ -93,8 +93,54 @@ COMPRESSION_BLOCK = 256
 """Elements that share a scale of four bytes where numbers travel in 8 bits."""
 
 
-EXACT_WIDTH = 5 / 8
-"""Bytes in which the change of a bf16 weight in one step travels: what was measured at a learning rate of 3e-4."""
+CHANGE_BITS = ((1e-5, 2.3), (1e-4, 4.4), (3e-4, 5.0), (1e-3, 7.3), (2e-3, 8.2))
+"""Bits in which the change of a bf16 weight in one step travels at a learning rate, and at less: what was measured
+(benchmarks/coding.py), past the first steps."""
+SUM_BITS = ((1, 12.6), (8, 21.1), (16, 22.7), (32, 26.3))
+"""Bits of the sum of so many bf16 gradients in fp32, and of fewer, coded without loss: measured likewise."""
+GRADIENT_BITS = 12.3
+"""The same of a gradient in bf16."""
+CODED_PART = 1 << 18
+"""Elements of a gradient that are coded as one message: while one travels, the next is made."""
+CODED_HEADER = 8
+
+
+def coded_room(elements: int, width: int) -> int:
+    """Bytes that a message of coded gradients takes at most, a multiple of four.
+
+    >>> coded_room(1001, 2)
+    2012
+    """
+    return CODED_HEADER + -(-elements * width // 4) * 4
+
+
+def coded_rooms(elements: int, width: int) -> list[int]:
+    """The same of all messages of a stripe."""
+    parts = [min(CODED_PART, elements - begin) for begin in range(0, elements, CODED_PART)]
+    return [coded_room(part, width) for part in parts]
+
+
+def change_width(learning_rate: float) -> float:
+    """Bytes in which the change of a bf16 weight travels where AdamW's learning rate is at most this.
+
+    >>> change_width(3e-4), change_width(1.0)
+    (0.625, 2.0)
+    """
+    return next((bits for rate, bits in CHANGE_BITS if learning_rate <= rate), 16) / 8
+
+
+EXACT_WIDTH = change_width(3e-4)
+"""Of a weight, where nobody has said which learning rate a run has."""
+
+
+def sum_width(width: float, summands: int) -> float:
+    """Bytes in which the sum of so many bf16 gradients travels, coded without loss, whose type has ``width``.
+
+    >>> sum_width(4, 1) < sum_width(4, 3) < sum_width(4, 100) == 4
+    True
+    """
+    bits = GRADIENT_BITS if width == 2 else next((bits for most, bits in SUM_BITS if summands <= most), 8 * width)
+    return min(width, bits / 8)
 
 
 def compressed_bytes(elements: int, compression: str = "int8") -> int:
@@ -108,10 +154,14 @@ def compressed_bytes(elements: int, compression: str = "int8") -> int:
     return elements + 4 * -(-elements // COMPRESSION_BLOCK)
 
 
-def compressed_width(compression: str, width: float) -> float:
-    """Bytes of an element that travels between nodes, whose own type has ``width``."""
+def compressed_width(compression: str, width: float, exact: float) -> float:
+    """Bytes of an element that travels between nodes, whose own type has ``width``.
+
+    Args:
+        exact: of one that travels coded without loss.
+    """
     if compression == "exact":
-        return EXACT_WIDTH
+        return exact
     return width if compression in ("", "none") else 1 + 4 / COMPRESSION_BLOCK
 
 

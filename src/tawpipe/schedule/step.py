@@ -117,6 +117,19 @@ class StepSpec:
         return self.settings.weights_compression == "exact" and self.topology.num_nodes > 1
 
     @property
+    def codes_sums(self) -> bool:
+        """True if gradients travel between nodes coded without loss."""
+        return self.settings.gradients_compression == "exact" and self.topology.num_nodes > 1
+
+    @property
+    def summands(self) -> int:
+        """How many gradients of single micro-batches the last message of a sum between nodes is the sum of."""
+        most = max(map(len, self.micro_batches))
+        if self.settings.gradients_scope != "step":
+            most = min(most, self.settings.micro_batches_per_visit)
+        return max(1, most * self.topology.local_size * (self.topology.num_nodes - 1))
+
+    @property
     def homes_in_host(self) -> bool:
         """True if masters, gradients and the optimizer's state live in the host's memory."""
         return self.settings.host_homes not in (None, "none")
@@ -185,6 +198,8 @@ class Strategy(ABC):
     """True if all ranks go through transfers in one order, so that a thread which blocks in one waits for nobody who
     waits for it; the programs of others are sorted before they run (``transform.for_one_thread``).
     """
+    sums_on_rings: ClassVar[bool] = False
+    """True if between nodes gradients add up round rings and nowhere else, message by message."""
     candidate: ClassVar[bool] = True
     """False to keep it out of plans."""
     usual: ClassVar[bool] = True
@@ -346,7 +361,9 @@ class Strategy(ABC):
             UserError: which, and why.
         """
         usual, setting = ScheduleSettings(**NEUTRAL), "schedule.weights_compression"
-        exact = step.settings.weights_compression == "exact"
+        if step.codes_sums and not self.sums_on_rings:
+            reason = "its gradients do not add up round one ring between nodes, as under tawpipe-spread and -step"
+            raise UserError("schedule.gradients_compression", "exact", f"none under {self.name}: {reason}")
         if step.refreshes:
             reason = self.why_not_exact(step) or ("" if step.settings.reuse else "without reuse nothing is kept")
             if not reason and step.copies_in_host:
@@ -354,10 +371,8 @@ class Strategy(ABC):
             if reason:
                 raise UserError(setting, "exact", f"none under {self.name}: {reason}")
         for name, reason in self.refusals.items():
-            if exact and setting.endswith(name):
-                continue
             value, neutral = getattr(step.settings, name), getattr(usual, name)
-            if value != neutral:
+            if value not in (neutral, "exact"):  # of which was said above where it can be
                 expected = "nothing" if neutral == "" else neutral
                 raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}")
         if step.copies_in_host and Kind.WEIGHT not in self.travels:

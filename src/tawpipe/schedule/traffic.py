@@ -8,7 +8,7 @@ from __future__ import annotations
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.link_traffic import LinkTraffic
-from tawpipe.schedule.spec import compressed_bytes
+from tawpipe.schedule.spec import coded_rooms, compressed_bytes
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -55,14 +55,20 @@ def borders_passed(schedule: Schedule, *, physical: Topology | None = None) -> t
     return tuple((sent, received) for sent, received in counts)
 
 
-def scratch_bytes(schedule: Schedule, rank: int) -> int:
-    """Bytes of the room that one rank needs for messages that are coded; those of a lane share a place."""
+def scratch_bytes(schedule: Schedule, rank: int, gradient_bytes: int = 4) -> int:
+    """Bytes of the room that one rank needs for messages that are coded; those of a lane share a place.
+
+    Args:
+        gradient_bytes: of an element of gradients that travel.
+    """
     sizes, most = schedule.buffer_elements(rank), dict[Lane, int]()
     for action in schedule.programs[rank]:
         if not action.compression:
             continue
         if action.op is Op.EXCHANGE:
             needed = sum(compressed_bytes(sizes[t.buffer]) for t in action.transfers)
+        elif action.compression == "exact" and not action.refreshes:  # one message leaves, one arrives
+            needed = 2 * sum(coded_rooms(sizes[action.writes[0]], gradient_bytes))
         else:
             members = len(schedule.topology.group(action.group, rank))
             gathers = action.collective == "all_gather"

@@ -5,11 +5,12 @@ print(timeline.step_seconds, timeline.idle(rank=0).transfer_s)
 """
 
 from tawpipe.simulate.clock import play
-from tawpipe.simulate.cost_model import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, size_of
+from tawpipe.simulate.cost_model import BlockCost, CodingTimes, CostModel, LinkModel, MicroBatchSize, Seconds, size_of
 from tawpipe.simulate.timeline import Timeline
 
 __all__ = [
     "BlockCost",
+    "CodingTimes",
     "CostModel",
     "LinkModel",
     "MicroBatchSize",

@@ -315,7 +315,7 @@ class Player:
         if not here:
             return
         if action.op in (Op.SIZE, Op.COUNT, Op.NORM):
-            load = self.transfers.norm(members)
+            load = self.transfers.norm(action, members, rank)
         else:
             payer = next(n for n in here if action.root < 0 or self.record.rank(n) == action.root)
             load = self.transfers.collective(self.record.action(payer), members, self.record.rank(payer))

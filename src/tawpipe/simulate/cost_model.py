@@ -11,7 +11,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.balance import Bins, pairs_within
 from tawpipe.schedule.buffers import OUTSIDE, Kind
-from tawpipe.schedule.spec import share_bins
+from tawpipe.schedule.spec import EXACT_WIDTH, share_bins
 
 KEYS_SHARE = 0.04
 """Of a layer's linear work in its forward pass, what comes before its attention: 3 % where keys and values are a
@@ -50,6 +50,20 @@ class LinkModel:
     def busy_s(self, devices: int, sent: float, received: float) -> float:
         """Seconds that so many bytes out and in keep the link of a node busy."""
         return (max(sent, received) if self.full_duplex else sent + received) / self.node_rate(devices)
+
+
+@dataclass(frozen=True)
+class CodingTimes:
+    """Seconds for an element of what travels coded without loss, of one core or device.
+
+    Args:
+        count: of a weight, to see by how much it has changed.
+        change, gradient: to write the change of a weight, or a gradient; and to read it.
+    """
+
+    count: float = 0.0
+    change: tuple[float, float] = (0.0, 0.0)
+    gradient: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +207,8 @@ class CostModel:
         ranks: that compute a micro-batch together, see ``in_sets``.
         shared: only those below this number; None for all.
         kept: by micro-batch, blocks that compute nothing again because they keep it.
+        coding: of what travels coded without loss; change_bytes: of a weight that travels as it has changed.
+        summands: see ``StepSpec``; those of the step that is played by default, which may stand for a longer one.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -220,6 +236,9 @@ class CostModel:
     ranks: int = 1
     shared: int | None = None
     kept: Mapping[int, Collection[int]] = field(default_factory=dict)
+    coding: CodingTimes = CodingTimes()
+    change_bytes: float = EXACT_WIDTH
+    summands: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_bytes", "gradient_bytes"):
@@ -290,6 +309,7 @@ class CostModel:
             between_of={node: replace(link, latency_s=0.0) for node, link in self.between_of.items()},
             add_s=0.0,
             action_s=0.0,
+            coding=CodingTimes(),
         )
 
     def forward_s(self, rank: int, block: int, micro_batch: int) -> float:

@@ -8,12 +8,12 @@ different ports are the slowest one after the other, come out a little short.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op, Transfer
 from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.proof.verify import ScheduleError
-from tawpipe.schedule.spec import compressed_width
+from tawpipe.schedule.spec import CODED_PART, compressed_width, sum_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.cost_model import CostModel, LinkModel
 from tawpipe.topology import Topology
@@ -128,16 +128,14 @@ class Transfers:
         if buffer.is_activation:
             return self._keys(action, members)
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
-        stays = action.compression == "exact" and not self._model.units[action.unit].trainable  # since the first step
+        stays = action.refreshes and not self._model.units[action.unit].trainable  # since the first step
         how = "nothing" if stays else action.compression
         key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, how)
         if key not in self._collectives:
             costs, n = self.cost_model, len(members)
-            width = compressed_width(
-                action.compression, costs.weight_bytes if buffer.is_weight else costs.gradient_bytes
-            )
-            width *= not stays
-            how = "pairwise" if action.compression else costs.reduce_scatter  # a ring would round at every hop
+            width = self._width(action.compression, weights=buffer.is_weight) * (not stays)
+            in_8_bits = action.compression not in ("", "exact")
+            how = "pairwise" if in_8_bits else costs.reduce_scatter  # a ring would round at every hop
             moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=how)
             delay, landing = self.latency(action.collective, members, action.root), 0.0
             if action.collective in ("all_gather", "reduce_scatter") and n > 1 and not action.compression:
@@ -146,6 +144,8 @@ class Transfers:
             if action.collective in ("reduce_scatter", "reduce", "all_reduce"):
                 delay += costs.add_s * whole * (n - 1) / n
             load = self._load(moved, width, delay, landing)
+            if action.compression == "exact" and not stays:
+                load = self._coded(load, whole // n, n, weights=buffer.is_weight)
             self._collectives[key] = self._seen(load, action.group) if self._folded else load
         return self._collectives[key]
 
@@ -177,7 +177,7 @@ class Transfers:
             tuple((node, amount * times) for node, amount in part if node in self._nodes_played)
             for part in (load.sent, load.received, load.inside)
         )
-        return Load(ports, load.delay_s, sent, received, inside, landing_s=load.landing_s)
+        return Load(ports, load.delay_s, sent, received, inside, load.least_s, load.landing_s)
 
     def _by_node(self, port: Port) -> bool:
         """True if the port's owner is a node and not a rank."""
@@ -214,14 +214,35 @@ class Transfers:
         limited = tuple((port, amount) for port, amount in both if amount and link.bytes_per_s < float("inf"))
         return Load(limited, link.latency_s if up or down else 0.0, least_s=least_s)
 
-    def norm(self, members: tuple[int, ...]) -> Load:
-        """The load of SIZE, COUNT or NORM, a few numbers from each to each: latency and nothing else."""
-        key = ("NORM", members[0])
+    def norm(self, action: Action, members: tuple[int, ...], rank: int) -> Load:
+        """The load of SIZE, COUNT or NORM, a few numbers from each to each: latency; and first what SIZE counts."""
+        key = (action.op, members[0])
         if key not in self._collectives:
+            homes = action.reads[::2] if action.op is Op.SIZE else ()
+            counted = sum(self.elements(rank, home) for home in homes if self._model.units[home.at[0]].trainable)
             # All reach it together: one latency tells the senders that a message is awaited, one brings it.
             furthest = max((self._latency(a, b) for a, b in ring(members)), default=0.0)
-            self._collectives[key] = Load((), 2 * furthest)
+            self._collectives[key] = Load((), 2 * furthest + counted * self.cost_model.coding.count)
         return self._collectives[key]
+
+    def _coded(self, load: Load, stripe: int, members: int, *, weights: bool) -> Load:
+        """The load with the time that coding takes: of a change before it travels and when it is there; of gradients
+        part by part, while others travel.
+        """
+        if weights:
+            write, read = self.cost_model.coding.change
+            return replace(load, delay_s=load.delay_s + stripe * (write + (members - 1) * read))
+        each = sum(self.cost_model.coding.gradient)
+        first = min(stripe, CODED_PART) * each
+        return replace(load, delay_s=load.delay_s + first, least_s=(members - 1) * stripe * each)
+
+    def _width(self, compression: str, *, weights: bool) -> float:
+        """Bytes of an element that travels."""
+        costs = self.cost_model
+        if weights:
+            return compressed_width(compression, costs.weight_bytes, costs.change_bytes)
+        exact = sum_width(costs.gradient_bytes, costs.summands or self.step.summands)
+        return compressed_width(compression, costs.gradient_bytes, exact)
 
     def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
         """The load of one part of an EXCHANGE."""
@@ -235,9 +256,7 @@ class Transfers:
         weights = transfer.buffer.is_weight
         key = (sender, receiver, transfer.unit, weights, compression)
         if key not in self._parts:
-            width = compressed_width(
-                compression, self.cost_model.weight_bytes if weights else self.cost_model.gradient_bytes
-            )
+            width = self._width(compression, weights=weights)
             elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
             load = self._load(iter([(sender, receiver, elements)]), width, 0.0, self._latency(sender, receiver))
             self._parts[key] = self._seen(load, PAIR) if self._folded else load

@@ -45,8 +45,10 @@ from tawpipe.train.step_limit import FollowedLimit
 from tawpipe.train.stopping import StopRequest
 from tawpipe.train.tracking import Tracking
 
-SHARES = {"mfu": "MFU", "link_use": "link", "weights_sent": "weights sent"}
+SHARES = {"mfu": "MFU", "link_use": "link", "weights_sent": "weights sent", "gradients_sent": "gradients sent"}
 """Values that are shares of what there is, and their names on the console."""
+SETTLED = 20
+"""Steps after which it shows in how many bits changes of weights travel."""
 
 
 @dataclass
@@ -262,10 +264,13 @@ class Training:
                 values["predicted_memory_bytes"] = self._said
             if self._peak is not None:
                 values["mfu"] = self._mfu(done, seconds)
+            if done.step == self.first + SETTLED:
+                self._link_s.clear()
             if (link_s := self._link_seconds(done.given)) is not None:
                 values["link_use"] = link_s / seconds
-            if (sent := self.pipeline.executor.refresh.share()) is not None:
-                values["weights_sent"] = sent
+            coded = {"weights_sent": self.pipeline.executor.refresh.sent}
+            coded["gradients_sent"] = self.pipeline.transport.gradients_sent
+            values |= {name: share for name, sent in coded.items() if (share := sent.share()) is not None}
 
             # How evenly it was dealt.
             bins, count = done.given.batch.bins, len(done.given.batch.micro_batches)

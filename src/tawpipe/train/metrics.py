@@ -51,7 +51,8 @@ class MetricsWriter:
             step: number of the step, from 1, or 0 before any; greater than that of the row before.
             values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes,
                 predicted_memory_bytes, mfu, validation_loss, validation_by_position, retrieval_found, retrieval_loss;
-                with exact weights weights_sent (bytes between nodes since the line before, relative to bf16);
+                with exact weights or gradients weights_sent and gradients_sent (bytes between nodes since the line
+                before, relative to their type);
                 under packing balanced documents, rounds, imbalance (modelled) and compute_imbalance (measured since the
                 line before it).
 

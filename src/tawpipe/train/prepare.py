@@ -145,6 +145,7 @@ def prepare(
         compile_layers=config.compile,
         quantize=config.quantize,
         dtype=DTYPES.get(config.dtype),
+        on_gpus=world.device.type == "cuda",
     )
     world.require_same(repr(config), "settings", "the same on every machine")
 
@@ -184,6 +185,7 @@ def prepare(
             longest_document=data.longest if batch.dealt else 0,
             optimizer=factory_of(config),
             steps=max(0, int(config.steps) - (begins.state.step if begins.state is not None else 0)),
+            learning_rate=float(config.learning_rate),
         ),
         by_one=by_row or batch.dealt,  # bins are of so many ranks
         tell=console.line,

@@ -181,7 +181,7 @@ class Contents:
             return
         brings = [p for p in parts if action.collective != "broadcast" or p.rank == action.root]
         contents = [self._read(p.action.reads[0], p) for p in brings]
-        if action.compression == "exact":
+        if action.refreshes:
             for part, content in zip(parts, contents, strict=True):
                 if (seen := self._sized[part.rank].pop(action.unit, None)) != content:
                     raise ScheduleError(f"refreshes from {content}, of which {seen} was counted: {part}")

@@ -137,7 +137,7 @@ class _Checker:
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
         }
-        refreshes = action.op is Op.COLLECTIVE and action.compression == "exact"
+        refreshes = action.op is Op.COLLECTIVE and action.refreshes
         if not (refreshes or action.op is Op.SIZE) and SIZE in (*action.reads, *action.writes):
             yield "has nothing to do with what has changed"
         if not refreshes and any(buffer.kind is Kind.COPY for buffer in action.writes):
@@ -155,7 +155,7 @@ class _Checker:
             if counts[op] != wanted:
                 yield f"has {counts[op]} {op}"
         sized = [buffer for action in program if action.op is Op.SIZE for buffer in action.reads]
-        refreshed = [action for action in program if action.compression == "exact"]
+        refreshed = [action for action in program if action.refreshes]
         if counts[Op.SIZE] != self.step.refreshes or sorted(sized) != sorted(b for a in refreshed for b in a.reads[:2]):
             yield f"counts once a step what has changed of {_texts(sized)}, and refreshes something else"
         updates = Counter(action.unit for action in program if action.op is Op.UPDATE)
@@ -368,7 +368,7 @@ class _Checker:
         rooted = action.collective in ("broadcast", "reduce")
         if rooted != (action.root in self.topology.group(action.group, self.rank)):
             yield "the root is not in the group"
-        if action.compression == "exact":
+        if action.refreshes:
             copy = weight_copy(action.unit)
             if (action.reads, action.writes) != ((home_weight(action.unit), copy, SIZE), (copy,)):
                 yield "must read what is at home, its copy and size, and write the copy"
@@ -412,8 +412,8 @@ class _Checker:
             yield f"travels as {action.compression or 'its own type'}"
         if action.compression and action.collective not in ("", "all_gather", "reduce_scatter"):
             yield f"no {action.collective} knows 8 bits"
-        if action.compression == "exact" and action.collective != "all_gather":
-            yield "changes of weights are gathered"
+        if action.compression == "exact" and action.collective != ("all_gather" if weights else "reduce_scatter"):
+            yield "changes of weights are gathered, coded gradients are reduced"
 
     def _lane_of_homes(self, action: Action) -> Iterator[str]:
         """What passes between the device and homes in the host's memory uses the same room: it has one lane."""

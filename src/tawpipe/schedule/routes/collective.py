@@ -115,7 +115,8 @@ class CollectiveRoute(Route):
                 yield self._add_home(unit, source, self.back[-1].lane)
 
     def _collective(self, hop: Hop, unit: int, source: Buffer, target: Buffer, *, refreshes: bool = False) -> Action:
-        how = self.compression(weights=hop.collective == "all_gather") if hop.far else ""
+        gathers = hop.collective == "all_gather"
+        how = self.compression(weights=gathers) if hop.far else ""
         return Action(
             Op.COLLECTIVE,
             hop.lane,
@@ -124,5 +125,5 @@ class CollectiveRoute(Route):
             unit=unit,
             collective=hop.collective,
             group=hop.group,
-            compression="" if how == "exact" and not refreshes else how,
+            compression="" if how == "exact" and gathers and not refreshes else how,
         )

@@ -43,6 +43,7 @@ class Spread(WeightStrategy):
     name = "tawpipe-spread"
     summary = "every unit over all processes: it crosses each slow link once, then is gathered inside the node"
     one_order = True
+    sums_on_rings = True
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         return Home.over(tuple(node[i] for i in range(topology.local_size) for node in topology.nodes), numel)
@@ -85,6 +86,7 @@ class Striped(Spread):
     summary = "every unit over the processes of one node, which sends it to the others"
     usual = False
     one_order = False
+    sums_on_rings = False
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         return Home.over(topology.nodes[block % topology.num_nodes if at is None else at], numel)
@@ -176,7 +178,7 @@ class Flat(WeightStrategy):
     def check(self, step: StepSpec) -> None:
         super().check(step)
         compression = step.settings.gradients_compression
-        if compression != "none" and step.topology.local_size > 1:
+        if compression not in ("none", "exact") and step.topology.local_size > 1:
             reason = "every process would send to every other, which is more than the ring sends in full"
             raise UserError("schedule.gradients_compression", compression, f"none under {self.name}: {reason}")
 
@@ -228,6 +230,7 @@ class WeiPipe(Spread):
     name = "weipipe"
     summary = "weights and gradients go round a ring of all processes"
     usual = False
+    sums_on_rings = False
     refusals = {
         "step_cache": "every rank is a group of its own, and weights go on to the next as soon as they were used",
         "gradients_scope": "gradients add up on their way round the ring, for the whole step already",

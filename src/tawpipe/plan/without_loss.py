@@ -1,0 +1,62 @@
+"""Coding without loss in a plan: whether a step would gain something.
+
+A plan does not choose it: how many bits it needs depends on numbers that no plan has seen. It says what a step would
+take where the learning rate's usual bits are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tawpipe.console import span
+from tawpipe.errors import UserError
+from tawpipe.plan.candidate import GAIN, Candidate
+from tawpipe.plan.feasible import QUICK_PLAYED, fits, plays, with_settings
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.request import PlanRequest
+
+
+def without_loss(plan: Plan) -> Iterator[str]:
+    """A sentence on what coding would make of the plan; none where nothing that can be coded passes a link."""
+    chosen, request = plan.chosen, plan.request
+    if chosen is None or chosen.step is None or request.topology.num_nodes == 1:
+        return
+    ways = list(_coded(request, chosen, plan.candidates))
+    if not ways:
+        return
+    seconds, plain, words = min(ways)
+    if seconds < chosen.seconds * (1 - GAIN):
+        bits = f"weights' changes taken for {8 * request.widths.change:.2g} bits each"
+        yield f"{words}: {span(seconds)} a step instead of {span(chosen.seconds)}, and no number changes ({bits})"
+    elif seconds >= plain * (1 - GAIN):
+        yield (
+            f"exact weights and gradients are left off: a step would take {span(seconds)} instead of {span(plain)}, as "
+            "coding takes as long as the link that it spares, or computing hides both"
+        )
+
+
+def _coded(
+    request: PlanRequest, chosen: Candidate, others: tuple[Candidate, ...]
+) -> Iterator[tuple[float, float, str]]:
+    """Seconds of what was chosen, and of what keeps all weights for a step, with something coded, seconds without, and
+    settings.
+    """
+    options = [{"weights_compression": "exact"}] if request.widths.weight == 2 else []
+    if not request.on_cuda:
+        gradients = {"gradients_compression": "exact"}
+        options += [gradients, *(option | gradients for option in options)]
+    for candidate in (chosen, *(other for other in others if other.strategy == "tawpipe-step" and other is not chosen)):
+        step = candidate.step
+        if not candidate.fits or step is None or plays(request, step) > QUICK_PLAYED // 2:  # each takes seconds
+            continue
+        asked = request.with_homes(step.settings.host_homes or "none")
+        for option in options:
+            try:
+                other = with_settings(step, **option)
+            except UserError:  # not for this strategy
+                continue
+            if fits(asked, memory_quickly(asked, other)):
+                named = {"strategy": step.strategy.name} if candidate is not chosen else {}
+                words = (f"--schedule.{name.replace('_', '-')} {value}" for name, value in {**named, **option}.items())
+                yield predict(asked, other).step_seconds, candidate.seconds, " ".join(words)
