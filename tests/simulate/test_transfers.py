@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from schedules import llama, make
-from tawpipe.schedule.actions import Lane, Op, Transfer
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.proof.verify import ScheduleError
 from tawpipe.simulate import CostModel, LinkModel
