@@ -1,8 +1,9 @@
 """Laps in the lab: passes that sleep for as long as their stages compute, and real messages between the stages.
 
-A step is ``laps`` laps in which every group has a token for each of its slots, then a prompt of ``chunks`` chunks in
-the first group, one in each lap. What is measured besides the step is the time from token to token, and that from the
-begin of the first chunk until the token behind the last one is back.
+A step is ``laps`` laps in which every group has a token for each of its slots, then prompts of ``chunks`` chunks, one
+behind the other, as many as there are groups: there is a chunk on each pass of these laps. What is measured besides the
+step is the time from token to token, and the mean of that from the begin of a prompt's first chunk until the token
+behind the last one is back.
 
 * ``laps``: as many groups as make stages and links busy, see ``groups_of``;
 * ``laps-as-stages``: as many as stages, as pipelines for serving have;
@@ -12,6 +13,7 @@ begin of the first chunk until the token behind the last one is back.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.plan.machine import uniform
-from tawpipe.plan.serving import PassCost, ServeRequest, ServeWay
+from tawpipe.plan.serving import PassCost, ServeRequest, ServeWay, lap_seconds
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.step_input import LapInput
 from tawpipe.runtime.storage import Storage
@@ -88,7 +90,7 @@ def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkM
     """Bounds on a step of one row."""
     way, laps = planned(workload, topology, between, groups), workload.laps + workload.chunks
     held, (messages, _) = way.stage_seconds(), way.hops()
-    tokens = groups * laps * workload.slots + workload.chunks * workload.chunk
+    tokens = groups * (laps * workload.slots + workload.chunks * workload.chunk)
     sent, received = ([0.0] * topology.num_nodes for _ in range(2))
     for rank in range(topology.world_size):
         last = rank == topology.world_size - 1
@@ -97,8 +99,13 @@ def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkM
         if here != there:
             sent[here] += amount
             received[there] += amount
-    longest = workload.laps * way.token_s + way.first_s
-    return Bounds(laps * groups * max(held), laps * groups * max(messages), longest, tuple(sent), tuple(received))
+    long, (heavy, latencies) = way.stage_seconds(workload.chunk), way.hops(workload.chunk)
+    with_chunks = workload.chunks * lap_seconds(long, heavy, latencies, groups)
+    compute_s, link_s = (
+        groups * (workload.laps * max(usual) + workload.chunks * max(more))
+        for usual, more in ((held, long), (messages, heavy))
+    )
+    return Bounds(compute_s, link_s, workload.laps * way.token_s + with_chunks, tuple(sent), tuple(received))
 
 
 class LapContender:
@@ -137,16 +144,19 @@ class LapContender:
     @property
     def token_s(self) -> float:
         """Seconds from token to token in the last step; on the first rank."""
-        times = self._compute.began[1 : self._workload.laps]  # the first lap fills the stages
+        groups, laps = self.knobs["groups"], self._workload.laps
+        times = self._compute.began[groups : groups * laps : groups]  # the first lap fills the stages
         return (times[-1] - times[0]) / (len(times) - 1) if times else 0.0
 
     @property
     def first_s(self) -> float:
-        """Seconds of the prompt in the last step; on the first rank."""
-        laps = self._workload.laps
+        """Seconds of a prompt in the last step, the mean; on the first rank."""
+        chunks, begin = self._workload.chunks, self.knobs["groups"] * self._workload.laps
+        end = begin + self.knobs["groups"] * chunks
         if not self._compute.began:
             return 0.0
-        return self._compute.back[laps + self._workload.chunks - 1] - self._compute.began[laps]
+        began, back = self._compute.began[begin:end:chunks], self._compute.back[begin + chunks - 1 : end : chunks]
+        return statistics.fmean(ends - begins for begins, ends in zip(began, back, strict=True))
 
     def busy(self) -> dict[str, float]:
         return self._busy.take()
@@ -161,9 +171,9 @@ class _SleepingPasses:
     def __init__(self, workload: ServingWorkload, world: int, sleeper: Sleeper) -> None:
         self._workload, self._alone, self._sleeper = workload, world == 1, sleeper
         self.began: list[float] = []
-        """When each pass of the first group began, on the first rank."""
+        """When each pass began, on the first rank."""
         self.back: list[float] = []
-        """When what was drawn for it was back."""
+        """When what was drawn behind each was back."""
         self._held: dict[Buffer, bytes] = {}
 
     def begin(self) -> None:
@@ -173,17 +183,16 @@ class _SleepingPasses:
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
         work, group, block = self._workload, action.micro_batch, action.block
         if block == 0:
-            if group == 0:
-                self.began.append(time.perf_counter())
+            self.began.append(time.perf_counter())
             last = given.number >= work.laps + work.chunks
-            chunk = group == 0 and work.laps <= given.number < work.laps + work.chunks
+            chunk = work.laps <= given.number < work.laps + work.chunks
             header, given.last = bytes((last, chunk)), given.last or last
         else:
             header = self._held[block_input(group, block)]
         if block <= work.layers and block and not header[0]:
             self._sleeper.compute(work.forward_s + work.chunk_s * header[1])
         self._held[ids(group) if block > work.layers else block_input(group, block + 1)] = header
-        if self._alone and group == 0 and block > work.layers:
+        if self._alone and block > work.layers:
             self.back.append(time.perf_counter())
 
     def prepare(self, action: Action, given: LapInput) -> None:
@@ -199,7 +208,7 @@ class _SleepingPasses:
                 messages[transfer.buffer] = message
         for buffer, message in transport.exchange(action, messages).items():
             self._held[buffer] = bytes(message[:HEADER].tolist())
-            if buffer == ids(0):
+            if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:

@@ -103,8 +103,8 @@ def _workload(row: dict[str, Any]) -> str:
         return (
             f"{workload['layers']} layers, each {1e3 * workload['forward_s']:g} ms on a pass of {workload['slots']} "
             f"users and {1e3 * workload['chunk_s']:g} ms more with a chunk of {workload['chunk']} tokens; a token has "
-            f"{workload['token_bytes']} bytes between stages. A step is {workload['laps']} laps, then a prompt of "
-            f"{workload['chunks']} chunks."
+            f"{workload['token_bytes']} bytes between stages. A step is {workload['laps']} laps, then prompts of "
+            f"{workload['chunks']} chunks, one behind the other."
         )
     if _is_real(row):
         return (

@@ -348,7 +348,7 @@ class ServingWorkload:
         slots: of a group, each of which has a token in every pass.
         token_bytes: of a token between two stages.
         laps: of a step in which nothing but such tokens pass.
-        chunk, chunks: tokens of a part of a prompt, and parts of the prompt that follows these laps.
+        chunk, chunks: tokens of a part of a prompt, and parts of the prompts that follow these laps.
         chunk_s: that a layer takes longer with such a part.
 
     Raises:

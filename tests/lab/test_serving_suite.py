@@ -33,14 +33,13 @@ def test_groups_follow_from_the_latency():
 def test_what_is_planned_of_tokens():
     way = planned(WORK, FOUR, LinkModel(1e12, 0.005), 6)
     assert way.token_s == pytest.approx(0.06, rel=1e-4)
-    through = 4 * 0.02 + 4 * 0.005
-    assert way.first_s == pytest.approx(3 * through, rel=1e-3)
+    assert way.first_s == pytest.approx(4 * 0.02 + 4 * 0.005 + 2 * 0.02, rel=1e-3)
 
 
 def test_bytes_are_those_of_the_borders_between_nodes():
     cell, entry = Cell("c", 2, 2, "1gbit", WORK), Entry("laps", {"groups": 2})
     bounds = bounds_of(cell, entry, link_of(cell))
-    tokens = 2 * 8 * 4 + 3 * 8
+    tokens = 2 * (8 * 4 + 3 * 8)
     assert bounds.sent_bytes == (tokens * 1000, 2 * 8 * 4 * 8)
     assert bounds.received_bytes == (2 * 8 * 4 * 8, tokens * 1000)
     with pytest.raises(UserError, match="which serve"):
@@ -63,8 +62,8 @@ def test_a_step_has_its_laps_and_the_prompt_after_them(pool):
     for rank, (found, asked) in enumerate(pool.run(f"{__name__}:served", 2, 1)):
         for laps, token_s, first_s in found:
             assert laps == 5 + 3 + 2
-            assert (token_s >= 3 * 2 * 0.001 and first_s >= 3 * 4 * 0.002) if rank == 0 else token_s == first_s == 0
-        assert asked == pytest.approx(2 * 2 * (3 * 8 * 0.001 + 3 * 0.001))
+            assert (token_s >= 3 * 2 * 0.001 and first_s >= 4 * 0.002) if rank == 0 else token_s == first_s == 0
+        assert asked == pytest.approx(2 * 2 * 3 * (8 * 0.001 + 3 * 0.001))
 
 
 def test_rows_of_the_table_say_what_was_planned(tmp_path):

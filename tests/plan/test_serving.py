@@ -36,27 +36,23 @@ def request(nodes: int = 4, hop_s: float = 5 * MS, layer_s: float = 10 * MS, **m
     return ServeRequest(llama(4), costs, machine(nodes, hop_s, asked.pop("rate", math.inf)), **asked)
 
 
-def played(way: ServeWay, *, chunk: int = 0, laps: int = 8) -> tuple[float, float]:
-    """Seconds of a lap in the middle, and of the first group's pass there, by the clock; layers are as of ``request``.
+def played(way: ServeWay, *, chunk: int = 0) -> tuple[float, float]:
+    """Seconds of a lap in the middle, and of a pass there, by the clock; layers are as of ``request``.
 
     Args:
-        chunk: that the first group's passes have.
+        chunk: that every pass has.
     """
     asked, size = way.request, way.stages.stages
     schedule = build_laps(asked.model, Topology.grid(size, 1), way.groups, way.stages)
-    layer_s, more = asked.costs[1].seconds(way.slots), asked.costs[1].seconds(way.slots + chunk)
-    per_token = (more - layer_s) / chunk if chunk else 0.0
-    layer = BlockCost(Seconds(layer_s - per_token * way.slots, per_token))
-    sizes = {0: MicroBatchSize(way.slots + chunk, 1)}
+    layer = BlockCost(Seconds(asked.costs[1].seconds(way.slots + chunk)))
     costs = CostModel(
         (BlockCost(), *[layer] * 4, BlockCost()),
         asked.machine.between,
         asked.machine.inside,
-        size=MicroBatchSize(way.slots, 1),
-        sizes=sizes,
-        boundary_bytes=asked.boundary_bytes,
+        size=MicroBatchSize(way.slots + chunk, 1),
+        boundary_bytes=int(asked.boundary_bytes),
     )
-    timeline = play(schedule, costs, steps=laps)
+    timeline = play(schedule, costs, steps=8)
     return timeline.step_seconds, timeline.pass_seconds(0)
 
 
@@ -72,19 +68,18 @@ def test_the_clock_plays_what_the_formula_says(hop_s, rate):
 @pytest.mark.parametrize("hop_s", [0.1 * MS, 5 * MS, 25 * MS])
 def test_the_clock_plays_the_time_to_the_first_token(hop_s):
     for groups in (1, 4, 8, 14):
-        asked = request(hop_s=hop_s, context=32)
-        way = ServeWay(asked, 1, Layout.even(6, 4), groups, 4, 32)
-        _, first_s = played(way, chunk=32)
-        assert first_s == pytest.approx(way.first_s, rel=0.02)
-        several = replace(way, chunk=8)
-        lap_s, last_s = played(several, chunk=8)
-        assert 3 * lap_s + last_s == pytest.approx(several.first_s, rel=0.02)
+        for chunks in (1, 5):
+            way = ServeWay(request(hop_s=hop_s, context=32), 1, Layout.even(6, 4), groups, 4, -(-32 // chunks))
+            lap_s, last_s = played(way, chunk=way.chunk)
+            assert (chunks - 1) * lap_s / groups + last_s == pytest.approx(way.first_s, rel=0.02)
 
 
 def test_unequal_stages_wait_for_the_slowest():
     way = ServeWay(request(), 1, Layout(6, (0, 2, 4), (0, 1, 2)), 5, 4)
     assert way.stage_seconds() == pytest.approx([10 * MS, 20 * MS, 10 * MS])
     assert played(way)[0] == pytest.approx(way.token_s, rel=0.02) == pytest.approx(100 * MS, rel=0.02)
+    asked = replace(way, request=request(context=16), chunk=16)
+    assert played(asked, chunk=16)[1] == pytest.approx(asked.first_s, rel=0.02)
 
 
 def test_latency_says_how_many_groups_there_should_be():

@@ -175,13 +175,14 @@ class ServeWay:
 
     @cached_property
     def first_s(self) -> float:
-        """Seconds from when the first chunk of a prompt as long as the context begins to its first token: chunks follow
-        each other lap after lap, and the last one goes through all stages.
+        """Seconds from when the first chunk of a prompt as long as the context begins to its first token, while every
+        pass has a chunk: on the mean, whichever group it begins with. Chunks follow each other from pass to pass, and
+        the last one goes through all stages; behind the first stage it waits for a slower one, as those before it do.
         """
         times, (held, latencies) = self.stage_seconds(self.chunk), self.hops(self.chunk)
-        through, laps = sum((*times, *held, *latencies)), -(-self.request.context // max(1, self.chunk)) - 1
-        others = (self.groups - 1) * max((*self.stage_seconds(), *self.hops()[0]))
-        return through + laps * max(through, others + max((*times, *held)))
+        lap = lap_seconds(times, held, latencies, self.groups)
+        through = sum((*times, *held, *latencies)) if times[0] == max((*times, *held)) else lap
+        return through + (-(-self.request.context // max(1, self.chunk)) - 1) * lap / self.groups
 
     @property
     def tokens_per_s(self) -> float:
