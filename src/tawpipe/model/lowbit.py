@@ -1,0 +1,161 @@
+"""Weights of linear layers in 4 or 8 bits, multiplied by torch's kernels; for generation, where they stay.
+
+``w4`` is what compressed-tensors calls W4A16: groups of 128 along a row share a scale, codes go from -8 to 7, scales
+are bf16. ``int8`` has one scale for each row. Where a kernel takes neither the matrix nor the dtype, and for many
+tokens at once, which are multiplied as fast as they are read, the matrix is dequantised for the time of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.quantized import ROUTERS
+
+EXACT = "none"
+FORMS = (EXACT, "w4", "int8")
+GROUP = 128
+"""Elements of a row that share a scale, of w4."""
+FEW = 16
+"""Tokens up to which a kernel for few bits is faster than a product with what it stands for."""
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantise_rows(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix.
+
+    Args:
+        weight: [out, in], of any floating type; ``in`` a multiple of ``GROUP`` for w4.
+
+    Returns:
+        int8 [out, in]; bf16 [out, in / GROUP] for w4, fp32 [out, 1] for int8.
+    """
+    size, most, dtype = (GROUP, 7.5, torch.bfloat16) if form == "w4" else (weight.shape[1], 127.0, torch.float32)
+    groups = weight.float().unflatten(1, (-1, size))
+    scales = (groups.abs().amax(dim=2) / most).to(dtype)
+    divisors = scales.float().where(scales > 0, 1.0)
+    lowest, highest = (-8, 7) if form == "w4" else (-127, 127)
+    codes = (groups / divisors[..., None]).round_().clamp_(lowest, highest).to(torch.int8)
+    return codes.flatten(1), scales
+
+
+def dequantise_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix that codes and scales stand for, [out, in]; computed in fp32 and rounded once."""
+    groups = codes.unflatten(1, (scales.shape[1], -1)).float()
+    return (groups * scales.float()[..., None]).flatten(1).to(dtype)
+
+
+class FewBitsLinear(nn.Module):
+    """A linear layer whose matrix is in few bits.
+
+    Args:
+        codes, scales: as ``quantise_rows`` gives them.
+        bias: [out], or None.
+        dtype: that it computes in.
+    """
+
+    def __init__(self, form: str, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.form, self.dtype = form, dtype
+        self.out_features, self.in_features = codes.shape
+        self.bias = bias
+        self.kernel = has_kernel(form, codes, dtype)
+        self.scales, self.scales_and_zeros = scales, scales.new_empty(0)
+        if form == "int8":
+            self.codes = codes
+            self.row_scales = scales[:, 0].to(dtype).contiguous()
+            return
+        low, high = (codes[:, at::2].to(torch.uint8) & 15 for at in (0, 1))
+        self.codes = low | high << 4
+        if self.kernel:
+            self.packed = _pack(codes)
+            self.scales_and_zeros = torch.stack([scales.T, torch.zeros_like(scales.T)], dim=2).to(dtype).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix in all forms that are kept."""
+        kept = (self.codes, self.scales, self.scales_and_zeros, getattr(self, "packed", self.scales_and_zeros[:0]))
+        return sum(tensor.nbytes for tensor in kept)
+
+    def matrix(self) -> Tensor:
+        """What the codes stand for, [out, in]."""
+        codes = self.codes
+        if self.form == "w4":
+            halves = torch.stack([codes << 4, codes & 0xF0], dim=2).view(torch.int8)  # each in the upper half
+            codes = (halves >> 4).flatten(1)
+        return dequantise_rows(codes, self.scales, self.dtype)
+
+    def forward(self, given: Tensor) -> Tensor:
+        rows = given.reshape(-1, self.in_features)
+        if not self.kernel or len(rows) > FEW:
+            return F.linear(given, self.matrix(), self.bias)
+        if self.form == "int8":
+            output = torch.ops.aten._weight_int8pack_mm(rows, self.codes, self.row_scales)
+        elif given.device.type == "cpu":
+            output = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales_and_zeros)
+        else:
+            output = torch.ops.aten._weight_int4pack_mm(rows, self.packed, GROUP, self.scales_and_zeros)
+        output = output if self.bias is None else output + self.bias
+        return output.view(*given.shape[:-1], self.out_features)
+
+
+def has_kernel(form: str, codes: Tensor, dtype: torch.dtype) -> bool:
+    """True if torch multiplies with such a matrix on its device."""
+    out, inner = codes.shape
+    if codes.device.type == "cpu":
+        return dtype in FLOATS and out % 16 == 0 and inner % 32 == 0
+    return form == "w4" and dtype == torch.bfloat16 and out % 8 == 0 and inner % 1024 == 0
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Codes as the kernel of their device wants them, which counts them from 0 on."""
+    above = codes.int() + 8
+    if codes.device.type == "cpu":
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(above, 1)
+    pairs = (above[:, ::2] << 4 | above[:, 1::2]).to(torch.uint8)
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
+
+
+def check_weights_form(form: str) -> None:
+    """Raises UserError: there is no such form."""
+    if form not in FORMS:
+        raise UserError("weights", form, ", ".join(FORMS))
+
+
+def few_bits_modules(model: nn.Module, form: str, among: Collection[str]) -> dict[str, str]:
+    """Weights that can be in few bits -> the linear modules that they are of: no routers, no adapters, no experts that
+    are stacked in one parameter.
+
+    Args:
+        among: names of parameters.
+    """
+    modules = dict[str, str]()
+    for path, module in model.named_modules():
+        name = f"{path}.weight"
+        last, adapted = path.rpartition(".")[2], ".lora_" in path or ".base_layer" in path
+        divides = form == "int8" or getattr(module, "in_features", 1) % GROUP == 0
+        if type(module) is nn.Linear and name in among and last not in ROUTERS and not adapted and divides:
+            modules[name] = path
+    return modules
+
+
+def put_few_bits(
+    model: nn.Module, path: str, form: str, weight: Tensor, coded: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Replace a linear module by one in few bits, which keeps its bias.
+
+    Args:
+        weight: [out, in] on the device and in the dtype to compute with.
+        coded: its codes and scales if it has some, which are taken if they are of this form.
+    """
+    above, _, leaf = path.rpartition(".")
+    parent = model.get_submodule(above)
+    groups = weight.shape[1] // GROUP if form == "w4" else 1
+    if coded is None or coded[1].shape[1] != groups:
+        coded = quantise_rows(weight, form)
+    codes, scales = (tensor.to(weight.device) for tensor in coded)
+    setattr(parent, leaf, FewBitsLinear(form, codes, scales, getattr(parent, leaf).bias, weight.dtype))

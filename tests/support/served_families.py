@@ -1,0 +1,175 @@
+"""Every causal LM that transformers knows, tiny and random: what an engine writes beside what the model's ``generate``
+does, in fp64. Three requests join in different passes, and their prompts come in chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from every_family import NOT_BUILT, logits_of, random_model
+from family_configs import ORDINARY_TOKENS
+from model_families import family_config
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.serving import hold_weights
+from tawpipe.model.weights import ModuleSource
+from tawpipe.pipeline.generate import GrowingTexts, Wanted
+from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
+from tawpipe.runtime.passes import Pass, Room, Sampling
+from tawpipe.runtime.world import World
+from tawpipe.schedule.laps import build_laps
+
+LENGTHS = (5, 13, 9)
+"""Tokens of the prompts."""
+JOIN = (0, 2, 5)
+"""Passes of all groups before each of them is there."""
+TOKENS = 10
+CHUNK = 4
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a family compares: ``equal``, ``refused``, ``wrong``, ``broken``, or ``not built`` by transformers."""
+
+    kind: str
+    reason: str = ""
+
+
+class Joining(GrowingTexts):
+    """Texts that begin to wait only after some passes."""
+
+    def __init__(self, wanted: Wanted, room: Room, join: Sequence[int] = JOIN) -> None:
+        super().__init__(wanted, room)
+        self._later = list(zip(join, range(len(wanted.prompts)), strict=True))
+        self._waiting.clear()
+        self._fed = 0
+
+    def feed(self, group: int) -> Pass:
+        while self._later and self._later[0][0] <= self._fed:
+            self._waiting.append(self._later.pop(0)[1])
+        self._fed += 1
+        fed = super().feed(group)
+        return Pass(fed.group, fed.rows, last=fed.last and not self._later)
+
+
+def plain_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A tiny model of a family with random values, as transformers computes it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(family, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.to(dtype).eval()
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    drawn = (ORDINARY_TOKENS.start, ORDINARY_TOKENS.stop)
+    return [torch.randint(*drawn, (length,), generator=generator).tolist() for length in lengths]
+
+
+def wanted(tokens: int = TOKENS, **sampling: Any) -> Wanted:
+    return Wanted(prompts(), tokens, Sampling(**{"temperature": 0.0, **sampling}), frozenset())
+
+
+def generated(model: Any, asked: Wanted, *, counts_padding: bool = False) -> list[list[int]]:
+    """The new tokens of the model's own ``generate``.
+
+    Args:
+        counts_padding: it has positions of its own, which ``generate`` does not give it: token by token then.
+    """
+    texts = []
+    for prompt in asked.prompts:
+        ids = torch.tensor([list(prompt)])
+        with torch.no_grad():
+            if counts_padding:
+                for _ in range(asked.tokens):
+                    ids = torch.cat([ids, logits_of(model, ids)[:, -1:].argmax(-1)], dim=1)
+            else:
+                ids = by_generate(model, ids, asked.tokens)
+        texts.append(ids[0, len(prompt) :].tolist())
+    return texts
+
+
+def by_generate(model: Any, ids: Tensor, tokens: int) -> Tensor:
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "max_new_tokens": tokens}
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None
+    try:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+def staying(
+    chain: Chain, dtype: torch.dtype = torch.float64, *, blocks: Sequence[int] = (), form: str = "none"
+) -> Chain:
+    """A chain of a model with values, whose blocks (all by default) hold theirs from now on."""
+    source = ModuleSource(chain)
+    chain.prepare("cpu", dtype)
+    hold_weights(
+        chain, blocks or range(len(chain.blocks)), lambda unit: source.unit(unit, dtype=torch.float64), form=form
+    )
+    return chain
+
+
+def served(family: str) -> Served:
+    """What one process makes of a family."""
+    try:
+        model = random_model(family).eval()
+    except Exception as error:
+        known = [words for pattern, words in NOT_BUILT.items() if re.search(pattern, str(error))]
+        return Served("not built", known[0] if known else str(error).splitlines()[0])
+    try:
+        chain = Chain(random_model(family).requires_grad_(False))
+    except UserError as error:
+        return Served("refused", error.expected)
+    asked = wanted()
+    try:
+        room = Room(1, len(LENGTHS), asked.longest, CHUNK)
+        expected = generated(model, asked, counts_padding=chain.positions.first > 0)
+        texts = Joining(asked, room)
+        Engine(staying(chain), room).run(texts)
+    except UserError as error:
+        return Served("refused", error.expected)
+    except Exception as error:
+        return Served("broken", f"{type(error).__name__}: {error}")
+    ours = [list(each.ids) for each in texts.continuations]
+    if ours == expected:
+        return Served("equal")
+    first = next(n for n, pair in enumerate(zip(ours, expected, strict=True)) if pair[0] != pair[1])
+    return Served("wrong", f"text {first}: {ours[first]} instead of {expected[first]}")
+
+
+def on_stages(world: World, family: str, *, groups: int = 2, compression: str = "", **sampling: Any) -> Any:
+    """The texts of a pipeline of all ranks, and those of ``generate``; on rank 0."""
+    model = random_model(family).eval()
+    asked = wanted(**sampling)
+    expected = generated(model, asked) if world.rank == 0 else None
+    chain = Chain(model)
+    schedule = build_laps(chain.spec, world.topology, groups)
+    staying(chain, blocks=schedule.step.strategy.computes(schedule.step)[world.rank])
+    room = Room(groups, 2, asked.longest, CHUNK)
+    engine = StagesEngine(chain, room, world, schedule, compression=compression)
+    for _ in range(2):  # an engine may run again
+        texts = Joining(asked, room)
+        engine.run(texts if world.rank == 0 else None)
+    engine.close()
+    return ([list(each.ids) for each in texts.continuations], expected) if world.rank == 0 else None
+
+
+def of_folder(world: World, folder: str) -> Any:
+    """The texts of an engine of a folder, a stage on every rank; on rank 0."""
+    room = Room(2, 2, wanted().longest, CHUNK)
+    engine = load_engine(folder, room, world=world, dtype="float64")
+    texts = Joining(wanted(), room)
+    engine.run(texts if world.rank == 0 else None)
+    engine.close()
+    return [list(each.ids) for each in texts.continuations]
