@@ -23,10 +23,13 @@ from tawpipe.runtime.drawing import draw
 from tawpipe.runtime.engine import Engine, StagesEngine
 from tawpipe.runtime.measures import Head, Measure
 from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
+from tawpipe.runtime.placing import placed_weights
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.placing import build_placing
+from tawpipe.schedule.proof.verify import verify
 
 MOST_SLOTS = 64
 """Texts that grow at one time, at most."""
@@ -185,7 +188,9 @@ class Generator:
         with torch.compiler.set_stance("force_eager"):  # passes have many lengths, and layers are compiled for rows
             try:
                 if size == 1:
-                    hold_weights(self._chain, range(len(self._chain.blocks)), self._values)
+                    copies = self._storage.compute_copy
+                    blocks = range(len(self._chain.blocks))
+                    hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
                     Engine(self._chain, room).run(texts)
                     return texts.continuations
                 engine = self._staged(room)
@@ -203,29 +208,27 @@ class Generator:
         if self._transport is not None:
             self._transport.close()
 
-    def _values(self, unit: Unit) -> Tensor:
-        """A unit's numbers as they travel, on one process."""
-        if unit.packing is None:
-            return self._storage.compute_copy[unit.index][: unit.numel]
-        values = self._storage.collect(unit, None, travelling=True)
-        assert values is not None
-        return values
-
     def _staged(self, room: Room) -> StagesEngine:
         """The engine of this rank's stage, to which weights have gone."""
-        world, chain = self._world, self._chain
-        schedule = build_laps(chain.spec, world.topology, room.groups)
-        self._transport = self._transport or Transport(world.topology, world.rank, [schedule], device=world.device)
-        stages = schedule.step.strategy.computes(schedule.step)
-        placed = dict[int, Tensor]()
-        for rank, blocks in enumerate(stages):
-            for unit in chain.units:
-                if set(blocks).intersection(unit.blocks):
-                    values = self._storage.collect(unit, world.group, to=rank, travelling=True)
-                    if values is not None:
-                        placed[unit.index] = values.to(world.device)
-        hold_weights(chain, stages[world.rank], lambda unit: placed.pop(unit.index))
-        return StagesEngine(chain, room, world, schedule, transport=self._transport)
+        world, chain, homes = self._world, self._chain, self._storage.homes
+        laps = build_laps(chain.spec, world.topology, room.groups)
+        stages = laps.step.strategy.computes(laps.step)
+        wanted = [[unit.index for unit in chain.units if set(stage).intersection(unit.blocks)] for stage in stages]
+        placing = build_placing(chain.spec, world.topology, tuple(homes), wanted)
+        if self._transport is None:
+            self._transport = Transport(world.topology, world.rank, [laps, placing], device=world.device)
+            verify(placing, one_thread=True)
+        placed = placed_weights(placing, self._storage, self._transport)
+        hold_weights(chain, stages[world.rank], lambda unit: self._numbers(unit, placed.pop(unit.index)))
+        return StagesEngine(chain, room, world, laps, transport=self._transport)
+
+    def _numbers(self, unit: Unit, flat: Tensor) -> Tensor:
+        """A unit's numbers of what travels of it."""
+        if unit.packing is None:
+            return flat[: unit.numel]
+        numbers = torch.empty(unit.numel, dtype=self._storage.compute_dtype, device=flat.device)
+        unit.packing.unpack(flat, numbers)
+        return numbers
 
 
 class Evaluating(Protocol):

@@ -25,6 +25,7 @@ from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 
 PATIENCE = timedelta(minutes=1)
@@ -103,6 +104,7 @@ class StagesEngine:
         timeout: timedelta = PATIENCE,
         transport: Transport | None = None,
     ) -> None:
+        verify(schedule, one_thread=True)
         self.chain, self.room, self.world = chain, room, world
         self.stage = StayingStage(chain, room)
         self._schedule, self._compression = schedule, compression

@@ -356,25 +356,18 @@ class Storage:
 
     @torch.no_grad()
     def collect(
-        self,
-        unit: Unit,
-        world: dist.ProcessGroup | None,
-        *,
-        to: int = 0,
-        gradient: bool = False,
-        travelling: bool = False,
+        self, unit: Unit, world: dist.ProcessGroup | None, *, to: int = 0, gradient: bool = False
     ) -> Tensor | None:
         """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks. A
         packed one's numbers are those that blocks compute with.
 
         Args:
             gradient: its home gradient instead of its weights.
-            travelling: what travels of it in training, in the compute dtype.
         """
         home = self.homes[unit.index]
         index = home.ranks.index(self.rank) if self.rank in home.ranks else None
-        held = self.gradient if gradient else self.compute_copy if travelling else self.master
-        dtype = self.compute_dtype if travelling else self._dtype_of(unit)
+        held = self.gradient if gradient else self.master
+        dtype = self._dtype_of(unit)
         mine = None if index is None else held[unit.index].to("cpu", dtype)
         if gradient and mine is not None and unit.index in self.scales:
             mine = mine * self.scales[unit.index].cpu()
@@ -391,6 +384,6 @@ class Storage:
                 dist.recv(stripe, rank, group=world)
         if unit.packing is None:
             return flat[: unit.numel]
-        values = torch.empty(unit.numel, dtype=self.compute_dtype if travelling else self.master_dtype, device="cpu")
+        values = torch.empty(unit.numel, dtype=self.master_dtype, device="cpu")
         unit.packing.unpack(flat, values)
         return values
