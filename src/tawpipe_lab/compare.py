@@ -265,7 +265,7 @@ def message_sizes(cell: Cell) -> tuple[int, ...]:
     """Bytes of messages of a cell's strategies: the largest unit, a rank's share of it, and an activation."""
     workload = cell.workload
     if isinstance(workload, ServingWorkload):
-        return (workload.slots * workload.token_bytes,)
+        return tuple(tokens * workload.token_bytes for tokens in (workload.slots, workload.slots + workload.chunk))
     if isinstance(workload, RealWorkload):
         model = real_model_spec(workload)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from schedules import llama
-from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.pass_costs import estimated_passes
@@ -136,34 +134,3 @@ def test_numbers_that_cannot_be_are_refused():
         request(users=0)
     with pytest.raises(UserError, match="--context"):
         request(context=1)
-
-
-WORDS = ["plan", "--serve", "--model", "llama-8b", "--device-name", "H100", "--users", "64", "--context", "4096"]
-
-
-def test_the_command_says_which_way(capsys):
-    assert main([*WORDS, "--topology", "2x1@25gbit", "--memory", "75"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("replicas: 2 devices")
-    assert main([*WORDS, "--topology", "2x1@25gbit", "--memory", "75", "--users", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("one machine")
-    assert main([*WORDS, "--topology", "4x1@10gbit", "--memory", "16", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    (chosen,) = [way for way in told["ways"] if way["chosen"]]
-    assert told["verdict"] == chosen["kind"] == "pipeline"
-    assert chosen["stages"] == 4
-    assert chosen["memory_bytes"] < 16 * 2**30
-    assert main([*WORDS, "--topology", "2x1@10gbit", "--memory", "4"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "setting"),
-    [
-        (["--serve", "--users", "4"], "--context"),
-        (["--serve", "--users", "4", "--context", "64", "--global-batch", "4"], "--global-batch"),
-        (["--users", "4", "--sequence-length", "64", "--global-batch", "4"], "--users"),
-        (["--serve", "--users", "4", "--context", "64", "--longest"], "--longest"),
-    ],
-)
-def test_words_that_do_not_go_together_are_refused(words, setting, capsys):
-    assert main(["plan", "--model", "llama-8b", "--topology", "2x1@10gbit", "--device-name", "H100", *words]) == 2
-    assert setting in capsys.readouterr().err

@@ -22,7 +22,7 @@ def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Ca
     """
     from tawpipe.plan.serving import ServePlan
 
-    request = _request(words, machine, here=here, dtype=dtype, tell=tell)
+    request = request_for(words, machine, here=here, dtype=dtype, tell=tell)
     plan = ServePlan.of(request)
     if words.json:
         print(json.dumps(plan.spelled_out(), indent=2))
@@ -33,7 +33,10 @@ def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Ca
     return 0 if plan.chosen else 1
 
 
-def _request(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]) -> ServeRequest:
+def request_for(
+    words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]
+) -> ServeRequest:
+    """What is asked for; arguments as of ``serve``."""
     from tawpipe.model.build import PRESETS, build_model
     from tawpipe.model.chain import Chain
     from tawpipe.model.flops import KNOWN_DEVICES, key_bytes, memory_rate, peak_flops
