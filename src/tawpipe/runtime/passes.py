@@ -1,9 +1,10 @@
 """What goes between those who hold requests and the engine that computes for them. Without torch.
 
 A *slot* holds one request's keys and values on every stage; a *group* is some slots that pass the stages together; in
-a *lap* every group passes once. The engine asks a ``Feeder`` for each pass of a group, and gives it what was drawn
-after that pass before it asks for the group's next one. So a group has at most one pass on its way, and a slot that
-is given to another request between two passes is nobody else's any more: what is computed at position 0 comes first.
+a *lap* every group passes once. The engine asks a ``PassFeeder`` for each pass of a group, and gives it what was drawn
+after that pass before it asks for the group's next one. All stages see the passes in the order in which they were fed,
+so chunks of one prompt may ride on successive passes, of whatever groups, and a slot can be given to another request
+between two passes: that begins again at position 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Room:
     Attributes:
         groups: that pass in a lap.
         slots: of each group.
-        context: positions of each slot; a request's prompt and answer together have at most so many tokens.
+        context: positions of each slot. The last token of an answer needs none.
         chunk: tokens of a prompt that ride on one pass, at most.
     """
 
@@ -55,7 +56,8 @@ class Row:
     """A document of a pass: the next tokens of one slot.
 
     Attributes:
-        slot: its number in the group; no two rows of a pass have the same.
+        slot: its number among all slots: ``group * Room.slots`` + its place in the group that passes with its one
+            token. No two rows of a pass have the same.
         first: position of the first token. Where it is 0, a new request begins in the slot.
         tokens: at least one.
         draw: how the token behind them is drawn; None if none is, as they are a chunk that is not a prompt's last.
@@ -69,7 +71,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """What passes the stages at one time: at most one row of several tokens, beside rows of one token each.
+    """What passes the stages at one time: a row of one token for slots of its group, and at most one row besides, with
+    tokens of a prompt for any slot.
 
     Attributes:
         group: the number of the group.
@@ -87,7 +90,7 @@ class Drawn:
     """A token that was drawn.
 
     Attributes:
-        slot: number of its slot in the group.
+        slot: the row's.
         position: of the token in its slot: that of the row's last token, and one.
         token: its id.
         logprob: natural logarithm of its chance by the model's logits as they are: no temperature, no ``top_k``.
