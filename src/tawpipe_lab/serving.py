@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,11 +126,11 @@ class LapContender:
         for number, spec in enumerate(self.schedule.model.units):
             slot = ParameterSlot(f"layer.{number}", (spec.numel,), 0, spec.numel)
             units.append(Unit(number, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
-        types = {"compute_dtype": torch.float32, "master_dtype": torch.float32}
+        types: Any = {"compute_dtype": torch.float32, "master_dtype": torch.float32}
         self._compute = _SleepingPasses(workload, self.schedule.step.topology.world_size, self.sleeper)
         self._executor = Executor(
             rank,
-            compute=self._compute,
+            compute=cast(Any, self._compute),
             storage=Storage(units, self.schedule.homes, rank, device=device, **types),
             transport=Transport(topology, rank, [self.schedule], device=device),
             optimizers=None,

@@ -74,7 +74,7 @@ def executor_of(world: World, schedule: Schedule, compute: Any, delay: Callable[
         Unit(n, f"u{n}", False, (ParameterSlot(f"u{n}", (u.numel,), 0, u.numel),), u.blocks, u.numel)
         for n, u in enumerate(schedule.model.units)
     ]
-    types = {"compute_dtype": torch.float32, "master_dtype": torch.float32}
+    types: Any = {"compute_dtype": torch.float32, "master_dtype": torch.float32}
     return Executor(
         world.rank,
         compute=compute,
@@ -99,7 +99,8 @@ def looped(world: World, groups: int, last: int) -> dict[str, Any]:
     executor = executor_of(world, schedule, compute, delays(world.rank))
     laps = [executor.loop(schedule)]
     first = {str(name): passes for name, passes in compute.seen.items()}, list(compute.drawn)
-    compute.seen.clear(), compute.drawn.clear(), compute.held.clear()
+    for held in (compute.seen, compute.drawn, compute.held):
+        held.clear()
     laps.append(executor.loop(schedule))
     again = {str(name): passes for name, passes in compute.seen.items()}, list(compute.drawn)
     executor.close()

@@ -46,6 +46,7 @@ def request_for(
     from tawpipe.plan.serving import ServeRequest
 
     config, device = words.config, machine.device
+    assert words.users is not None and words.context is not None
     built = build_model(
         config.model,
         vocab_size=words.given("vocab_size") if config.model in PRESETS else None,
@@ -55,7 +56,6 @@ def request_for(
         trust_remote_code=config.trust_remote_code,
     )
     chain = Chain(built.model)
-    assert words.users is not None and words.context is not None
     refuse_serving(chain, words.context)
     width, keys = dtype.itemsize, key_bytes(chain.config.get_text_config(), dtype)[0]
     boundary, model = chain.config.get_text_config().hidden_size * width, chain.spec

@@ -283,7 +283,7 @@ class ServePlan:
     def table(self) -> Iterator[str]:
         """A line for every way."""
         heads = ("way", "stages", "groups", "slots", "chunk", "token", "first token", "tokens/s", "memory")
-        rows = [heads]
+        rows: list[tuple[str, ...]] = [heads]
         for way in self.ways:
             memory = f"{way.memory_bytes / 2**30:.1f} GiB" + ("" if way.fits else ", too much")
             name = f"{way.kind}, {way.replicas}" if way.replicas > 1 else way.kind

@@ -121,19 +121,19 @@ def _program(strategy: Laps, step: StepSpec, rank: int) -> Iterator[Action]:
     order, groups = step.topology.group("world", 0), len(step.micro_batches[rank])
     place, size = order.index(rank), len(order)
     before, after = order[place - 1], order[(place + 1) % size]
+    blocks = strategy.computes(step)[rank]
+    begin, end = blocks[0], blocks[-1] + 1
     for part in range(groups + size - 1):
         if 0 <= part - place < groups:
-            yield from _compute(step.model, strategy.computes(step)[rank], part - place)
+            yield from _compute(step.model, blocks, part - place)
         if size == 1:
             continue
         if place == 0 and (group := part - size + 1) >= 0:
             yield _move(ids(group), len(step.model.blocks), before, size - 1, size, send=False)
         if 0 <= (group := part - place) < groups:
-            end = strategy.computes(step)[rank].stop
             leaving = ids(group) if place == size - 1 else block_input(group, end)
             yield _move(leaving, end, after, place, size, send=True)
         if place and 0 <= (group := part - place + 1) < groups:
-            begin = strategy.computes(step)[rank].start
             yield _move(block_input(group, begin), begin, before, place - 1, size, send=False)
 
 
