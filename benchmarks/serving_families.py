@@ -5,7 +5,8 @@
 Every causal LM that the installed transformers knows, tiny, random and in fp64: three requests of 5, 13 and 9 tokens
 join in different passes, prompts come in chunks of 4, and every one of 10 greedy tokens must be that of
 ``generate(use_cache=True)`` of the request alone. RoBERTa and its kin are compared with greedy forward passes instead:
-their positions begin behind the padding token's number, and ``generate`` gives them other ones. Writes ``table.md``.
+their positions begin behind the padding token's number, and ``generate`` gives them other ones. Moshi, too, whose
+``generate`` is not what its forward passes give. Writes ``table.md``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def table(outcomes: dict[str, Served]) -> str:
         "| family | outcome | |",
         "|---|---|---|",
     ]
-    rows = (f"| {name} | {outcome.kind} | {outcome.reason} |" for name, outcome in sorted(outcomes.items()))
+    reasons = {name: outcome.reason.partition("; transformers serve")[0] for name, outcome in outcomes.items()}
+    rows = (f"| {name} | {outcome.kind} | {reasons[name]} |" for name, outcome in sorted(outcomes.items()))
     return "\n".join([*lines, *rows, ""])
 
 

@@ -11,6 +11,8 @@ from served_families import plain_model, staying
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.lowbit import FEW, FewBitsLinear, dequantise_rows, quantise_rows
+from tawpipe.model.serving import hold_weights
+from tawpipe.model.weights import ModuleSource
 from tawpipe.runtime.engine import Engine
 from tawpipe.runtime.passes import Pass, Room, Row, Sampling
 
@@ -70,6 +72,25 @@ def test_logits_are_those_of_a_model_with_dequantised_matrices(form: str) -> Non
         for token, logprob in drawn[0].top:
             logprobs[token] = logprob
         assert torch.allclose(logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_that_are_there_are_taken_as_they_are(form: str) -> None:
+    chain, model = Chain(wide()), wide()
+    source, name = ModuleSource(chain), "model.layers.1.mlp.up_proj.weight"
+    coded = quantise_rows(model.get_parameter(name).detach() * 2, form)
+    chain.prepare("cpu", torch.float32)
+    hold_weights(
+        chain,
+        range(len(chain.blocks)),
+        lambda unit: source.unit(unit),
+        form="auto",
+        codes=lambda asked: coded if asked == name else None,
+    )
+    kinds = {path: layer for path, layer in chain.model.named_modules() if isinstance(layer, FewBitsLinear)}
+    assert list(kinds) == [name.removesuffix(".weight")]
+    (layer,) = kinds.values()
+    assert layer.form == form and torch.equal(layer.matrix(), dequantise_rows(*coded, torch.float32))
 
 
 def test_what_cannot_be_in_few_bits_is_refused_or_stays() -> None:

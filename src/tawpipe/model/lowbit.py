@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model.quantized import ROUTERS
 
-EXACT = "none"
-FORMS = (EXACT, "w4", "int8")
+AUTO, EXACT = "auto", "none"
+FORMS = (AUTO, EXACT, "w4", "int8")
 GROUP = 128
 """Elements of a row that share a scale, of w4."""
 FEW = 16
@@ -137,25 +137,26 @@ def few_bits_modules(model: nn.Module, form: str, among: Collection[str]) -> dic
     for path, module in model.named_modules():
         name = f"{path}.weight"
         last, adapted = path.rpartition(".")[2], ".lora_" in path or ".base_layer" in path
-        divides = form == "int8" or getattr(module, "in_features", 1) % GROUP == 0
+        divides = form != "w4" or getattr(module, "in_features", 1) % GROUP == 0
         if type(module) is nn.Linear and name in among and last not in ROUTERS and not adapted and divides:
             modules[name] = path
     return modules
 
 
-def put_few_bits(
-    model: nn.Module, path: str, form: str, weight: Tensor, coded: tuple[Tensor, Tensor] | None = None
-) -> None:
+def form_of(scales: Tensor) -> str:
+    """The form of codes with such scales: those of w4 are bf16."""
+    return "w4" if scales.dtype == torch.bfloat16 else "int8"
+
+
+def put_few_bits(model: nn.Module, path: str, coded: tuple[Tensor, Tensor], like: Tensor) -> None:
     """Replace a linear module by one in few bits, which keeps its bias.
 
     Args:
-        weight: [out, in] on the device and in the dtype to compute with.
-        coded: its codes and scales if it has some, which are taken if they are of this form.
+        coded: codes and scales, as ``quantise_rows`` gives them.
+        like: of the device and the dtype to compute with.
     """
     above, _, leaf = path.rpartition(".")
     parent = model.get_submodule(above)
-    groups = weight.shape[1] // GROUP if form == "w4" else 1
-    if coded is None or coded[1].shape[1] != groups:
-        coded = quantise_rows(weight, form)
-    codes, scales = (tensor.to(weight.device) for tensor in coded)
-    setattr(parent, leaf, FewBitsLinear(form, codes, scales, getattr(parent, leaf).bias, weight.dtype))
+    codes, scales = (tensor.to(like.device) for tensor in coded)
+    layer = FewBitsLinear(form_of(scales), codes, scales, getattr(parent, leaf).bias, like.dtype)
+    setattr(parent, leaf, layer)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.lowbit import EXACT, check_weights_form, few_bits_modules, put_few_bits
+from tawpipe.model.lowbit import (
+    AUTO,
+    EXACT,
+    check_weights_form,
+    few_bits_modules,
+    form_of,
+    put_few_bits,
+    quantise_rows,
+)
 from tawpipe.model.units import Unit
 
 
@@ -57,7 +65,8 @@ def hold_weights(
 
     Args:
         values: of a unit in its flat layout, of any type and anywhere.
-        form: of matrices of linear layers: ``none`` for that of all others, ``w4`` or ``int8``.
+        form: of matrices of linear layers: ``none`` for that of all others, ``w4`` or ``int8``; ``auto`` for that of
+            their codes, if they have some.
         codes: of a parameter that is in few bits already, its codes and scales: taken if the form is theirs.
 
     Raises:
@@ -66,13 +75,19 @@ def hold_weights(
     check_weights_form(form)
     wanted, ends = set(blocks), {0, len(chain.blocks) - 1}
     units = [unit for unit in chain.units if wanted.intersection(unit.blocks)]
-    of_layers = {slot.name for unit in units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
-    modules = {} if form == EXACT else few_bits_modules(chain.model, form, of_layers)
-    if of_layers and form != EXACT and not modules:
+    names = {slot.name for unit in units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
+    modules = {} if form == EXACT else few_bits_modules(chain.model, form, names)
+    if names and form not in (AUTO, EXACT) and not modules:
         raise UserError("weights", form, f"{EXACT} for {chain.name}, which has no linear layer that can be in few bits")
     for unit in units:
         flat = values(unit).to(chain.device, chain.dtype)
-        chain.hold(unit.index, flat, without=modules)
+        coded = dict[str, tuple[Tensor, Tensor]]()
         for slot in unit.slots:
-            if slot.name in modules:
-                put_few_bits(chain.model, modules[slot.name], form, slot.view(flat), codes(slot.name))
+            there = codes(slot.name) if slot.name in modules else None
+            if there is not None and form in (AUTO, form_of(there[1])):
+                coded[slot.name] = there
+            elif slot.name in modules and form != AUTO:
+                coded[slot.name] = quantise_rows(slot.view(flat), form)
+        chain.hold(unit.index, flat, without=coded)
+        for name, pair in coded.items():
+            put_few_bits(chain.model, modules[name], pair, flat)

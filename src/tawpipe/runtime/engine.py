@@ -14,7 +14,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model, resolve_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.lowbit import EXACT, check_weights_form
+from tawpipe.model.lowbit import check_weights_form
 from tawpipe.model.serving import hold_weights, refuse_serving
 from tawpipe.runtime.dtype import AUTO, DTYPES, computes_in_bfloat16, usual_dtype
 from tawpipe.runtime.executor import Executor
@@ -161,7 +161,7 @@ def load_engine(
     *,
     world: World | None = None,
     dtype: str = AUTO,
-    weights: str = EXACT,
+    weights: str = AUTO,
     device: str | torch.device | None = None,
     stages: Layout | None = None,
     compression: str = "",
@@ -175,7 +175,7 @@ def load_engine(
         model: a folder with a model, its name on the Hub, or a preset with random weights.
         world: the processes, on all of which this is called; None for this one alone.
         dtype: to compute in; ``auto`` is bf16 where every device computes in it, else fp32.
-        weights: of linear layers, ``none`` for ``dtype``, ``w4`` or ``int8``.
+        weights: of linear layers: ``none`` for ``dtype``, ``w4`` or ``int8``; ``auto`` for what the folder has.
         device: the first GPU by default, or the CPU; the world's where there is one.
         stages: one for each rank; equally many layers by default.
         compression, timeout: as ``StagesEngine`` takes them.
