@@ -15,6 +15,7 @@ from tawpipe.plan.pass_costs import estimated_passes
 from tawpipe.plan.serving import PassCost, ServePlan, ServeRequest, ServeWay, best_chunk, lap_seconds
 from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play
 from tawpipe.topology import Topology
 
@@ -111,6 +112,70 @@ def test_one_machine_if_it_does_replicas_if_these_are_faster_and_stages_if_nothi
     nothing = ServePlan.of(replace(many, memory_bytes=1000))
     assert nothing.chosen is None
     assert "nothing fits: 512 users" in nothing.reason
+
+
+@pytest.mark.parametrize("users", [8, 40, 200])
+@pytest.mark.parametrize("hop_s", [0.1 * MS, 5 * MS, 25 * MS])
+def test_no_other_number_of_groups_is_faster_by_the_clock(users, hop_s):
+    ways = [way for way in ServePlan.of(request(hop_s=hop_s, users=users)).ways if way.stages.stages == 4]
+    (way,) = ways
+    others = (replace(way, groups=groups, slots=-(-users // groups)) for groups in range(1, min(16, users) + 1))
+    assert played(way)[0] <= 1.03 * min(played(other)[0] for other in others)
+
+
+def shape(layers: int, layer: float, ends: float) -> ModelSpec:
+    """A model by the parameters of a layer, and of the embedding and the head each."""
+    sizes = [ends, *[layer] * layers, ends]
+    kinds = ["embedding", *["layer"] * layers, "head"]
+    blocks = tuple(BlockSpec((number,), kind) for number, kind in enumerate(kinds))
+    return ModelSpec(blocks, tuple(UnitSpec(int(size), False, (number,)) for number, size in enumerate(sizes)))
+
+
+MODELS = {  # in bf16: 2.5, 16 and 141 GB; keys and values of a layer and token: 2, 4 and 4 kB
+    "1B": (shape(16, 61e6, 263e6), 2048, 2048),
+    "8B": (shape(32, 218e6, 525e6), 4096, 4096),
+    "70B": (shape(80, 856e6, 1051e6), 8192, 4096),
+}
+DEVICES = {"H100": (989e12, 3.35e12, 75), "4090": (165e12, 1.008e12, 22), "L4": (121e12, 0.3e12, 22)}
+WRITTEN = [
+    ("1B", "H100", 1, 64, 4096, "one machine"),
+    ("1B", "H100", 4, 1, 4096, "one machine"),  # a copy more is no use to one user
+    ("1B", "H100", 4, 64, 4096, "replicas"),  # a quarter of the keys and values to read
+    ("1B", "L4", 4, 256, 2048, "replicas"),
+    ("8B", "H100", 1, 1, 8192, "one machine"),
+    ("8B", "H100", 2, 64, 4096, "replicas"),
+    ("8B", "4090", 2, 1, 8192, "one machine"),  # 17 of 22 GiB, and no stage reads its weights sooner
+    ("8B", "4090", 2, 8, 4096, "replicas"),
+    ("8B", "4090", 2, 16, 8192, "pipeline"),  # 25 GB with half of the users
+    ("8B", "4090", 1, 16, 8192, "none"),
+    ("8B", "L4", 4, 32, 4096, "replicas"),  # 16 and 4 GB
+    ("8B", "L4", 4, 64, 8192, "pipeline"),
+    ("70B", "H100", 1, 1, 4096, "none"),
+    ("70B", "H100", 2, 1, 4096, "pipeline"),
+    ("70B", "H100", 4, 16, 8192, "pipeline"),
+    ("70B", "4090", 4, 1, 4096, "none"),
+    ("70B", "4090", 8, 4, 8192, "pipeline"),
+    ("70B", "L4", 8, 4, 8192, "pipeline"),
+    ("70B", "L4", 8, 64, 8192, "none"),  # 172 GB of keys and values
+    ("70B", "H100", 8, 128, 4096, "pipeline"),
+]
+
+
+@pytest.mark.parametrize(("model", "device", "devices", "users", "context", "verdict"), WRITTEN)
+def test_verdicts_that_were_written_down_before(model, device, devices, users, context, verdict):
+    spec, hidden, keys = MODELS[model]
+    flops, rate, gib = DEVICES[device]
+    asked = ServeRequest(
+        spec,
+        estimated_passes(spec, flops=flops, memory_rate=rate, width=2.0, key_width=keys),
+        machine(devices, 0.1 * MS, 1.25e9),
+        users,
+        context,
+        2 * hidden,
+        keys,
+        memory_bytes=gib << 30,
+    )
+    assert ServePlan.of(asked).spelled_out()["verdict"] == verdict
 
 
 def test_memory_is_weights_caches_and_rooms():
