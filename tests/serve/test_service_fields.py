@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from tawpipe.runtime.passes import Sampling
-from tawpipe.serve.fields import Asked, Refusal, read_asked, with_defaults
+from tawpipe.serve.fields import ChatAsked, Refusal, read_asked, with_defaults
 
 LEAST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 DEFAULTS = Sampling(temperature=0.7, top_k=5, top_p=0.9)
 
 
-def read(**fields: Any) -> Asked:
+def read(**fields: Any) -> ChatAsked:
     return read_asked(json.dumps(LEAST | fields).encode(), DEFAULTS)
 
 
 def test_what_is_not_said_is_as_usual() -> None:
     asked = read(seed=3)
-    assert asked == Asked("m", LEAST["messages"], Sampling(0.7, 5, 0.9, 3, 0))
+    assert asked == ChatAsked("m", LEAST["messages"], Sampling(0.7, 5, 0.9, 3, 0))
     assert read().sampling.seed != read().sampling.seed
 
 
@@ -48,7 +48,7 @@ def test_everything_that_is_taken() -> None:
     )
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
     sampling = Sampling(0.0, 0, 1.0, 2**63 - 1, 20)
-    assert asked == Asked("m", messages, sampling, 7, ("x", "y"), stream=True, usage=True, logprobs=True)
+    assert asked == ChatAsked("m", messages, sampling, 7, ("x", "y"), stream=True, usage=True, logprobs=True)
     assert read(stop="x").stops == ("x",)
 
 

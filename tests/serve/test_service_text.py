@@ -9,7 +9,7 @@ import pytest
 from served import tokenizer_of_bytes
 from tawpipe.data.messages import Malformed
 from tawpipe.errors import UserError
-from tawpipe.serve.text import AnswerText, Pieces, Prompts, StopStrings
+from tawpipe.serve.text import AnswerText, TextPieces, Prompts, StopStrings
 
 EMOJI = "a \U0001f469‍\U0001f680 naïve 🇨🇭 \U0001f44d\U0001f3fd, 語."
 """Of which most characters have several tokens, and some that look like one have several characters."""
@@ -23,7 +23,7 @@ def tokenizer():
 def test_no_piece_ends_within_a_character_and_together_they_are_the_text(tokenizer) -> None:
     ids = tokenizer.encode(EMOJI, add_special_tokens=False)
     assert len(ids) > len(EMOJI)
-    pieces = Pieces(tokenizer)
+    pieces = TextPieces(tokenizer)
     told = [pieces.add(token) for token in ids]
     assert "".join(told) == EMOJI and pieces.end() == ""
     assert {len(piece) for piece in told} == {0, 1}  # never half of one, never held until another comes
@@ -31,7 +31,7 @@ def test_no_piece_ends_within_a_character_and_together_they_are_the_text(tokeniz
 
 def test_bytes_that_become_no_character_are_let_out_in_the_end(tokenizer) -> None:
     ids = tokenizer.encode("ok\U0001f44d", add_special_tokens=False)
-    pieces = Pieces(tokenizer)
+    pieces = TextPieces(tokenizer)
     told = [pieces.add(token) for token in ids[:-1]]
     assert "".join(told) == "ok"
     assert set(pieces.end()) == {"\ufffd"} and pieces.end() == ""
@@ -39,7 +39,7 @@ def test_bytes_that_become_no_character_are_let_out_in_the_end(tokenizer) -> Non
 
 def test_bytes_that_are_never_text_do_not_wait_for_ever(tokenizer) -> None:
     broken = tokenizer.encode("\U0001f44d", add_special_tokens=False)[1]
-    pieces = Pieces(tokenizer)
+    pieces = TextPieces(tokenizer)
     told = [pieces.add(broken) for _ in range(40)]
     assert len("".join(told)) >= 20
     assert pieces.add(tokenizer.encode("x", add_special_tokens=False)[0]).endswith("x")
@@ -47,7 +47,7 @@ def test_bytes_that_are_never_text_do_not_wait_for_ever(tokenizer) -> None:
 
 def test_special_tokens_are_no_text(tokenizer) -> None:
     ids = tokenizer.encode("one", add_special_tokens=False)
-    pieces = Pieces(tokenizer)
+    pieces = TextPieces(tokenizer)
     told = [pieces.add(token) for token in [tokenizer.eos_token_id, *ids, *[tokenizer.eos_token_id] * 20, *ids]]
     assert "".join(told) == "oneone"
 
@@ -84,7 +84,7 @@ def test_nothing_is_held_back_that_begins_no_stop_string() -> None:
 
 def answer_of(tokenizer, text: str, stops: list[str]) -> tuple[str, list[int]]:
     """The text of an answer and the tokens that are told of, whose notes are themselves."""
-    answer = AnswerText[int](Pieces(tokenizer), StopStrings(stops))
+    answer = AnswerText[int](TextPieces(tokenizer), StopStrings(stops))
     said, told = "", list[int]()
     for token in tokenizer.encode(text, add_special_tokens=False):
         piece, notes = answer.add(token, token)

@@ -16,13 +16,13 @@ from openai import OpenAI
 from scripted_engine import ScriptedEngine
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.runtime.passes import Room, Sampling
-from tawpipe.serve.api import Limits, Service
+from tawpipe.serve.api import RequestLimits, Service
 from tawpipe.serve.engine import FAILED, HttpThread, bound_socket
 from tawpipe.serve.slots import Slots
 from tawpipe.serve.text import Prompts
 
 NAME = "parrot"
-LIMITS = Limits(body_bytes=20_000, tokens=600, seconds=60.0)
+LIMITS = RequestLimits(body_bytes=20_000, tokens=600, seconds=60.0)
 ROOM = Room(groups=2, slots=4, context=1024, chunk=64)
 
 
@@ -61,7 +61,7 @@ class Served:
 def served(
     room: Room = ROOM,
     *,
-    limits: Limits = LIMITS,
+    limits: RequestLimits = LIMITS,
     waiting: int = 64,
     key: str | None = None,
     loopback: bool = True,

@@ -90,7 +90,7 @@ def _serve(config: ServeConfig) -> int:
     from tawpipe.runtime.engine import load_engine
     from tawpipe.runtime.passes import Room
     from tawpipe.runtime.world import connect
-    from tawpipe.serve.api import Limits, Service
+    from tawpipe.serve.api import RequestLimits, Service
     from tawpipe.serve.engine import ignore_signals, run_service
     from tawpipe.serve.fields import with_defaults
     from tawpipe.serve.slots import Slots
@@ -136,7 +136,7 @@ def _serve(config: ServeConfig) -> int:
         name=name,
         stops=sorted(stops),
         defaults=with_defaults(generation),
-        limits=Limits(config.max_body_kib * 1024, config.max_tokens, config.request_s),
+        limits=RequestLimits(config.max_body_kib * 1024, config.max_tokens, config.request_s),
     )
     host, port = listening.getsockname()[:2]
     most = room.groups * room.slots

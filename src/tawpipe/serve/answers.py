@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tawpipe.runtime.passes import Drawn
-from tawpipe.serve.fields import Asked, Refusal
+from tawpipe.serve.fields import ChatAsked, Refusal
 from tawpipe.serve.slots import End, Ended, NoRoom, Question, Slots
-from tawpipe.serve.text import BROKEN, AnswerText, Pieces, StopStrings
+from tawpipe.serve.text import BROKEN, AnswerText, TextPieces, StopStrings
 
 WAIT_S = 2
 """Seconds after which a request for which there was no room may be tried again."""
@@ -28,7 +28,7 @@ GONE = 499
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """What is new of an answer.
 
     Attributes:
@@ -53,11 +53,11 @@ class Answering:
     """
 
     def __init__(
-        self, slots: Slots, asked: Asked, question: Question, tokenizer: Any, *, model: str, seconds: float
+        self, slots: Slots, asked: ChatAsked, question: Question, tokenizer: Any, *, model: str, seconds: float
     ) -> None:
         self.asked = asked
         self._slots, self._tokenizer, self._model = slots, tokenizer, model
-        self._text: AnswerText[Drawn] = AnswerText(Pieces(tokenizer), StopStrings(asked.stops))
+        self._text: AnswerText[Drawn] = AnswerText(TextPieces(tokenizer), StopStrings(asked.stops))
         self._prompt, self._tokens = len(question.prompt), 0
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class Answering:
         self.leave()
         self._news.put_nowait(None)
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[AnswerPart]:
         """The parts of the answer as they come; the last one says how it ends. None after the client has gone.
 
         Raises:
@@ -116,7 +116,7 @@ class Answering:
                 text, told = text + rest, told + others
             finish = "stop" if self._text.stopped else end
             if text or finish or (told and self.asked.logprobs):
-                yield Part(text, told, finish)
+                yield AnswerPart(text, told, finish)
 
     async def whole(self, receive: Receive) -> Response:
         """The answer when it is complete.
@@ -150,7 +150,7 @@ class Answering:
         else:
             yield b"data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict[str, str], part: Part | None = None) -> bytes:
+    def _chunk(self, delta: dict[str, str], part: AnswerPart | None = None) -> bytes:
         choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         if part is not None:
             choice |= {"logprobs": self._logprobs(part.drawn), "finish_reason": part.finish or None}

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tawpipe.data.messages import Malformed
 from tawpipe.runtime.passes import Sampling
 from tawpipe.serve.answers import Answering, EventStream
-from tawpipe.serve.fields import Asked, Refusal, read_asked
+from tawpipe.serve.fields import ChatAsked, Refusal, read_asked
 from tawpipe.serve.slots import Question, Slots
 from tawpipe.serve.text import Prompts
 
@@ -33,7 +33,7 @@ OPEN = "/health"
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may take.
 
     Attributes:
@@ -65,7 +65,7 @@ class Service:
         name: str,
         stops: Sequence[int],
         defaults: Sampling,
-        limits: Limits,
+        limits: RequestLimits,
     ) -> None:
         self.slots, self.name, self._limits, self._defaults = slots, name, limits, defaults
         self._tokenizer, self._prompts, self._stops = tokenizer, prompts, frozenset(stops)
@@ -141,7 +141,7 @@ class Service:
             raise Refusal(408, f"the body has not come in {BODY_S:.0f} s") from error
         return bytes(body)
 
-    async def _question(self, asked: Asked) -> Question:
+    async def _question(self, asked: ChatAsked) -> Question:
         """The tokens to be computed, which another thread makes, as others' answers go on meanwhile."""
         loop = asyncio.get_running_loop()
         try:

@@ -65,7 +65,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatAsked:
     """A request for a chat completion whose fields are right.
 
     Attributes:
@@ -86,7 +86,7 @@ class Asked:
     logprobs: bool = False
 
 
-def read_asked(body: bytes, defaults: Sampling) -> Asked:
+def read_asked(body: bytes, defaults: Sampling) -> ChatAsked:
     """What a body asks for.
 
     Args:
@@ -113,7 +113,7 @@ def read_asked(body: bytes, defaults: Sampling) -> Asked:
     stream, logprobs = _bool(fields, "stream"), _bool(fields, "logprobs")
     if (others := _number(fields, "top_logprobs", 0, 0, MOST_TOP)) and not logprobs:
         _refuse("top_logprobs", "left out where logprobs is not true")
-    return Asked(
+    return ChatAsked(
         model=fields["model"],
         messages=_messages(fields.get("messages")),
         sampling=Sampling(

@@ -191,8 +191,8 @@ class Slots:
                 self._reading = self._queue.popleft()
                 self._reading.slot = self._emptiest()
                 self._slots[self._reading.slot] = self._reading
-            own = self._slots[group * self.room.slots : (group + 1) * self.room.slots]
-            tickets = [ticket for ticket in own if ticket is not None and ticket.latest is not None]
+            group_slots = self._slots[group * self.room.slots : (group + 1) * self.room.slots]
+            tickets = [ticket for ticket in group_slots if ticket is not None and ticket.latest is not None]
             if self._reading is not None:
                 tickets.append(self._reading)
             rows = tuple(ticket.next_row(self.room.chunk) for ticket in tickets)

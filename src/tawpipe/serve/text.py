@@ -36,9 +36,9 @@ class Prompts:
         changed = (
             copy.deepcopy(tokenizer) if template is None else with_template(tokenizer, template, "--chat-template")
         )
-        self._tokenizer = changed
-        self.end_of_text: int | None = changed.eos_token_id
-        """The token that ends a turn by the template, where the tokenizer has one."""
+        self._tokenizer: Any = changed
+        self.end_of_text: Any = changed.eos_token_id
+        """The token that ends a turn by the template; None where the tokenizer has none."""
 
     def tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The prompt.
@@ -57,7 +57,7 @@ class Prompts:
         raise Malformed("of which the model's chat template makes no tokens")
 
 
-class Pieces:
+class TextPieces:
     """Tokens to pieces of text, none of which ends within a character. Special tokens are no text.
 
     Tokens are decoded behind those of the piece before, as many tokenizers spell a word's beginning by what precedes.
@@ -137,7 +137,7 @@ class AnswerText(Generic[T]):
         stopped: a stop string was found; nothing more comes.
     """
 
-    pieces: Pieces
+    pieces: TextPieces
     stops: StopStrings
     _come: int = 0
     _let_out: int = 0
