@@ -47,11 +47,12 @@ def test_a_product_is_that_with_what_the_codes_stand_for(
     codes, scales = quantise_rows(torch.randn(shape), form)
     bias, given = torch.randn(shape[0]).to(dtype), torch.randn(1, tokens, shape[1]).to(dtype)
     layer = FewBitsLinear(form, codes, scales, bias, dtype)
-    matrix = dequantise_rows(codes, scales, torch.float64)
+    groups = codes.double().unflatten(1, (scales.shape[1], -1))
+    matrix = (groups * scales.to(dtype).double()[..., None]).flatten(1)
     assert torch.equal(layer.matrix(), matrix.to(dtype))
     expected = given.double() @ matrix.T + bias.double()
     error = (layer(given).double() - expected).abs().max() / expected.abs().max()
-    assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float64: 1e-12}[dtype]
 
 
 @pytest.mark.parametrize("form", FORMS)

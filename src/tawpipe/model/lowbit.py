@@ -1,8 +1,8 @@
 """Weights of linear layers in 4 or 8 bits, multiplied by torch's kernels; for generation, where they stay.
 
 ``w4`` is what compressed-tensors calls W4A16: groups of 128 along a row share a scale, codes go from -8 to 7, scales
-are bf16. ``int8`` has one scale for each row. Where a kernel takes neither the matrix nor the dtype, and for many
-tokens at once, which are multiplied as fast as they are read, the matrix is dequantised for the time of the product.
+are bf16. ``int8`` has one scale for each row. Where no kernel is fast, as in fp32 on CPUs, and for many tokens at once,
+the matrix is dequantised for the time of the product.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
+from tawpipe.model.attention_kernel import HALF
 from tawpipe.model.quantized import ROUTERS
 
 AUTO, EXACT = "auto", "none"
@@ -22,7 +23,6 @@ GROUP = 128
 """Elements of a row that share a scale, of w4."""
 FEW = 16
 """Tokens up to which a kernel for few bits is faster than a product with what it stands for."""
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def quantise_rows(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -53,61 +53,60 @@ class FewBitsLinear(nn.Module):
     """A linear layer whose matrix is in few bits.
 
     Args:
-        codes, scales: as ``quantise_rows`` gives them.
+        codes, scales: as ``quantise_rows`` gives them; scales are rounded to ``dtype``.
         bias: [out], or None.
         dtype: that it computes in.
     """
 
     def __init__(self, form: str, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.form, self.dtype = form, dtype
+        self.form, self.dtype, self.bias = form, dtype, bias
         self.out_features, self.in_features = codes.shape
-        self.bias = bias
-        self.kernel = has_kernel(form, codes, dtype)
-        self.scales, self.scales_and_zeros = scales, scales.new_empty(0)
-        if form == "int8":
-            self.codes = codes
-            self.row_scales = scales[:, 0].to(dtype).contiguous()
-            return
-        low, high = (codes[:, at::2].to(torch.uint8) & 15 for at in (0, 1))
-        self.codes = low | high << 4
-        if self.kernel:
-            self.packed = _pack(codes)
-            self.scales_and_zeros = torch.stack([scales.T, torch.zeros_like(scales.T)], dim=2).to(dtype).contiguous()
+        self.kernel, self.scales = has_kernel(form, codes, dtype), scales.to(dtype)
+        self.codes, self.packed, self.scales_and_zeros = codes, codes[:0], self.scales[:0]
+        if form == "w4":
+            low, high = (codes[:, at::2].view(torch.uint8) & 15 for at in (0, 1))
+            self.codes = low | high << 4
+            if self.kernel:
+                self.packed = _pack(codes)
+                self.scales_and_zeros = torch.stack([self.scales.T, torch.zeros_like(self.scales.T)], dim=2)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the matrix in all forms that are kept."""
-        kept = (self.codes, self.scales, self.scales_and_zeros, getattr(self, "packed", self.scales_and_zeros[:0]))
-        return sum(tensor.nbytes for tensor in kept)
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.packed, self.scales_and_zeros))
 
     def matrix(self) -> Tensor:
         """What the codes stand for, [out, in]."""
-        codes = self.codes
-        if self.form == "w4":
-            halves = torch.stack([codes << 4, codes & 0xF0], dim=2).view(torch.int8)  # each in the upper half
-            codes = (halves >> 4).flatten(1)
-        return dequantise_rows(codes, self.scales, self.dtype)
+        if self.form == "int8":
+            return self.codes.to(self.dtype) * self.scales
+        # Each code in the upper half of a byte is 16 times what it is, which a scale undoes without rounding.
+        codes = torch.stack([self.codes << 4, self.codes & 0xF0], dim=2).view(torch.int8).flatten(1)
+        groups = codes.unflatten(1, (self.scales.shape[1], -1)).to(self.dtype)
+        return groups.mul_((self.scales / 16)[..., None]).flatten(1)
 
     def forward(self, given: Tensor) -> Tensor:
         rows = given.reshape(-1, self.in_features)
         if not self.kernel or len(rows) > FEW:
             return F.linear(given, self.matrix(), self.bias)
+        kernels = torch.ops.aten
         if self.form == "int8":
-            output = torch.ops.aten._weight_int8pack_mm(rows, self.codes, self.row_scales)
+            output = kernels._weight_int8pack_mm(rows, self.codes, self.scales[:, 0])
         elif given.device.type == "cpu":
-            output = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales_and_zeros)
+            output = kernels._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales_and_zeros)
         else:
-            output = torch.ops.aten._weight_int4pack_mm(rows, self.packed, GROUP, self.scales_and_zeros)
+            output = kernels._weight_int4pack_mm(rows, self.packed, GROUP, self.scales_and_zeros)
         output = output if self.bias is None else output + self.bias
         return output.view(*given.shape[:-1], self.out_features)
 
 
 def has_kernel(form: str, codes: Tensor, dtype: torch.dtype) -> bool:
-    """True if torch multiplies with such a matrix on its device."""
+    """True if torch multiplies with such a matrix on its device, and faster than with what it stands for: a CPU's
+    kernels are many times slower in fp32.
+    """
     out, inner = codes.shape
     if codes.device.type == "cpu":
-        return dtype in FLOATS and out % 16 == 0 and inner % 32 == 0
+        return dtype in HALF and out % 16 == 0 and inner % 32 == 0
     return form == "w4" and dtype == torch.bfloat16 and out % 8 == 0 and inner % 1024 == 0
 
 

@@ -14,7 +14,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model, resolve_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.lowbit import check_weights_form
+from tawpipe.model.lowbit import EXACT, check_weights_form
 from tawpipe.model.serving import hold_weights, refuse_serving
 from tawpipe.runtime.dtype import AUTO, DTYPES, computes_in_bfloat16, usual_dtype
 from tawpipe.runtime.executor import Executor
@@ -174,7 +174,8 @@ def load_engine(
     Args:
         model: a folder with a model, its name on the Hub, or a preset with random weights.
         world: the processes, on all of which this is called; None for this one alone.
-        dtype: to compute in; ``auto`` is bf16 where every device computes in it, else fp32.
+        dtype: to compute in; ``auto`` is bf16 where every device computes in it or ``weights`` are in few bits, which
+            kernels multiply in it, else fp32.
         weights: of linear layers: ``none`` for ``dtype``, ``w4`` or ``int8``; ``auto`` for what the folder has.
         device: the first GPU by default, or the CPU; the world's where there is one.
         stages: one for each rank; equally many layers by default.
@@ -190,7 +191,7 @@ def load_engine(
     if dtype not in (AUTO, *DTYPES):
         raise UserError("dtype", dtype, ", ".join((AUTO, *DTYPES)))
     if dtype == AUTO:
-        fast = computes_in_bfloat16(chosen)
+        fast = computes_in_bfloat16(chosen) or weights not in (AUTO, EXACT)
         dtype = usual_dtype(fast if world is None else all(world.gather_numbers(float(fast))), chosen.type)[0]
     preset = resolve_model(str(model)) is None
     positions = room.context if preset else 1
