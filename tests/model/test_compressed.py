@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,11 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.compressed import packed, unpacked
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.lowbit import dequantise_rows, quantise_rows
+from tawpipe.model.lowbit import FewBitsLinear, dequantise_rows, quantise_rows
 from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.runtime.engine import load_engine
+from tawpipe.runtime.passes import Drawn, Room, Sampling
+from tawpipe.serve.slots import Question, Slots
 
 SHAPE = {
     "vocab_size": 300,
@@ -72,6 +75,24 @@ def test_transformers_loads_it_with_the_logits_of_the_dequantised_model(
     with torch.no_grad():
         logits = [each(ids).logits.float() for each in (loaded, expected)]
     assert (logits[0] - logits[1]).abs().max() <= most * logits[1].abs().max()
+
+
+def test_it_is_served_as_it_is(tmp_path: Path) -> None:
+    exported(tmp_path / "few", "w4a16", dtype=torch.float32)
+    room = Room(1, 1, 64, 8)
+    engine = load_engine(tmp_path / "few", room, dtype="float32", device="cpu")
+    assert any(isinstance(module, FewBitsLinear) for module in engine.chain.model.modules())
+    told, slots = list[Drawn](), Slots(room, waiting=0)
+    prompt = tuple(range(5, 30))
+    slots.ask(Question(prompt, 20, Sampling(temperature=0)), lambda drawn, end, words: told.append(cast(Drawn, drawn)))
+    slots.drain()
+    engine.run(slots)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "few", dtype=torch.float32).eval()
+    ids = [*prompt, *(drawn.token for drawn in told)]
+    with torch.no_grad():
+        logprobs = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    assert [drawn.token for drawn in told] == logprobs.argmax(-1).tolist()
+    assert [drawn.logprob for drawn in told] == pytest.approx(logprobs.amax(-1).tolist(), abs=1e-4)
 
 
 def rounded_tokens(_: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:

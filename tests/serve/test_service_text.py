@@ -9,7 +9,7 @@ import pytest
 from served import tokenizer_of_bytes
 from tawpipe.data.messages import Malformed
 from tawpipe.errors import UserError
-from tawpipe.serve.text import AnswerText, TextPieces, Prompts, StopStrings
+from tawpipe.serve.text import AnswerText, Prompts, StopStrings, TextPieces
 
 EMOJI = "a \U0001f469‍\U0001f680 naïve 🇨🇭 \U0001f44d\U0001f3fd, 語."
 """Of which most characters have several tokens, and some that look like one have several characters."""

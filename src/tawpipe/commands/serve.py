@@ -114,6 +114,7 @@ def _serve(config: ServeConfig) -> int:
         world=world,
         dtype=config.dtype,
         weights=config.weights,
+        compression=config.compression.replace("none", ""),
         timeout=timedelta(seconds=config.timeout_s),
         trust_remote_code=config.trust_remote_code,
     )

@@ -126,19 +126,27 @@ class FewBitsTensors:
         """Name -> a file; of matrices in few bits that with their scales."""
 
     def codes(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them; None if it is in full precision."""
+        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them; None if it has no such ones."""
         if name not in self._few:
             return None
+        codes, scales = self._stored(name, opened)
+        if name.removesuffix(WEIGHT) + PACKED not in self._files:
+            return codes, scales.float()
+        as_ours = scales.shape[1] * GROUP == codes.shape[1] and scales.equal(scales.bfloat16().to(scales.dtype))
+        return (codes, scales.bfloat16()) if as_ours else None
+
+    def tensor(self, name: str, opened: Callable[[Path], Any]) -> Tensor:
+        """A tensor, in fp32 if it is in few bits."""
+        if name in self._few:
+            return dequantise_rows(*self._stored(name, opened), torch.float32)
+        return opened(self._files[name]).get_tensor(name)
+
+    def _stored(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor]:
+        """Codes of a matrix, int8 [out, in], and its scales as they are."""
         read = lambda key: opened(self._files[key]).get_tensor(key)  # noqa: E731
         stem = name.removesuffix(WEIGHT)
         codes = unpacked(read(stem + PACKED)) if stem + PACKED in self._files else read(name)
         return codes, read(stem + SCALE)
-
-    def tensor(self, name: str, opened: Callable[[Path], Any]) -> Tensor:
-        """A tensor, in fp32 if it is in few bits."""
-        if (few := self.codes(name, opened)) is not None:
-            return dequantise_rows(*few, torch.float32)
-        return opened(self._files[name]).get_tensor(name)
 
     def shape(self, name: str, opened: Callable[[Path], Any]) -> tuple[int, ...]:
         """The shape of a tensor in full precision, read from the head of its file."""

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from tawpipe.runtime.passes import Drawn
 from tawpipe.serve.fields import ChatAsked, Refusal
 from tawpipe.serve.slots import End, Ended, NoRoom, Question, Slots
-from tawpipe.serve.text import BROKEN, AnswerText, TextPieces, StopStrings
+from tawpipe.serve.text import BROKEN, AnswerText, StopStrings, TextPieces
 
 WAIT_S = 2
 """Seconds after which a request for which there was no room may be tried again."""

@@ -35,12 +35,16 @@ class ServeConfig:
     chat_template: str | None = None
     """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own."""
 
-    weights: Literal["none", "int8", "w4"] = "none"
-    """Few bits for the matrices of layers. none: as dtype says. int8: a scale for each row. w4: 4 bits, a scale for
-    each 128 numbers of a row."""
+    weights: Literal["auto", "none", "int8", "w4"] = "auto"
+    """Few bits for the matrices of layers. auto: as the folder has them. none: as dtype says. int8: a scale for each
+    row. w4: 4 bits, a scale for each 128 numbers of a row."""
+
+    compression: Literal["none", "int8"] = "none"
+    """Form of hidden states on their way from stage to stage: int8 halves the bytes, and rounds."""
 
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Type of numbers to compute in. auto: bfloat16 where the devices compute in it, else float32."""
+    """Type of numbers to compute in. auto: bfloat16 where the devices compute in it, or under few bits, else
+    float32."""
 
     context: int = bounded(open_number(4096), minimum=2)
     """Tokens of a prompt and its answer together. Unset: 4096, or as many as the model has positions for."""
