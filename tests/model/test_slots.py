@@ -23,7 +23,7 @@ QUICK = ("llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text"
 """Windows, sinks, latent keys, chunks, positions of its own; and two that are refused."""
 SLOW = (
     *("qwen3", "granite", "gemma2", "mistral", "mixtral", "qwen3_moe", "glm4", "phi3", "olmo2", "cohere2", "opt"),
-    *("starcoder2", "minimax_m2", "qwen2", "gpt_neox", "gptj", "stablelm", "phi", "olmo", "cohere", "smollm3"),
+    *("starcoder2", "minimax_m2", "qwen2", "gpt_neox", "gemma", "stablelm", "phi", "olmo", "cohere", "smollm3"),
     *("exaone4", "helium", "nemotron", "ministral", "glm4_moe", "olmoe", "granitemoe", "diffllama", "ernie4_5"),
 )
 

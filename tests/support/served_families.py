@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from every_family import NOT_BUILT, logits_of, random_model
 from family_configs import ORDINARY_TOKENS
 from model_families import family_config
+from pool import WorkerPool
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.serving import hold_weights, refuse_serving
@@ -36,10 +37,15 @@ CHUNK = 4
 
 @dataclass(frozen=True)
 class Served:
-    """How a family compares: ``equal``, ``refused``, ``wrong``, ``broken``, or ``not built`` by transformers."""
+    """How a family compares: ``equal``, ``refused``, ``wrong``, ``broken``, or ``not built`` by transformers.
+
+    Args:
+        staged: the same of three processes with a stage each; empty where it was not asked for.
+    """
 
     kind: str
     reason: str = ""
+    staged: str = ""
 
 
 class Joining(GrowingTexts):
@@ -120,8 +126,8 @@ def staying(
     return chain
 
 
-def served(family: str) -> Served:
-    """What one process makes of a family."""
+def served(family: str, pool: WorkerPool | None = None) -> Served:
+    """What one process makes of a family, and what three processes do if there is a pool of them."""
     try:
         model = random_model(family).eval()
     except Exception as error:
@@ -139,21 +145,28 @@ def served(family: str) -> Served:
         Engine(staying(chain), room).run(texts)
     except Exception as error:
         return Served("broken", f"{type(error).__name__}: {error}")
-    ours = [list(each.ids) for each in texts.continuations]
-    if ours == expected:
-        return Served("equal")
-    if ours == generated(model, asked, by_passes=True):
-        return Served("equal", "to greedy forward passes, from which the model's own `generate` differs")
-    first = next(n for n, pair in enumerate(zip(ours, expected, strict=True)) if pair[0] != pair[1])
-    return Served("wrong", f"text {first}: {ours[first]} instead of {expected[first]}")
+    ours, reason = [list(each.ids) for each in texts.continuations], ""
+    if ours != expected:
+        if ours != generated(model, asked, by_passes=True):
+            first = next(n for n, pair in enumerate(zip(ours, expected, strict=True)) if pair[0] != pair[1])
+            return Served("wrong", f"text {first}: {ours[first]} instead of {expected[first]}")
+        reason = "to greedy forward passes, from which the model's own `generate` differs"
+    return Served("equal", reason, "" if pool is None else staged(family, chain, ours, pool))
+
+
+def staged(family: str, chain: Chain, ours: list[list[int]], pool: WorkerPool) -> str:
+    """How the texts of three processes compare with those of one."""
+    if chain.why_not_staged:
+        return f"refused: {chain.why_not_staged}"
+    try:
+        return "equal" if pool.run("served_families:on_stages", 3, 1, family=family)[0] == ours else "wrong"
+    except AssertionError as error:
+        return f"broken: {str(error).strip().splitlines()[-1]}"
 
 
 def on_stages(world: World, family: str, *, groups: int = 2, compression: str = "", **sampling: Any) -> Any:
-    """The texts of a pipeline of all ranks, and those of ``generate``; on rank 0."""
-    model = random_model(family).eval()
-    asked = wanted(**sampling)
-    expected = generated(model, asked) if world.rank == 0 else None
-    chain = Chain(model)
+    """The texts of a pipeline of all ranks; on rank 0."""
+    asked, chain = wanted(**sampling), Chain(random_model(family).requires_grad_(False))
     schedule = build_laps(chain.spec, world.topology, groups)
     staying(chain, blocks=schedule.step.strategy.computes(schedule.step)[world.rank])
     room = Room(groups, 2, asked.longest, CHUNK)
@@ -162,7 +175,7 @@ def on_stages(world: World, family: str, *, groups: int = 2, compression: str = 
         texts = Joining(asked, room)
         engine.run(texts if world.rank == 0 else None)
     engine.close()
-    return ([list(each.ids) for each in texts.continuations], expected) if world.rank == 0 else None
+    return [list(each.ids) for each in texts.continuations]
 
 
 def of_folder(world: World, folder: str) -> Any:
