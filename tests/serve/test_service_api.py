@@ -25,7 +25,7 @@ EMOJI = "so \U0001f469‍\U0001f680 naïve \U0001f44d\U0001f3fd"
 
 
 def ask(service: Served, text: str, **more: Any) -> Any:
-    return service.client().chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **more)
+    return service.client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **more)
 
 
 def post(service: Served, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any], Any]:
@@ -137,12 +137,12 @@ def test_sampling_comes_to_the_engine(service: Served) -> None:
 
 
 def test_the_model_is_named(service: Served) -> None:
-    assert [model.id for model in service.client().models.list()] == [NAME]
-    assert service.client().models.retrieve(NAME).owned_by == "tawpipe"
+    assert [model.id for model in service.client.models.list()] == [NAME]
+    assert service.client.models.retrieve(NAME).owned_by == "tawpipe"
     with pytest.raises(openai.NotFoundError, match="other"):
-        service.client().models.retrieve("other")
+        service.client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError) as refused:
-        service.client().chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+        service.client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
     assert refused.value.param == "model" and refused.value.code == "model_not_found"
 
 

@@ -9,6 +9,8 @@ from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Room, Row
 
 LOGPROB = -0.5
 """Of every token; the one besides has -1.5."""
+REMEMBERED = 2000
+"""Passes that an engine remembers: its first ones."""
 
 
 class ScriptedEngine:
@@ -51,7 +53,8 @@ class ScriptedEngine:
     def _compute(self, given: Pass) -> list[Drawn]:
         if self.fails_at is not None and len(self.passes) >= self.fails_at:
             raise RuntimeError("the engine fails, as it was told")
-        self.passes.append(given)
+        if len(self.passes) < REMEMBERED:
+            self.passes.append(given)
         assert len({row.slot for row in given.rows}) == len(given.rows), given
         others = [row for row in given.rows if row.slot // self.room.slots != given.group]
         assert len(others) <= 1 and sum(len(row.tokens) > 1 for row in given.rows) <= 1, given
