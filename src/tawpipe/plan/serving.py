@@ -38,6 +38,10 @@ ROOMS = 4
 """Passes for which a process has room besides caches, for each group: what comes, what goes, and what it computes."""
 
 
+TOLD = ("kind", "replicas", "groups", "slots", "chunk", "token_s", "first_s", "tokens_per_s", "memory_bytes", "fits")
+"""What ``--json`` says of a way besides its stages."""
+
+
 @dataclass(frozen=True)
 class PassCost:
     """Seconds of a block on a pass.
@@ -296,22 +300,9 @@ class ServePlan:
 
     def spelled_out(self) -> dict:
         """Plain data, for ``--json``."""
-        ways = [
-            {
-                "kind": way.kind,
-                "replicas": way.replicas,
-                "stages": way.stages.stages,
-                "groups": way.groups,
-                "slots": way.slots,
-                "chunk": way.chunk,
-                "token_s": way.token_s,
-                "first_s": way.first_s,
-                "tokens_per_s": way.tokens_per_s,
-                "memory_bytes": way.memory_bytes,
-                "fits": way.fits,
-                "chosen": way == self.chosen,
-            }
-            for way in self.ways
-        ]
+        ways = []
+        for way in self.ways:
+            told = {name: getattr(way, name) for name in TOLD}
+            ways.append({**told, "stages": way.stages.stages, "chosen": way == self.chosen})
         asked = {"users": self.request.users, "context": self.request.context, "costs": self.request.source}
         return {**asked, "verdict": self.chosen.kind if self.chosen else "none", "reason": self.reason, "ways": ways}

@@ -46,7 +46,7 @@ class Laps(Strategy):
     """Weights stay on stages: each unit is whole on every rank that computes with it, and nothing is trained.
 
     Args:
-        stages: one for each rank.
+        stages: one for each rank, in their order.
     """
 
     stages: Layout
@@ -67,29 +67,16 @@ class Laps(Strategy):
 
     def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
         order = step.topology.group("world", 0)
-        return [self.stages.blocks_of(self.stage_of(order.index(rank))) for rank in range(step.topology.world_size)]
-
-    def stage_of(self, place: int) -> int:
-        """The stage at a place in the order of the ranks."""
-        return self.stages.places.index(place)
-
-    def divided_over(self, topology: Topology) -> int:
-        return self.stages.size
+        return [self.stages.blocks_of(order.index(rank)) for rank in range(step.topology.world_size)]
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
         return (LinkTraffic(),) * step.topology.num_nodes
 
-    def in_words(self, step: StepSpec) -> str:
-        return f"through {self.stages.stages} stages, lap after lap"
-
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
         assert not training, "nothing is trained in laps"
-        wanted = range(step.topology.world_size) if ranks is None else ranks
-        programs = (
-            tuple(_program(self, step, rank)) if rank in wanted else () for rank in step.topology.group("world", 0)
-        )
-        pools = ((),) * step.topology.world_size
-        return Schedule(self.name, step, tuple(programs), pools, training=False, looped=True)
+        world = range(step.topology.world_size)
+        programs = tuple(tuple(_program(self, step, rank)) if ranks is None or rank in ranks else () for rank in world)
+        return Schedule(self.name, step, programs, ((),) * len(world), training=False, looped=True)
 
 
 def build_laps(model: ModelSpec, topology: Topology, groups: int, stages: Layout | None = None) -> Schedule:
