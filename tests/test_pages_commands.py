@@ -34,7 +34,7 @@ NOT_RUN = {
     r"tawpipe plan .* --topology (cluster|machine)\.yaml .*": "needs a file that a cluster writes",
 }
 """Commands that this file does not run, each with the reason."""
-RUN_ELSEWHERE = {"fine-tuning.md": "tests/test_fine_tuning.py"}
+RUN_ELSEWHERE = {"fine-tuning.md": "tests/test_fine_tuning.py", "serving.md": "tests/serve/test_serve_command.py"}
 STAND_INS = {
     "path/to/llama": "small-model",
     "path/to/model": "small-model",

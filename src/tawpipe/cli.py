@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "predict what every strategy would cost on some machines, and choose one",
     "train": "train a causal language model; `tawpipe train --help` lists the settings",
     "chat": "ask a trained model in the terminal",
+    "serve": "answer requests over HTTP, with the model on one process or its stages on several",
     "export": "write the model of a run from a checkpoint, also of one that was interrupted",
     "checkpoint": "list, verify or prune the checkpoints of a run",
     "trace": "show when everything in a recorded step ran: a picture and a trace to zoom into",

@@ -43,9 +43,10 @@ from tawpipe_lab.cluster.links import Links
 from tawpipe_lab.cluster.rates import parse_latency, parse_rates
 from tawpipe_lab.lengths import DealtWorkload, dealt
 from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.serving import ROWS, groups_of, planned, serving_bounds, serving_knobs
 from tawpipe_lab.suite import Cell, Entry, Suite
 from tawpipe_lab.table import write_chart, write_table
-from tawpipe_lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
+from tawpipe_lab.workload import LengthsWorkload, RealWorkload, ServingWorkload, TimedWorkload, spell_out
 
 CLUSTER = "tawpipe-compare"
 TRACES = "traces"
@@ -146,7 +147,8 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
         entries = list(suite.strategies)
         for i, entry in enumerate(entries):
             try:
-                knobs = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
+                knobs = serving_knobs(entry.strategy, cell.workload, topology, between)
+                knobs |= ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
                 entries[i] = replace(entry, searched={**entry.searched, **knobs})
             except UserError as error:
                 failed[i] = str(error)
@@ -264,6 +266,8 @@ def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
 def message_sizes(cell: Cell) -> tuple[int, ...]:
     """Bytes of messages of a cell's strategies: the largest unit, a rank's share of it, and an activation."""
     workload = cell.workload
+    if isinstance(workload, ServingWorkload):
+        return tuple(tokens * workload.token_bytes for tokens in (workload.slots, workload.slots + workload.chunk))
     if isinstance(workload, RealWorkload):
         model = real_model_spec(workload)
     else:
@@ -296,6 +300,11 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         UserError: a strategy that is not known, or cannot run there.
     """
     topology = Topology.grid(cell.nodes, cell.local)
+    if isinstance(cell.workload, ServingWorkload):
+        if entry.strategy not in ROWS:
+            raise UserError("strategy", entry.strategy, f"one of {', '.join(ROWS)}, which serve")
+        groups = entry.all_knobs.get("groups") or groups_of(entry.strategy, cell.workload, topology, between)
+        return serving_bounds(cell.workload, topology, between, groups)
     if isinstance(cell.workload, RealWorkload):
         return real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
     if entry.strategy in ours.rows():
@@ -337,7 +346,7 @@ def _row(
         "suite": suite.name,
         "cell": cell.spelled_out(),
         "strategy": ours.named(entry.strategy),
-        "origin": "ours" if entry.strategy in ours.rows() else "shipped",
+        "origin": "ours" if entry.strategy in (*ours.rows(), *ROWS) else "shipped",
         "knobs": reading.get("knobs") or entry.all_knobs,
         "label": entry.label,
         "status": "ok",
@@ -375,11 +384,24 @@ def _row(
         "loss": [loss if math.isfinite(loss) else None for loss in reading["loss"]] or None,
         "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
     }
+    if isinstance(cell.workload, ServingWorkload):
+        row |= _served(cell.workload, topology, between, reading)
     if isinstance(cell.workload, LengthsWorkload):
         row["tokens_per_second"] = cell.workload.tokens / statistics.median(seconds)
     if busy > BUSIEST:
         row |= {"status": "void", "reason": f"the machine's processors were {busy:.0%} busy"}
     return row
+
+
+def _served(
+    workload: ServingWorkload, topology: Topology, between: LinkModel, reading: dict[str, Any]
+) -> dict[str, Any]:
+    """Seconds of tokens, and what the plan says of them."""
+    way = planned(workload, topology, between, reading["knobs"]["groups"])
+    token, first = statistics.median(reading["token"]), statistics.median(reading["first"])
+    users = way.groups * way.slots
+    told = {"token_s": token, "first_s": first, "groups": way.groups, "tokens_per_second": users / token}
+    return told | {"token_s_predicted": way.token_s, "first_s_predicted": way.first_s}
 
 
 def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:

@@ -32,6 +32,12 @@ DOCUMENTS = (
     "of that",
 )
 """Columns more, where documents of uneven lengths were dealt."""
+SERVED = ("groups", "ms to the next token (predicted)", "s to the first (predicted)", "tokens/s", "of the formula")
+"""Columns more, where a model is served."""
+
+
+MORE = {"real": (LOSS,), "lengths": DOCUMENTS, "serving": SERVED}
+"""Columns more, by kind of workload."""
 
 
 def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -46,7 +52,7 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     """A table per cell, the fastest strategy first."""
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for some in cells_of(rows).values():
-        columns = [*COLUMNS, *([LOSS] if _is_real(some[0]) else DOCUMENTS if _is_of_documents(some[0]) else [])]
+        columns = [*COLUMNS, *MORE.get(some[0]["cell"]["workload"].get("kind", ""), ())]
         balanced = next((row for row in some if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
         lines += [
             f"## {title(some[0]['cell'])}",
@@ -93,6 +99,13 @@ def _workload(row: dict[str, Any]) -> str:
             f"us forward for a token, and as long for its attention in a document of {workload['even_at']} tokens; "
             f"{workload['tokens']} tokens in documents of lognormal({workload['mu']:g}, {workload['sigma']:g}) tokens, "
             f"at most {workload['max_document']}, in bins of at most {workload['bin_tokens']}.{floor}"
+        )
+    if workload.get("kind") == "serving":
+        return (
+            f"{workload['layers']} layers, each {1e3 * workload['forward_s']:g} ms on a pass of {workload['slots']} "
+            f"users and {1e3 * workload['chunk_s']:g} ms more with a chunk of {workload['chunk']} tokens; a token has "
+            f"{workload['token_bytes']} bytes between stages. A step is {workload['laps']} laps, then prompts of "
+            f"{workload['chunks']} chunks, one behind the other."
         )
     if _is_real(row):
         return (
@@ -174,6 +187,18 @@ def _documents(row: dict[str, Any], balanced: dict[str, Any] | None) -> list[str
     return [*columns, f"{gain:.2f} ({modelled:.2f})", f"{gain / modelled:.3f}"]
 
 
+def _served(row: dict[str, Any]) -> list[str]:
+    """The columns of a model that is served."""
+    token, first = row["token_s"], row["first_s"]
+    return [
+        str(row["groups"]),
+        f"{1e3 * token:.1f} ({1e3 * row['token_s_predicted']:.1f})",
+        f"{first:.3f} ({row['first_s_predicted']:.3f})",
+        f"{row['tokens_per_second']:.0f}",
+        f"{row['token_s_predicted'] / token:.3f}",
+    ]
+
+
 def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] | None) -> str:
     if "seconds_per_step" not in row:
         empty = "| " * (num_columns - 3)
@@ -196,7 +221,9 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
         f"{row['cpu_busy']:.0%}",
         _number(row["peak_gib"], 2) + (f" ({said:.2f})" if (said := row.get("peak_gib_predicted")) else ""),
     ]
-    if _is_real(row):
+    if "token_s" in row:
+        columns += _served(row)
+    elif _is_real(row):
         columns.append(_number(row["loss"][-1], 5))
     elif _is_of_documents(row):
         columns += _documents(row, balanced)

@@ -28,6 +28,7 @@ from tawpipe_lab.cluster.cluster import own_traffic
 from tawpipe_lab.contender import Contender, Maker
 from tawpipe_lab.ours_run import OurContender, PipelineContender
 from tawpipe_lab.rivals import deepspeed, fsdp, pipelining
+from tawpipe_lab.serving import ROWS, LapContender
 from tawpipe_lab.sleeper import Pace, Slowdown
 from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out
 
@@ -50,6 +51,10 @@ class Readings:
     """Seconds of every step before a device computed, mean over the ranks; nothing for a real workload."""
     idle_end: list[float] = field(default_factory=list)
     """Seconds of every step after a device had computed, likewise."""
+    token: list[float] = field(default_factory=list)
+    """Seconds from token to token in every step; nothing but for a workload that is served."""
+    first: list[float] = field(default_factory=list)
+    """Seconds of every step until a prompt's first token, likewise."""
     loss: list[float] = field(default_factory=list)
     """Loss of every step; nothing for a timed workload."""
     delays: list[list[float]] = field(default_factory=list)
@@ -114,6 +119,7 @@ def makers() -> dict[str, Maker]:
         **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
         **dict.fromkeys(pipelining.NAMES, pipelining.make),
         **dict.fromkeys(ours.rows(), _make_ours),
+        **dict.fromkeys(ROWS, LapContender),
     }
 
 
@@ -188,6 +194,9 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
         reading.idle_end.append(idle[1])
     if loss is not None:
         reading.loss.append(loss)
+    if isinstance(contender, LapContender):
+        reading.token.append(contender.token_s)
+        reading.first.append(contender.first_s)
     reading.delays.append([sum(delays[r] for r in node) / len(node) for node in topology.nodes])
     for name, value in lanes.items():
         reading.lanes[name] = reading.lanes.get(name, 0.0) + value

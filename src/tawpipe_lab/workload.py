@@ -3,6 +3,7 @@
 * timed: real transfers of real bytes, computation as sleeps of given seconds. Scheduling and network are what is
   measured then, and many ranks run on few cores.
 * lengths: the same for documents of uneven lengths, whose seconds and bytes follow from their tokens.
+* serving: tokens of groups of users that pass through stages, as seconds and bytes.
 * real: a small model with its optimizer. It shows that all strategies train the same thing: their losses agree.
 """
 
@@ -341,6 +342,52 @@ class LengthsWorkload:
 
 
 @dataclass(frozen=True)
+class ServingWorkload:
+    """A model that is served, as sizes and seconds.
+
+    Args:
+        layers: decoder layers.
+        forward_s: of a layer on a pass.
+        slots: of a group, each of which has a token in every pass.
+        token_bytes: of a token between two stages.
+        laps: of a step in which nothing but such tokens pass.
+        chunk, chunks: tokens of a part of a prompt, and parts of the prompts that follow these laps.
+        chunk_s: that a layer takes longer with such a part.
+
+    Raises:
+        UserError: a setting that cannot work.
+    """
+
+    layers: int
+    forward_s: float
+    slots: int
+    token_bytes: int
+    laps: int
+    chunk: int
+    chunks: int
+    chunk_s: float
+
+    kind: ClassVar[str] = "serving"
+
+    def __post_init__(self) -> None:
+        check_whole(self, laps=3, **dict.fromkeys(("layers", "slots", "token_bytes", "chunk", "chunks"), 1))
+        check_positive(self, "forward_s", "chunk_s")
+
+    def split(self, parts: int) -> ServingWorkload:
+        """The same workload.
+
+        Raises:
+            UserError: there should be more than one part.
+        """
+        check_whole_layers(parts, "where a model is served")
+        return self
+
+    def faster(self, times: int) -> ServingWorkload:
+        """The same bytes with computing that is so many times as fast."""
+        return replace(self, forward_s=self.forward_s / times, chunk_s=self.chunk_s / times)
+
+
+@dataclass(frozen=True)
 class RealWorkload:
     """A Llama with random weights, trained in fp32 with AdamW on random tokens. A micro-batch is one sequence.
 
@@ -398,9 +445,9 @@ class RealWorkload:
 
 Known = TimedWorkload | RealWorkload
 """Workloads of which is known which micro-batches there are."""
-Workload = Known | LengthsWorkload
-KINDS: dict[str, type[TimedWorkload] | type[LengthsWorkload] | type[RealWorkload]] = {
-    cls.kind: cls for cls in (TimedWorkload, LengthsWorkload, RealWorkload)
+Workload = Known | LengthsWorkload | ServingWorkload
+KINDS: dict[str, type[Workload]] = {
+    cls.kind: cls for cls in (TimedWorkload, LengthsWorkload, ServingWorkload, RealWorkload)
 }
 
 

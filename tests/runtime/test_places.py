@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tawpipe.runtime.chunks import spans_of
-from tawpipe.runtime.rows import Places, Room
+from tawpipe.runtime.rows import GrowingRoom, Places
 from tawpipe.schedule.buffers import offloaded
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_places_hold_rows_of_any_length_and_do_not_grow_with_their_number(tmp_pa
 
 
 def test_a_reserved_room_leaves_what_is_there_until_it_is_asked_for():
-    room = Room(torch.float32)
+    room = GrowingRoom(torch.float32)
     there = room.of((2, 3)).fill_(7)
     room.reserve((100,))
     assert torch.equal(room.of((2, 3)), there) and room.of((2, 3)).data_ptr() == there.data_ptr()

@@ -294,7 +294,8 @@ _SECTIONS = {
         "Trained as the plain model is",
         "Our attention keeps documents apart; *mixers* run on each of them, and all else on the whole row; or layers "
         "take\nthem *in turn*. A model runs in chunks (`--schedule.sequence-chunk`), in sets "
-        "(`--schedule.sequence-ranks`, none\nof mixers) and under pipelines unless it is said why not.",
+        "(`--schedule.sequence-ranks`, none\nof mixers) and under pipelines unless it is said why not. It is "
+        "[served](serving.md) unless it is *in turn* or\nof mixers.",
     ),
     "refused": ("Refused", "Before anything is allocated, with a message that says why."),
     "wrong": ("Wrong", "Known to differ; do not train them."),

@@ -59,6 +59,21 @@ def test_an_export_from_a_checkpoint_is_that_of_the_run(runs: Path, name: str, c
     assert not all(earlier[key].equal(written[key]) for key in written)
 
 
+@pytest.mark.parametrize("name", ["base", "adapter"])
+def test_an_export_in_few_bits(runs: Path, name: str, tmp_path: Path) -> None:
+    assert main(["export", str(runs / name), "--format", "w4a16", "--output", str(tmp_path / "few")]) == 0
+    names = load_file(tmp_path / "few" / "model.safetensors").keys()
+    stem = "model.layers.0.self_attn.q_proj.weight"
+    assert {f"{stem}_packed", f"{stem}_scale", f"{stem}_shape", "model.embed_tokens.weight"} <= names
+    assert stem not in names and "quantization_config" in (tmp_path / "few" / "config.json").read_text()
+
+
+def test_an_adapter_alone_has_no_few_bits(runs: Path, capsys) -> None:
+    words = ["--model", str(runs / "base" / "model"), "--lora.rank", "2", "--export.format", "w8a8"]
+    assert main(["train", *words, *WORDS, "--output", str(runs / "few")]) == 2
+    assert "--export.format: got 'w8a8'; hf, or the adapter merged" in capsys.readouterr().err
+
+
 def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: Path, capsys) -> None:
     for words, said in (
         (["--step", "3"], "--step: got 3; one of 2, 4"),

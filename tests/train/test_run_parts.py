@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
@@ -17,7 +16,8 @@ from tawpipe.console import Console
 from tawpipe.data.lengths import in_like_lengths
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
-from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.discovery import PositionUse
 from tawpipe.plan.predict import Needs
 from tawpipe.runtime.storage import PlaceOfPiece
 from tawpipe.runtime.world import World
@@ -28,7 +28,7 @@ from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.run import _same_tokens
-from tawpipe.train.sample import LikelyTokens, Samples, generate, stops_of
+from tawpipe.train.sample import Samples, stops_of
 from tawpipe.train.saves import LOOK_EVERY, Saves
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
@@ -126,67 +126,6 @@ def test_every_optimizer_has_the_options_of_the_settings(name: str) -> None:
 # samples
 
 
-class Counting:
-    """As much of a pipeline as samples need, and a model that says the number after the last one it has seen."""
-
-    world = ALONE
-    vocabulary = 20
-
-    def __init__(self, spread: float = 0.0) -> None:
-        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=self.vocabulary))
-        self.chain: Any = SimpleNamespace(config=config, logits=self._logits)
-        self.spread, self.widths = spread, list[int]()
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        wanted = nn.functional.one_hot((hidden[..., 0].long() + 1) % self.vocabulary, self.vocabulary)
-        return wanted.float() * (1.0 if self.spread else 50.0)
-
-    def part_of(self, rows: int, length: int, row: Any) -> list[MicroBatch]:
-        self.widths.append(length)
-        return [row(number) for number in range(rows)]
-
-    def evaluate(self, batch: list[MicroBatch], measure: Any) -> None:
-        for number, one in enumerate(batch):
-            head = measure.head(self.chain, one, number)
-            for begin in range(0, one.labels.shape[1], 5):  # in chunks
-                cut = slice(begin, begin + 5)
-                head(one.input_ids[:, cut, None].double(), one.labels[:, cut], cut)
-
-
-def texts(pipeline: Counting, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    made: Any = pipeline
-    return generate(made, prompts, **{"tokens": 4, "window": 32, "seed": 0, "temperature": 0.0, **settings})
-
-
-def test_every_text_goes_on_with_the_likeliest_token_until_it_ends() -> None:
-    assert texts(Counting(), [[3], [7, 9], [18]]) == [[3, 4, 5, 6, 7], [7, 9, 10, 11, 12, 13], [18, 19, 0, 1, 2]]
-    assert texts(Counting(), [[3], [7, 9]], stops=[5, 10]) == [[3, 4, 5], [7, 9, 10]]
-    assert texts(Counting(), [[3]], tokens=0) == [[3]]
-
-
-def test_a_model_sees_the_last_tokens_that_its_window_holds() -> None:
-    pipeline = Counting()
-    (text,) = texts(pipeline, [list(range(10))], window=4, tokens=3)
-    assert text[10:] == [10, 11, 12] and set(pipeline.widths) == {4}
-
-
-def test_draws_depend_on_the_seed_and_on_nothing_beside() -> None:
-    alone = texts(Counting(0.5), [[1]], temperature=1.0, tokens=12, seed=3)
-    assert texts(Counting(0.5), [[1], [2]], temperature=1.0, tokens=12, seed=3)[0] == alone[0]
-    assert texts(Counting(0.5), [[1]], temperature=1.0, tokens=12, seed=4) != alone
-
-
-def test_positions_that_do_not_count_are_not_looked_at() -> None:
-    pipeline: Any = Counting()
-    measure, labels = LikelyTokens(2, 3), torch.full((1, 4), IGNORE)
-    labels[0, 2] = 1
-    batch = MicroBatch(torch.tensor([[5, 6, 7, 8]]), labels, torch.arange(4)[None], (4,))
-    head = measure.head(pipeline.chain, batch, 0)
-    assert head(batch.input_ids[..., None].double(), labels, slice(0, 4)) == 0
-    ids, logits = measure.of(pipeline)
-    assert ids[1, 0] == 8 and logits[1, 0] == 50 and not ids[0].any() and not logits[0].any()
-
-
 def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
     """One that is trained again, on other files, may have as many tokens, under other numbers."""
     first, other = (train_tokenizer([text], 270) for text in ("the cat sat on the mat", "a zebra hid in the zoo"))
@@ -210,8 +149,9 @@ def test_the_data_is_not_looked_at_for_a_prompt_where_there_are_to_be_no_texts(t
         def some_text(self) -> list[MicroBatch]:
             raise AssertionError
 
-    pipeline, data = cast(Any, Counting()), cast(Any, Chats())
-    pipeline.chain.model = None
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+    chain = SimpleNamespace(model=None, config=config, positions=PositionUse())
+    pipeline, data = cast(Any, SimpleNamespace(chain=chain, world=ALONE)), cast(Any, Chats())
     config = load_config(["--sample.tokens", "0"]).sample
     Samples(config, Console(1), pipeline, data, folder=tmp_path, window=8, seed=0, first=0)
 

@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def model_folder(path: Path) -> Path:
+def model_folder(path: Path, setting: str = SETTING) -> Path:
     """The folder of a model or adapter: the one itself, or what a run has exported.
 
     Raises:
@@ -59,7 +59,7 @@ def model_folder(path: Path) -> Path:
     expected = f"the output folder of a run that has exported its model, or a folder with {CONFIG} or {ADAPTER}"
     if (path / "checkpoints").is_dir():
         expected += f"; this run has checkpoints and no model/ yet: tawpipe export {shlex.quote(str(path))} writes it"
-    raise UserError(SETTING, str(path), expected)
+    raise UserError(setting, str(path), expected)
 
 
 def load(folder: Path, device: Any, *, trust_remote_code: bool = False) -> tuple[Any, Any]:

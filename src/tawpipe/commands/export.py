@@ -15,7 +15,9 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.train.exporting import export_again
 
     folder = Path(arguments.output) if arguments.output else None
-    exported, source = export_again(Path(arguments.run), step=arguments.step, merge=arguments.merge, folder=folder)
+    exported, source = export_again(
+        Path(arguments.run), step=arguments.step, merge=arguments.merge, format=arguments.format, folder=folder
+    )
     print(f"{exported}: the model of {source}")
     return 0
 
@@ -32,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--merge", action="store_true", help="the whole model with the adapter in its weights, not the adapter alone"
+    )
+    parser.add_argument(
+        "--format", choices=("hf", "w4a16", "w8a8"), help="few bits, see --export.format (default: as the run says)"
     )
     parser.add_argument("--output", metavar="FOLDER", help="to be made or replaced (default: model in RUN)")
     return parser

@@ -24,6 +24,9 @@ LEADING = {
     "--sequence-length": "32768",
     "--global-batch": "96",
     "--longest": "",
+    "--serve": "",
+    "--users": "16",
+    "--context": "8192",
     "--dtype": "bfloat16",
     "--lora.rank": "16",
     "--report": "plan.html",
@@ -57,6 +60,7 @@ class PlanWords:
         files: that ``--config`` names.
         topology, device_name: of the machines.
         longest: the longest row is asked for.
+        serve: how so many users, of so many tokens each (``context``), are served is asked for.
         lengths: of documents.
         memory: GiB of a device.
         profile, explain, report, save: as the help says.
@@ -71,6 +75,9 @@ class PlanWords:
     topology: str
     device_name: str | None
     longest: bool
+    serve: bool
+    users: int | None
+    context: int | None
     lengths: str | None
     memory: float | None
     profile: str
@@ -99,6 +106,14 @@ class PlanWords:
         """Rows of a step; None where the longest row is asked for, of which every device gets one."""
         return self.given("global_batch") if not self.longest or "global_batch" in self.words else None
 
+    @property
+    def _of_training(self) -> list[tuple[str, Any]]:
+        """Words that a plan for training knows and one for serving does not."""
+        rows = self.words.get("sequence_length"), self.words.get("global_batch")
+        named = ("--sequence-length", "--global-batch", "--lengths", "--explain", "--report", "--save", "--all")
+        values = (*rows, self.lengths, self.explain, self.report, self.save, self.all or None)
+        return list(zip(named, values, strict=True))
+
     def located(self, error: UserError) -> UserError:
         """The same error with the file and the line of its setting, if it is from one."""
         return train_options().located_in(error, self.files, self.words)
@@ -107,6 +122,17 @@ class PlanWords:
         """Refuse what cannot work before anything is loaded."""
         config, several = self.config, self.config.micro_batch if self.config.micro_batch > 1 else None
         conflicts = []
+        if self.serve:
+            conflicts += [
+                ("--longest", self.longest or None, "nothing with --serve"),
+                *((name, value, "nothing with --serve, which trains nothing") for name, value in self._of_training),
+            ]
+            for name, value in (("--users", self.users), ("--context", self.context)):
+                if value is None:
+                    raise UserError(name, "nothing", "a number: of users served at once, and of a user's tokens")
+        else:
+            given = (("--users", self.users), ("--context", self.context))
+            conflicts += [(name, value, "nothing without --serve") for name, value in given]
         if self.longest:
             conflicts += [
                 ("--lengths", self.lengths, "nothing with --longest: one document fills the row"),
@@ -170,7 +196,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
         config = replace(config, learning_rate=float(config.learning_rate))
     asked = PlanWords(config, said, words, files, **arguments)
     needed = {"--model": True}
-    needed |= dict.fromkeys(("--sequence-length", "--global-batch"), not (asked.longest or asked.of_corpus))
+    needed |= dict.fromkeys(
+        ("--sequence-length", "--global-batch"), not (asked.longest or asked.serve or asked.of_corpus)
+    )
     missing = [name for name, needs in needed.items() if needs and asked.given(name[2:].replace("-", "_")) is None]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
@@ -211,6 +239,14 @@ def plan_parser() -> argparse.ArgumentParser:
         help="say how long a row may be, under every strategy, and what binds; --sequence-length is then the most that "
         "is looked at, and --global-batch one row for every device, if not given",
     )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="say how --users users, each with a prompt and an answer of --context tokens, are served: on one machine, "
+        "on copies, or in stages, and the times of their tokens",
+    )
+    parser.add_argument("--users", type=int, metavar="U", help="with --serve, users whose tokens come at the same time")
+    parser.add_argument("--context", type=int, metavar="C", help="with --serve, tokens of a user's prompt and answer")
     parser.add_argument(
         "--lengths",
         metavar="TOKENS,...|corpus|FILE|lognormal:MU,SIGMA",

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.model import kernels
+from tawpipe.model import kernels, slots
 from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes, recurs
 from tawpipe.model.chunked import AttentionOptions, Chunk, KeyStore, attend
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, unsupported
+from tawpipe.model.slots import SlotDocuments
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +218,8 @@ def packed_attention(
         window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(window, scale, dropout, softcap)
+    if isinstance(documents, SlotDocuments):
+        return slots.attend(query, key, value, s_aux, documents, options), None
     if (chunk := attention_mask.chunk) is not None:
         if chunk.attended:
             raise unsupported(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
+from tawpipe.model.kernels import Documents
 
 IGNORE = -100
 """The label of a position that predicts nothing, as everywhere in the Hugging Face libraries."""
@@ -135,6 +136,11 @@ class MicroBatch:
             lengths=tuple(lengths),
             positions_given=position_ids is not None,
         )
+
+    def documents(self, device: torch.device) -> Documents:
+        """The documents, for attention on ``device``."""
+        rows, length = self.input_ids.shape
+        return Documents.of(self.lengths, (rows, length), device)
 
     @classmethod
     def cat(cls, parts: Sequence[MicroBatch], dim: int = 0) -> MicroBatch:

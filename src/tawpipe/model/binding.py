@@ -7,7 +7,7 @@ Calls come from one thread; only the gradient hooks may run on autograd's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +151,18 @@ class UnitBinding:
         for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
             parameter.data = slot.view(flat)
         return flat
+
+    def hold(self, unit: int, flat: Tensor, *, without: Collection[str] = ()) -> None:
+        """Give the unit's parameters their values until ``release``, of numbers that are not packed.
+
+        Args:
+            without: names of parameters that stay placeholders; those of the others are copied then, so that ``flat``
+                may go.
+        """
+        shares = not any(slot.name in without for slot in self.units[unit].slots)
+        for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
+            if slot.name not in without:
+                parameter.data = slot.view(flat) if shares else slot.view(flat).clone()
 
     @torch.no_grad()
     def _numbers(self, unit: int, flat: Tensor) -> Tensor:

@@ -300,7 +300,7 @@ class Chain(UnitBinding):
 
     def _embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
         ids = batch.input_ids.clone()  # the model may change it; the recomputation needs it again
-        documents = Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
+        documents = batch.documents(ids.device)
         # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
         # the device.
         unpadded = torch.ones_like(ids)

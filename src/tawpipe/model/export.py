@@ -19,10 +19,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tawpipe.errors import RunError
+from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_folder
 from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
+from tawpipe.model.compressed import PLAIN, FewBitsFolder
 from tawpipe.model.merged import Merged
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.weights import Conversion, base_name, canonical_names, is_adapter
@@ -39,6 +40,7 @@ def export_hugging_face(
     get_parameter: GetParameter,
     *,
     dtype: torch.dtype,
+    format: str = PLAIN,
     merge: bool = False,
     max_shard_bytes: int = 5 * 2**30,
     is_writer: bool,
@@ -55,6 +57,7 @@ def export_hugging_face(
         folder: the folder to make.
         get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
         dtype: the type of the weights on disk.
+        format: ``hf``; or ``w4a16`` or ``w8a8``, with the matrices of linear layers in few bits (``compressed``).
         merge: write the whole model of a ``peft`` model, with the adapter in its weights.
         max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor, and by
             adapters, which ``peft`` reads from one file.
@@ -62,10 +65,16 @@ def export_hugging_face(
         tokenizer: a transformers tokenizer to be saved beside the weights.
 
     Raises:
+        UserError: a format that this model, or an adapter alone, cannot have.
         RunError: it could not be written, on the writer when all have taken part; what was there before is untouched.
     """
     folder = Path(folder)
     adapter = getattr(chain.given, "peft_config", None) is not None and not merge
+    few_bits = None
+    if format != PLAIN:
+        if adapter:
+            raise UserError("format", format, f"{PLAIN} for an adapter alone; or merge it")
+        few_bits = FewBitsFolder(format, chain.model, _layer_parameters(chain), _on_disk(chain), dtype)
     if merge:
         get_parameter = Merged(chain, get_parameter).parameter
     tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
@@ -80,13 +89,15 @@ def export_hugging_face(
         stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
         writer = _ShardWriter(partial, stem, dtype, limit)
         for name, tensor in tensors:
-            writer.add(name, tensor)
+            assert tensor is not None, f"the writer was not given {name}"
+            for part, value in few_bits.tensors(name, tensor) if few_bits else [(name, tensor)]:
+                writer.add(part, value)
         writer.finish()
         if adapter:
             _save_adapter_config(chain, partial)
             logger.info("%s holds the adapter only; peft.PeftModel.from_pretrained puts it on the base model", folder)
         else:
-            _save_config(chain, partial, dtype)
+            _save_config(chain, partial, dtype, few_bits)
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
         replace_folder(partial, folder)
@@ -125,8 +136,7 @@ class _ShardWriter:
         self._pending_bytes = self._total_bytes = 0
         self._shards: list[list[str]] = []
 
-    def add(self, name: str, tensor: Tensor | None) -> None:
-        assert tensor is not None, f"the writer was not given {name}"
+    def add(self, name: str, tensor: Tensor) -> None:
         kept = tensor.detach().to(device="cpu", dtype=self._dtype if tensor.is_floating_point() else None, copy=True)
         size = kept.numel() * kept.element_size()
         if self._pending and self._pending_bytes + size > self._limit:
@@ -256,12 +266,28 @@ def _save_adapter_config(chain: Chain, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _save_config(chain: Chain, folder: Path, dtype: torch.dtype) -> None:
+def _layer_parameters(chain: Chain) -> set[str]:
+    """Names of the parameters of layers: neither the embedding's nor the head's."""
+    ends = {0, len(chain.blocks) - 1}
+    return {slot.name for unit in chain.units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
+
+
+def _on_disk(chain: Chain) -> Callable[[str], str]:
+    """Gives the name that a parameter has in a folder, where it is written as it is."""
+    from transformers.core_model_loading import apply_renamings
+
+    _, renamings = _groups(chain)
+    return lambda name: apply_renamings(base_name(name), renamings)
+
+
+def _save_config(chain: Chain, folder: Path, dtype: torch.dtype, few_bits: FewBitsFolder | None) -> None:
     """config.json, generation_config.json and, for code that came with the model, that code."""
     model = chain.model
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
+    if few_bits is not None:
+        config.quantization_config = few_bits.settings
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

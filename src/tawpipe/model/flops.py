@@ -22,33 +22,33 @@ PER_WEIGHT, PER_PAIR = 4.0, 4.5
 IN_HEAD = 3.0
 """The same in the head's, which computes nothing twice."""
 
-# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of what they state with sparsity). The
-# first entry whose words all occur in a device's name counts.
-_PEAKS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2.5e15),
-    ("B200", 2.25e15),
-    ("H200 NVL", 835.5e12),
-    ("GH200", 989.4e12),
-    ("H200", 989.4e12),
-    ("H100 NVL", 835.5e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989.4e12),
-    ("A100", 312e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362.05e12),
-    ("L40", 181.05e12),
-    ("L4", 121e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307.4e12),
+# Dense bf16 FLOP/s with fp32 accumulation (half of what is stated with sparsity), and bytes per second of the memory,
+# from the vendors' data sheets. The first entry whose words all occur in a device's name counts.
+_PEAKS: tuple[tuple[str, float, float], ...] = (
+    ("GB200", 2.5e15, 8e12),
+    ("B200", 2.25e15, 8e12),
+    ("H200 NVL", 835.5e12, 4.8e12),
+    ("GH200", 989.4e12, 4e12),
+    ("H200", 989.4e12, 4.8e12),
+    ("H100 NVL", 835.5e12, 3.9e12),
+    ("H100 PCIe", 756e12, 2e12),
+    ("H100", 989.4e12, 3.35e12),
+    ("A100", 312e12, 2.039e12),
+    ("A40", 149.7e12, 696e9),
+    ("A30", 165e12, 933e9),
+    ("A10G", 70e12, 600e9),
+    ("A10", 125e12, 600e9),
+    ("L40S", 362.05e12, 864e9),
+    ("L40", 181.05e12, 864e9),
+    ("L4", 121e12, 300e9),
+    ("RTX 5090", 209.5e12, 1.792e12),
+    ("RTX 4090", 165.2e12, 1.008e12),
+    ("RTX 3090", 71e12, 936e9),
+    ("MI300X", 1307.4e12, 5.3e12),
 )
 
 
-KNOWN_DEVICES = tuple(name for name, _ in _PEAKS)
+KNOWN_DEVICES = tuple(name for name, *_ in _PEAKS)
 """Devices whose peak is known."""
 
 
@@ -58,10 +58,22 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989400000000000.0
     """
-    if dtype != "bfloat16":
-        return None
+    return _known(device_name, 0) if dtype == "bfloat16" else None
+
+
+def memory_rate(device_name: str) -> float | None:
+    """Bytes per second of a device's memory, None where that is not known.
+
+    >>> memory_rate("NVIDIA A100-SXM4-80GB")
+    2039000000000.0
+    """
+    return _known(device_name, 1)
+
+
+def _known(device_name: str, place: int) -> float | None:
     words = device_name.upper().replace("-", " ").split()
-    return next((peak for known, peak in _PEAKS if all(word in words for word in known.upper().split())), None)
+    numbers = (entry[1:] for entry in _PEAKS if all(word in words for word in entry[0].upper().split()))
+    return next((of[place] for of in numbers), None)
 
 
 def training_flops(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tawpipe.model.adapters import AdapterValues
 from tawpipe.model.chain import Chain
+from tawpipe.model.compressed import FewBitsTensors
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
@@ -40,7 +41,8 @@ class SafetensorsSource:
 
     def __init__(self, chain: Chain, folder: Path | str, *, seed: int = 0, adapter: Path | None = None) -> None:
         self._folder, self._model = Path(folder), chain.model
-        self._files = _files_by_key(self._folder)
+        self._tensors = FewBitsTensors(_files_by_key(self._folder))
+        self._files = self._tensors.files
         self._init: InitSource | None = None
         self._trained = None if adapter is None else AdapterValues(chain, adapter)
         self._adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
@@ -117,20 +119,25 @@ class SafetensorsSource:
 
         return flatten(unit, values(), dtype)
 
+    def codes(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them, where the folder has it in few bits."""
+        from safetensors import safe_open
+
+        group = self._groups[self._group_of[name]]
+        if len(group.sources) > 1:
+            return None
+        return self._tensors.codes(group.sources[0][0], cache(lambda path: safe_open(path, framework="pt")))
+
     def _check_shapes(self, state: dict[str, Tensor]) -> None:
         """Compare what needs no conversion with the files' headers, before anything is read."""
         from safetensors import safe_open
         from transformers.core_model_loading import WeightRenaming
 
-        plain: dict[Path, list[tuple[str, str]]] = {}
+        opened = cache(lambda path: safe_open(path, framework="pt"))
         for group in self._groups.values():
             if isinstance(group.rule, WeightRenaming):
-                key = group.sources[0][0]
-                plain.setdefault(self._files[key], []).append((key, group.target))
-        for path, pairs in plain.items():
-            with safe_open(path, framework="pt") as file:
-                for key, target in pairs:
-                    self._check_shape(target, tuple(state[target].shape), tuple(file.get_slice(key).get_shape()))
+                stored = self._tensors.shape(group.sources[0][0], opened)
+                self._check_shape(group.target, tuple(state[group.target].shape), stored)
 
     def _check_shape(self, name: str, expected: tuple[int, ...], stored: tuple[int, ...]) -> None:
         if stored != expected:
@@ -147,7 +154,7 @@ class SafetensorsSource:
         from safetensors import safe_open
 
         group, opened = self._groups[target], cache(lambda path: safe_open(path, framework="pt"))
-        values = (opened(self._files[key]).get_tensor(key) for key, _ in group.sources)
+        values = (self._tensors.tensor(key, opened) for key, _ in group.sources)
         converted = group.apply(values, self._model)
         return {self._aliases.get(name, name): value for name, value in converted.items()}
 

@@ -116,7 +116,7 @@ class Options(Generic[T]):
             UserError: an unknown option, or one without its value.
         """
         try:
-            given, left = self._parser.parse_known_args([self._checked_option(word) for word in argv])
+            given, left = self.parser.parse_known_args([self._checked_option(word) for word in argv])
         except argparse.ArgumentError as error:  # an option without its value: the parser judges nothing else
             leaf = self._by_option.get(error.argument_name or "")
             raise UserError(error.argument_name or "", "nothing", leaf.expected if leaf else "a YAML file") from error
@@ -132,7 +132,7 @@ class Options(Generic[T]):
         return "\n".join(lines) + "\n"
 
     @cached_property
-    def _parser(self) -> CommandParser:
+    def parser(self) -> CommandParser:
         """Splits words into settings and prints the help; what a word means is read afterwards."""
         parser = CommandParser(
             leading={self._by_key[key].option: example for key, example in self._leading.items()},
@@ -167,7 +167,7 @@ class Options(Generic[T]):
             return word
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if name not in self._parser._option_string_actions:
+        if name not in self.parser._option_string_actions:
             names = Names([*self._by_key, "config", "print_config", "help"], self._elsewhere, options=True)
             hint = names.meant(name) or f"{self.prog} {HELP_ALL} shows all of them"
             raise UserError("command line", name, f"no such option; {hint}")

@@ -35,6 +35,7 @@ from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import check_on_rank_0, is_tested, slices_of_documents
 from tawpipe.pipeline.costs import StepCosts
+from tawpipe.pipeline.generate import Continuation, Generator, Wanted, by_evaluation
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy, refuse_values
@@ -50,6 +51,7 @@ from tawpipe.runtime.groups import PipelineOptimizer
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
+from tawpipe.runtime.passes import Sampling
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
@@ -222,6 +224,7 @@ class Pipeline:
         self._results = Results(wiring, self._limits, skip_limit)
         self._steps = Steps(wiring, self._rows, self._costs, self._limits)
         self._state = State(wiring, self._results, world_of_saves)
+        self._generator = Generator(chain, self.storage, world)
         self._closed = leave_at_exit(self, self.executor, self._results, self._state.savings, world)
         chain.hand_over()
 
@@ -410,6 +413,44 @@ class Pipeline:
         result.require_alike()
         return result
 
+    @torch.inference_mode(False)
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stops: Sequence[int] = (),
+    ) -> list[Continuation]:
+        """Continue every prompt by up to ``max_tokens`` tokens; call on all ranks, with the same arguments. All get the
+        new ids and their logprobs. Waits for what is under way first; nothing of training changes.
+
+        Weights go to stages once, one stage on each process, whose memory must have room for its share of them and for
+        the keys and values of the texts. A model that this cannot be done with takes an evaluation for every token.
+
+        Args:
+            prompts: token ids, at least one each.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k, top_p: draw among the likeliest only, as ``transformers`` does it; 0 and 1 for all.
+            seed: of the first prompt's draws; the next ones have the seeds that follow. A text is the same whatever
+                else is generated with it, but for rounding.
+            stops: tokens that end a text, which has the token then.
+
+        Raises:
+            UserError: a prompt or a number that cannot be.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        wanted = Wanted(prompts, max_tokens, sampling, frozenset(stops))
+        wanted.check(self.chain)
+        self.drain()
+        self._state.require_whole()
+        if self._generator.why_by_evaluation:
+            return by_evaluation(self, wanted)
+        return self._generator.run(wanted)
+
     def drain(self) -> None:
         """Wait for everything under way: the state in which weights may be read, saved or replaced.
 
@@ -430,6 +471,7 @@ class Pipeline:
             self.executor.close()
             self._places.close()
         self._closed()
+        self._generator.close()
         self.transport.close()
         self._state.leave()
 
@@ -495,12 +537,14 @@ class Pipeline:
         folder: str | Path,
         *,
         dtype: torch.dtype = torch.float32,
+        format: str = "hf",
         merge: bool = False,
         max_shard_bytes: int = 4 * 2**30,
         tokenizer: Any = None,
     ) -> Path:
         """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
-        ``merge`` puts into the weights of the whole model instead; on all ranks.
+        ``merge`` puts into the weights of the whole model instead; on all ranks. With ``format`` w4a16 or w8a8 the
+        matrices of layers are in few bits.
         """
         self._state.require_whole()
         self.drain()
@@ -509,6 +553,7 @@ class Pipeline:
             folder,
             self.parameter,
             dtype=dtype,
+            format=format,
             merge=merge,
             max_shard_bytes=max_shard_bytes,
             is_writer=self.world.rank == 0,

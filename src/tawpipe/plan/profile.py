@@ -333,9 +333,9 @@ class Clock:
         self.mixers: list[float] = []
         """Shares of the time of layers that their mixers take, forward."""
 
-    def seconds(self, block: int, lengths: Sequence[int]) -> tuple[float, float]:
-        """Seconds of a forward pass, and of a backward pass with the recomputation; for the head of the loss and its
-        gradient in both.
+    def seconds(self, block: int, lengths: Sequence[int], *, backward: bool = True) -> tuple[float, float]:
+        """Seconds of a forward pass, and of a backward pass with the recomputation, if that is wanted; for the head of
+        the loss and its gradient in both.
         """
         chain = self.bench.chain
         with self.bench.case(block, lengths) as case:
@@ -348,14 +348,15 @@ class Clock:
             def head() -> object:
                 return self.bench.head(case)
 
-            def backward() -> None:
+            def propagate() -> None:
                 torch.autograd.backward(forward(case.hidden.detach().requires_grad_()), case.hidden)
 
             is_head = spec.kind == "head"
             forward_s = self._time(head if is_head else lambda: forward(case.hidden), grad=False)
             if mixing := chain.mixing[block - 1 : block] if spec.kind == "layer" else ():
                 self._time_mixers(chain.layers[block - 1], mixing[0].mixers, lambda: forward(case.hidden))
-            backward_s = self._time(head if is_head else backward, grad=True) if is_head or spec.needs_backward else 0.0
+            trained = backward and (is_head or spec.needs_backward)
+            backward_s = self._time(head if is_head else propagate, grad=True) if trained else 0.0
         return forward_s, backward_s
 
     def in_chunks(self, whole: Profile, tokens: int, row: int, least: int) -> tuple[BlockCost, ...]:

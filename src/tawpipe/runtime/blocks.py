@@ -13,7 +13,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.activations import ROWS, Activations
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
-from tawpipe.runtime.rows import Places, Room
+from tawpipe.runtime.rows import GrowingRoom, Places
 from tawpipe.runtime.sets import SetTokens
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane
@@ -57,7 +57,7 @@ class Blocks:
         self.held = Activations()
         self.bound: dict[int, Tensor] = {}
         """Unit -> what its parameters are views of."""
-        self.rooms: dict[tuple[Buffer, torch.dtype], Room] = {}
+        self.rooms: dict[tuple[Buffer, torch.dtype], GrowingRoom] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
         self.places = Places(chain.device, offload_dir)
         self.under_way: defaultdict[Lane, deque[torch.Event]] = defaultdict(deque)

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, make_la
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.refresh import Refresh
 from tawpipe.runtime.slices import loads_of, squares_of
-from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.step_input import LapInput, StepInput
 from tawpipe.runtime.storage import HomePiece, Storage
 from tawpipe.runtime.streaming import Streaming
 from tawpipe.runtime.transport import Transport
@@ -176,13 +176,26 @@ class _Step:
     """The values that the actions of one step share.
 
     Args:
+        given: of a lap, what its actions share.
         result: on the CPU; NORM leaves ``VALUES`` there: loss, gradient norm, tokens, whether all was finite, and
             whether the ranks were given the same.
     """
 
-    given: StepInput
+    given: Any
     rule: UpdateRule
     result: Tensor
+
+
+@dataclass
+class _Issued:
+    """What has been issued of a step: the last event of every lane, and that of its NORM if it has one."""
+
+    last: dict[Lane, Event] = field(default_factory=dict)
+    normed: Event | None = None
+
+
+LAPS_AHEAD = 2
+"""Laps that are issued and have not ended: one may begin on the first stage while the one before it leaves the last."""
 
 
 class Executor:
@@ -289,34 +302,71 @@ class Executor:
         Args:
             recording: takes down when the actions run.
         """
-        if self._failure.error is not None:
-            raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         begin = time.monotonic()
         on_cuda = self.device.type == "cuda"
         values = torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=on_cuda)
-        step = _Step(given, rule, values)
-        ended: Event | None = None
-        last: dict[Lane, Event] = {}
-        end = LastEvents(last)
         training = given.seed is not None
-        self.watchdog.watch(f"step {given.step + 1}" if training else "an evaluation", end)
+        name = f"step {given.step + 1}" if training else "an evaluation"
+        issued = self._issue(
+            schedule, _Step(given, rule, values), name, faulty=given.step + 1 if training else 0, recording=recording
+        )
+        assert issued.normed is not None
+        return StepResult(issued.normed, values, begin)
+
+    def loop(self, schedule: Schedule, *, recording: Recording | None = None) -> int:
+        """Play laps until one says that it is the last; how many there were. Returns when all of them have ended.
+
+        There are always ``LAPS_AHEAD`` laps issued that have not ended. What is issued with a lap in which a pass was
+        the last follows it, with empty passes, and nothing else: by the end of a lap all ranks have seen the headers of
+        all its passes, and so all stop after the same one, and no receive stays open.
+
+        Args:
+            recording: takes down when the actions run.
+        """
+        laps = deque[tuple[LapInput, _Issued]]()
+        number, last = 0, False
+        while laps or not last:
+            while len(laps) < LAPS_AHEAD and not last:
+                lap = LapInput(number)
+                step = _Step(lap, UpdateRule(), torch.empty(0))
+                laps.append((lap, self._issue(schedule, step, f"lap {number + 1}", recording=recording)))
+                number += 1
+            lap, issued = laps.popleft()
+            for event in issued.last.values():
+                event.wait()
+            last |= lap.last
+        return number
+
+    def _issue(
+        self, schedule: Schedule, step: _Step, name: str, *, faulty: int = 0, recording: Recording | None = None
+    ) -> _Issued:
+        """Issue one step, or one lap.
+
+        Args:
+            name: for the watchdog.
+            faulty: the number by which an injector knows the step; 0 for one in which no faults happen.
+        """
+        if self._failure.error is not None:
+            raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
+        issued = _Issued()
+        end = LastEvents(issued.last)
+        self.watchdog.watch(name, end)
         for lane in self._lanes.values():
             lane.begin_step()
         try:
             for index, action in enumerate(schedule.programs[self.rank]):
                 run: Callable[[], None] = partial(self._run[action.op], action, step)
-                if self.injector is not None and training:
-                    run = self.injector.around(action, given.step + 1, run, self._buffers)
+                if self.injector is not None and faulty:
+                    run = self.injector.around(action, faulty, run, self._buffers)
                 event = self._submit(action, recording.around(index, str(action), run) if recording else run, step)
-                last[action.lane] = event
+                issued.last[action.lane] = event
                 if action.op is Op.NORM:
-                    ended = event
+                    issued.normed = event
         except BaseException as error:  # on CUDA actions run here
             self._failure.note(error)
             raise
-        assert ended is not None
         end.issued = True
-        return StepResult(ended, values, begin)
+        return issued
 
     def on_compute(self, run: Callable[[], None]) -> None:
         """Run something on the lane that computes, after what has been submitted to it; wait until it is done."""

@@ -12,7 +12,7 @@ from tawpipe.errors import UserError
 from tawpipe.runtime.activations import ROWS, LayerGraph, WaitingGraph
 from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.chunks import spans_of
-from tawpipe.runtime.rows import Room
+from tawpipe.runtime.rows import GrowingRoom
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
@@ -99,7 +99,7 @@ def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
     blocks.held.free(action)
 
 
-def _leave(graph: LayerGraph, room: Room) -> WaitingGraph:
+def _leave(graph: LayerGraph, room: GrowingRoom) -> WaitingGraph:
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in (graph.leaf, *graph.saved):
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -136,11 +136,11 @@ def place(blocks: Blocks, target: Buffer, shape: torch.Size, dtype: torch.dtype,
     return _room(blocks, target, dtype, to_host=to_host).of(shape)
 
 
-def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> Room:
+def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> GrowingRoom:
     key = target, dtype
     if key not in blocks.rooms:
         pinned = to_host and blocks.chain.device.type == "cuda"
-        blocks.rooms[key] = Room(dtype, "cpu" if to_host else blocks.chain.device, pinned=pinned)
+        blocks.rooms[key] = GrowingRoom(dtype, "cpu" if to_host else blocks.chain.device, pinned=pinned)
     return blocks.rooms[key]
 
 

@@ -68,7 +68,7 @@ class OnDevice:
         pass
 
 
-class Room:
+class GrowingRoom:
     """Memory for one tensor after another, as large as the largest so far.
 
     Args:
@@ -105,7 +105,7 @@ class Slot:
         left: when the last of them had left it.
     """
 
-    room: Room
+    room: GrowingRoom
     left: torch.Event | None = None
 
 
@@ -126,7 +126,7 @@ class Staging:
         """Two slots for chunks that go through a stream, whose tokens are of one type and shape."""
         free = self._free.setdefault((stream, dtype, *width), [])
         while len(free) < UNDER_WAY:
-            free.append(Slot(Room(dtype, self.device)))
+            free.append(Slot(GrowingRoom(dtype, self.device)))
         return [free.pop() for _ in range(UNDER_WAY)]
 
     def give_back(self, stream: Any, dtype: torch.dtype, width: Sequence[int], slots: list[Slot]) -> None:
@@ -145,7 +145,7 @@ class InHost:
     def __init__(self, dtype: torch.dtype, staging: Staging | None) -> None:
         self.shape: tuple[int, ...] = ()
         self.dtype, self._staging = dtype, staging
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, GrowingRoom] = {}
         """By the token at which a chunk begins."""
         self._leaving: list[Slot] = []
         self._written: torch.Event | None = None
@@ -154,9 +154,9 @@ class InHost:
         """Be a tensor of this shape from now on; what was there is lost."""
         self.shape = shape
 
-    def _room(self, span: slice) -> Room:
+    def _room(self, span: slice) -> GrowingRoom:
         if span.start not in self._rooms:
-            self._rooms[span.start] = Room(self.dtype, pinned=self._staging is not None)
+            self._rooms[span.start] = GrowingRoom(self.dtype, pinned=self._staging is not None)
         return self._rooms[span.start]
 
     def _chunk(self, span: slice) -> Tensor:

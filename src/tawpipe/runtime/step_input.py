@@ -1,4 +1,4 @@
-"""What one step is given: its micro-batches, and the numbers that go with them."""
+"""What one step is given: its micro-batches, and the numbers that go with them; and what a lap is given."""
 
 from __future__ import annotations
 
@@ -67,3 +67,16 @@ class StepInput:
     def is_shared(self, m: int) -> bool:
         """True if a micro-batch is computed by a set of ranks, where there are any."""
         return self.shared is None or m < self.shared
+
+
+@dataclass
+class LapInput:
+    """What the actions of one lap share.
+
+    Args:
+        number: of the lap, from 0.
+        last: the header of one of its passes says that nothing comes behind it; set where the pass is computed.
+    """
+
+    number: int
+    last: bool = False

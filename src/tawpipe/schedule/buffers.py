@@ -64,6 +64,10 @@ class Kind(StrEnum):
     """
     TURN = "turn"
     """No bytes: what reads it comes after what wrote it (number in the program)."""
+    IDS = "ids"
+    """Tokens that were drawn for a group, in laps (group)."""
+    CACHE = "cache"
+    """Keys and values of a layer for all slots of all groups, in laps (block)."""
     LOSS = "loss"
     """The summed loss of a micro-batch (micro-batch)."""
     NORM = "norm"
@@ -79,8 +83,8 @@ class Kind(StrEnum):
 WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT, Kind.COPY})
 GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT, Kind.LANDING})
 HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
-ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT, Kind.SIZE}
-TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
+ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT, Kind.SIZE, Kind.CACHE}
+TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT, Kind.IDS})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
@@ -219,6 +223,16 @@ def keys(micro_batch: int, block: int) -> Buffer:
 @cache
 def key_gradients(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.KEY_GRADIENTS, (micro_batch, block))
+
+
+@cache
+def ids(group: int) -> Buffer:
+    return Buffer(Kind.IDS, (group,))
+
+
+@cache
+def layer_cache(block: int) -> Buffer:
+    return Buffer(Kind.CACHE, (block,))
 
 
 @cache

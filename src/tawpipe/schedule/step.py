@@ -390,6 +390,8 @@ class Schedule:
             Empty for ranks that another one stands for, see ``plan.predict``.
         pools: for every rank the buffers that its program uses, homes and activations aside.
         training: False for a forward-only schedule.
+        looped: played again and again without an end: what it begins with, it leaves behind, see laps.py.
+        placed: for every rank the units that are whole there afterwards, see placing.py; empty for other schedules.
     """
 
     name: str
@@ -397,6 +399,8 @@ class Schedule:
     programs: tuple[tuple[Action, ...], ...]
     pools: tuple[tuple[Pool, ...], ...]
     training: bool = True
+    looped: bool = False
+    placed: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         actions = sum(map(len, self.programs))

@@ -16,6 +16,8 @@ from tawpipe.schedule.spec import EXACT_WIDTH, share_bins
 KEYS_SHARE = 0.04
 """Of a layer's linear work in its forward pass, what comes before its attention: 3 % where keys and values are a
 quarter of the heads, 6 % where they are as many."""
+ID_BYTES = 8
+"""Of a token that was drawn."""
 REDUCE_SCATTERS = ("pairwise", "ring")
 
 
@@ -351,6 +353,10 @@ class CostModel:
     def boundary(self, micro_batch: int) -> float:
         """Bytes of a boundary activation: a block's input, or its gradient."""
         return self.boundary_bytes * self._size(micro_batch).tokens
+
+    def drawn(self, group: int) -> float:
+        """Bytes in which what was drawn for a group of a lap travels."""
+        return ID_BYTES * self._size(group).tokens
 
     def waiting(self, action: Action) -> float:
         """Bytes that an OFFLOAD or RELOAD moves."""

@@ -247,7 +247,8 @@ class Transfers:
     def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
         """The load of one part of an EXCHANGE."""
         if transfer.buffer.is_activation:
-            amount = self.cost_model.boundary(transfer.buffer.at[0])
+            each = self.cost_model.drawn if transfer.buffer.kind is Kind.IDS else self.cost_model.boundary
+            amount = each(transfer.buffer.at[0])
             key = (sender, receiver, amount)
             if key not in self._parts:
                 load = self._load(iter([(sender, receiver, amount)]), 1, 0.0, self._latency(sender, receiver))

@@ -39,6 +39,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
     if config.export.merge and not config.lora.active:
         raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
+    check_format(config, "--export.format")
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):
@@ -287,6 +288,12 @@ def check_output(config: TrainConfig, *, make: bool = True) -> None:
             pass
     except OSError as error:
         raise UserError("--output", config.output, f"a folder that can be written to ({error.strerror})") from error
+
+
+def check_format(config: TrainConfig, setting: str) -> None:
+    """Raises UserError where an adapter alone is to be exported in few bits."""
+    if config.export.format != "hf" and config.lora.active and not config.export.merge:
+        raise UserError(setting, config.export.format, "hf, or the adapter merged: few bits are for a whole model")
 
 
 def refuse_replacing(config: TrainConfig, exported: Path, setting: str) -> None:

@@ -157,6 +157,9 @@ class ExportConfig:
     """Write it after the last step."""
     merge: bool = False
     """Write the whole model with the adapter in its weights, instead of the adapter alone."""
+    format: Literal["hf", "w4a16", "w8a8"] = "hf"
+    """Few bits for the matrices of layers, as compressed-tensors has them and vLLM and transformers read them. hf:
+    none. w4a16: 4 bits. w8a8: 8 bits, and activations rounded to 8 as it computes."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of the exported weights: auto is that of the weights that the run started from, and float32 for random ones
     and for adapters alone."""

@@ -25,7 +25,7 @@ from tawpipe.model.export import export_hugging_face
 from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.quantized import NONE
 from tawpipe.runtime.dtype import AUTO, DTYPES, master_dtype
-from tawpipe.train.checks import refuse_replacing
+from tawpipe.train.checks import check_format, refuse_replacing
 from tawpipe.train.config import SETTINGS, TrainConfig, load_config
 from tawpipe.train.lock import running_in
 from tawpipe.train.run_model import RunModel
@@ -39,6 +39,7 @@ class Form:
     """The form of an exported model; see ``ExportConfig``."""
 
     dtype: torch.dtype
+    format: str
     merge: bool
     max_shard_bytes: int
 
@@ -46,16 +47,19 @@ class Form:
     def of(cls, config: TrainConfig, built: BuiltModel) -> Form:
         named, merge = config.export.dtype, config.export.merge
         dtype = built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named]
-        return cls(dtype, merge, config.export.max_shard_mib * 2**20)
+        return cls(dtype, config.export.format, merge, config.export.max_shard_mib * 2**20)
 
 
-def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | None) -> tuple[Path, str]:
+def export_again(
+    run: Path, *, step: int | None, merge: bool, folder: Path | None, format: str | None = None
+) -> tuple[Path, str]:
     """Export the model of a run from one of its checkpoints; the folder, and from what.
 
     Args:
         run: its output folder.
         step: the checkpoint after this one; None for the best one where the run keeps that, else the newest.
         merge: with the adapter in the weights, whatever the run's settings say.
+        format: as ``ExportConfig`` has it; None as the run's settings say.
         folder: to be made or replaced; ``model`` in the run's folder by default.
 
     Raises:
@@ -70,20 +74,23 @@ def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | Non
     ours = os.access(run, os.W_OK)
     with running_in(run, setting="RUN") if ours else nullcontext():  # a run that goes on removes its old checkpoints
         try:
-            return _exported(run, _checkpoint(run, step), merge=merge, folder=folder)
+            return _exported(run, _checkpoint(run, step), merge=merge, format=format, folder=folder)
         except UserError as error:
             if error.setting != "where":
                 raise
             raise UserError("RUN", str(run), f"with {error.expected}") from error
 
 
-def _exported(run: Path, checkpoint: Path, *, merge: bool, folder: Path) -> tuple[Path, str]:
+def _exported(run: Path, checkpoint: Path, *, merge: bool, format: str | None, folder: Path) -> tuple[Path, str]:
     manifest = read_manifest(checkpoint)
     state = RunState.of(manifest, str(checkpoint))
     config = load_config(["--config", str(run / SETTINGS), "--output", str(run)])
     refuse_replacing(config, folder, "--output")
     if merge:
         config = replace(config, export=replace(config.export, merge=True))
+    if format is not None:
+        config = replace(config, export=replace(config.export, format=format))
+    check_format(config, "--format")
     if config.export.merge and not config.lora.active:
         raise UserError("--merge", True, "left out: this run has no adapter that could be merged")
     model = RunModel(config)
@@ -101,9 +108,7 @@ def _exported(run: Path, checkpoint: Path, *, merge: bool, folder: Path) -> tupl
             chain,
             folder,
             saved.parameter,
-            dtype=form.dtype,
-            merge=form.merge,
-            max_shard_bytes=form.max_shard_bytes,
+            **vars(form),
             is_writer=True,
             tokenizer=tokenizer,
         )

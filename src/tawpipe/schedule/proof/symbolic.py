@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import OUTSIDE, Buffer, Kind, home_gradient, home_weight, key_gradients, weight_copy
+from tawpipe.schedule.buffers import (
+    OUTSIDE,
+    Buffer,
+    Kind,
+    home_gradient,
+    home_weight,
+    ids,
+    key_gradients,
+    pooled,
+    weight_copy,
+)
 from tawpipe.schedule.step import Schedule
 
 COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -88,7 +98,9 @@ class Contents:
         for rank in range(schedule.topology.world_size):
             homes = ((unit, home.index(rank)) for unit, home in enumerate(schedule.homes))
             self.held.append({home_weight(unit): Content("w", unit, (i,)) for unit, i in homes if i is not None})
-            self.alive.append(set())
+            self.alive.append(self._at_first(rank))
+        self._passes: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
+        """Of every rank's caches the passes that are in them."""
         self._split = {
             (action.block, action.micro_batch)
             for program in schedule.programs
@@ -110,6 +122,12 @@ class Contents:
             )
             for unit, spec in enumerate(schedule.model.units)
         }
+
+    def _at_first(self, rank: int) -> set[Buffer]:
+        """What is alive on a rank before the first step, and after every one."""
+        schedule = self.schedule
+        embeds = schedule.looped and 0 in schedule.step.strategy.computes(schedule.step)[rank]
+        return set(map(ids, schedule.micro_batches)) if embeds else set()
 
     def _parts(self, block: int, m: int) -> list[tuple[int, ...]]:
         """All that goes into the gradient of one block on one micro-batch."""
@@ -304,7 +322,18 @@ class Contents:
             self._keys(running)
         if action.micro_batch in self.schedule.step.neighbours and block.kind == "layer":
             self._slice(running)
+        if self.schedule.looped and block.kind == "layer":
+            self._pass(running)
         self._activations(running)
+
+    def _pass(self, running: Running) -> None:
+        """A pass of a lap adds its keys and values to those of all passes before it, and of no others."""
+        groups, passes = self.schedule.micro_batches, self._passes[running.rank]
+        number = running.step * len(groups) + groups.index(running.action.micro_batch)
+        for buffer in (buffer for buffer in running.action.writes if buffer.kind is Kind.CACHE):
+            if (before := passes.get(buffer, 0)) != number:
+                raise ScheduleError(f"pass {number} finds {before} passes in {buffer}: {running}")
+            passes[buffer] = number + 1
 
     def _keys(self, running: Running) -> None:
         """Keys and values, and their gradients, of a row that a set of ranks computes: all ranks must be in them when
@@ -391,11 +420,22 @@ class Contents:
             if sized:
                 raise ScheduleError(f"rank {rank} ends without unit {min(sized)}, whose changes were counted")
         for rank, (held, alive) in enumerate(zip(self.held, self.alive, strict=True)):
-            if alive:
-                raise ScheduleError(f"rank {rank} never frees {', '.join(sorted(map(str, alive))[:3])}")
+            if left := alive ^ self._at_first(rank):
+                raise ScheduleError(f"rank {rank} never frees, or lacks, {', '.join(sorted(map(str, left))[:3])}")
             for unit, home in enumerate(self.schedule.homes):
                 index = home.index(rank)
                 if index is not None:
                     expected = Content("w", unit, (index,), self._version(unit, steps))
                     if (content := held[home_weight(unit)]) != expected:
                         raise ScheduleError(f"rank {rank} ends with {content} at home, not {expected}")
+        for rank, units in enumerate(self.schedule.placed):
+            for unit in units:
+                self._expect_whole(rank, unit)
+
+    def _expect_whole(self, rank: int, unit: int) -> None:
+        """Every stripe of a unit is at home on a rank, or in its place."""
+        home = self.schedule.homes[unit]
+        for stripe in range(len(home.ranks)):
+            content = self.held[rank].get(pooled(f"W{unit}", stripe))
+            if home.index(rank) != stripe and content != Content("w", unit, (stripe,)):
+                raise ScheduleError(f"rank {rank} ends with {content} for stripe {stripe} of unit {unit}")

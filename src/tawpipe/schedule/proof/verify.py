@@ -22,9 +22,10 @@ impose it.
 It fails if something waits for ever; if operations of one group do not match; if a read finds anything but what the
 action needs (unit, stripes, version, contributions), or anything while it arrives; if a gradient contribution is
 missing or counted twice; if an update, a loss or a part of the norm is missing, counted twice, or made from an earlier
-step; if activations pile up; if copies that stay from step to step are of several versions, or are read before the
-step has refreshed them; if a buffer is in no pool, in no use, of another size or kind than what it holds; or if the
-elements between nodes differ from the closed formula.
+step; if activations pile up; if a pass of a lap finds other passes in a layer's cache than all those before it; if
+copies that stay from step to step are of several versions, or are read before the step has refreshed them; if a buffer
+is in no pool, in no use, of another size or kind than what it holds; or if the elements between nodes differ from the
+closed formula.
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ def verify(schedule: Schedule, *, steps: int | None = None, one_thread: bool = F
     """Play some steps of a schedule, one after the other without a barrier, and check what the module's head lists.
 
     Args:
-        steps: by default 2 of training, after which all repeats, and 1 of a forward-only schedule: nothing orders
-            the losses of one such step before those of the next, whoever plays them waits for each.
+        steps: by default 2 of training, after which all repeats, 3 laps, and 1 of other forward-only schedules: nothing
+            orders the losses of one such step before those of the next, whoever plays them waits for each.
         one_thread: prove it for one issuing thread that may block at any action, see ``transform.for_one_thread``.
 
     Raises:
         ScheduleError: what is wrong, and where.
     """
     check_forms(schedule)
-    _ClocklessPlay(schedule, steps or (2 if schedule.training else 1), one_thread=one_thread).run()
+    usual = 3 if schedule.looped else 2 if schedule.training else 1
+    _ClocklessPlay(schedule, steps or usual, one_thread=one_thread).run()
     check_programs(schedule)
     counted = link_elements(schedule)
     formula = schedule.step.strategy.traffic(schedule.step, training=schedule.training)

@@ -25,13 +25,16 @@ from tawpipe.schedule.buffers import (
     context,
     home_gradient,
     home_weight,
+    ids,
     input_gradient,
     key_gradients,
     keys,
+    layer_cache,
     linear,
     loss,
     offloaded,
     pool_kind,
+    pooled,
     reloaded,
     weight_copy,
 )
@@ -103,8 +106,11 @@ class _Checker:
             if len(set(buffers)) < len(buffers):
                 yield "names a buffer twice"
         for buffer in (*action.reads, *action.writes):
-            if buffer not in self.buffers and not buffer.is_activation and buffer not in (NORM, COUNT, SIZE):
+            cached = self.schedule.looped and buffer.kind is Kind.CACHE
+            if not (buffer in self.buffers or buffer.is_activation or buffer in (NORM, COUNT, SIZE) or cached):
                 yield f"{buffer} is in no pool and no home"
+            if buffer.kind is Kind.IDS and not self.schedule.looped:
+                yield f"{buffer} is for laps"
         if bool(action.transfers) != (action.op is Op.EXCHANGE) or bool(action.collective) != (
             action.op is Op.COLLECTIVE
         ):
@@ -151,7 +157,10 @@ class _Checker:
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
         """What is wrong with a whole program."""
         counts = Counter(action.op for action in program)
-        for op, wanted in ((Op.NORM, 1), (Op.COUNT, int(self.early))):
+        for op, wanted in (
+            (Op.NORM, int(not (self.schedule.looped or self.schedule.placed))),
+            (Op.COUNT, int(self.early)),
+        ):
             if counts[op] != wanted:
                 yield f"has {counts[op]} {op}"
         sized = [buffer for action in program if action.op is Op.SIZE for buffer in action.reads]
@@ -166,9 +175,16 @@ class _Checker:
             yield "has two pools of one name"
         if any(pool.kind is not pool_kind(pool.name) for pool in pools):
             yield "has a pool of another kind than its name says"
-        unused = set(self.buffers) - {buffer for action in program for buffer in (*action.reads, *action.writes)}
+        used = {buffer for action in program for buffer in (*action.reads, *action.writes)}
+        unused = set(self.buffers) - used - self._at_home_already()
         if unused := sorted(str(buffer) for buffer in unused if not buffer.is_home):
             yield f"has buffers that nothing uses: {', '.join(unused)}"
+
+    def _at_home_already(self) -> set[Buffer]:
+        """Places of stripes that need not come, of units that are to be whole here."""
+        units = self.schedule.placed[self.rank] if self.schedule.placed else ()
+        stripes = ((unit, self.schedule.homes[unit].index(self.rank)) for unit in units)
+        return {pooled(f"W{unit}", stripe) for unit, stripe in stripes if stripe is not None}
 
     def _compute(self, action: Action) -> Iterator[str]:
         # What there is to compute.
@@ -176,6 +192,9 @@ class _Checker:
             yield "computes on a lane of transfers"
         if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:
             yield "a block that does not exist or a micro-batch of another rank"
+            return
+        if self.schedule.looped:
+            yield from self._pass(action)
             return
         b, m, spec = action.block, action.micro_batch, self.model.blocks[action.block]
         backward = action.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.KEYS_BACKWARD)
@@ -260,6 +279,22 @@ class _Checker:
         sums = {key_gradients(other, b) for other in before}
         return earlier | {keys(m, b)} | (sums | {key_gradients(m, b)} if behind else set()), sums
 
+    def _pass(self, action: Action) -> Iterator[str]:
+        """A block on a pass of a lap."""
+        b, m, kind = action.block, action.micro_batch, self.model.blocks[action.block].kind
+        kept = {layer_cache(b)} if kind == "layer" else set()
+        source = {ids(m)} if kind == "embedding" else {block_input(m, b), context(m)}
+        target = {ids(m)} if kind == "head" else {block_input(m, b + 1)}
+        if kind == "embedding" and context(m) in self.contexts:
+            target |= {context(m)}
+        needs = {home_weight(unit) for unit in self.model.blocks[b].units}
+        if (set(action.reads), set(action.writes)) != (source | kept | needs, target | kept):
+            yield f"must read {_texts(source | kept | needs)} and write {_texts(target | kept)}"
+        if len(action.weights) != len(self.model.blocks[b].units) or action.op is not Op.FORWARD:
+            yield "goes forward with its units, once each"
+        if not set(action.frees) <= source:
+            yield "frees something else than an activation that it reads"
+
     def _weight_part(self, action: Action) -> Iterator[str]:
         if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:
             yield "a block that does not exist or a micro-batch of another rank"
@@ -275,8 +310,10 @@ class _Checker:
     def _prepare(self, action: Action) -> Iterator[str]:
         if action.lane is not Lane.COMPUTE or action.micro_batch not in self.own:
             yield "computes on a lane of transfers, or a micro-batch of another rank"
-        if action.reads or action.frees or action.writes != (context(action.micro_batch),):
-            yield "must write what a micro-batch's layers are called with, and read nothing"
+        headed = self.schedule.looped and len(action.reads) == 1 and action.reads[0].kind is Kind.INPUT
+        told = headed and action.reads[0].at[0] == action.micro_batch
+        if (action.reads and not told) or action.frees or action.writes != (context(action.micro_batch),):
+            yield "must write what a micro-batch's layers are called with, and read nothing but a pass's header"
 
     def _streams(self, b: int) -> bool:
         return self.schedule.training and self.step.streams(b)

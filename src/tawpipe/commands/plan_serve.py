@@ -1,0 +1,89 @@
+"""``tawpipe plan --serve``: how some users are served best on some machines, and whether in stages at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tawpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from tawpipe.commands.plan_words import PlanWords
+    from tawpipe.plan.machine import Machine
+    from tawpipe.plan.serving import ServeRequest
+
+
+def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]) -> int:
+    """Print the plan; the exit code.
+
+    Args:
+        here: this process's device.
+    """
+    from tawpipe.plan.serving import ServePlan
+
+    request = request_for(words, machine, here=here, dtype=dtype, tell=tell)
+    plan = ServePlan.of(request)
+    if words.json:
+        print(json.dumps(plan.spelled_out(), indent=2))
+    else:
+        print(f"{machine.topology}; {request.users} users with {request.context:,} tokens each; {request.source}")
+        for line in (*plan.table(), "", plan.reason):
+            print(line)
+    return 0 if plan.chosen else 1
+
+
+def request_for(
+    words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]
+) -> ServeRequest:
+    """What is asked for; arguments as of ``serve``."""
+    from tawpipe.model.build import PRESETS, build_model
+    from tawpipe.model.chain import Chain
+    from tawpipe.model.flops import KNOWN_DEVICES, key_bytes, memory_rate, peak_flops
+    from tawpipe.model.serving import refuse_serving
+    from tawpipe.plan.measure import USABLE, device_name, system_of
+    from tawpipe.plan.pass_costs import estimated_passes, measured_passes
+    from tawpipe.plan.serving import ServeRequest
+
+    config, device = words.config, machine.device
+    assert words.users is not None and words.context is not None
+    built = build_model(
+        config.model,
+        vocab_size=words.given("vocab_size") if config.model in PRESETS else None,
+        max_positions=words.context,
+        longest=words.context,
+        rope=config.rope,
+        trust_remote_code=config.trust_remote_code,
+    )
+    chain = Chain(built.model)
+    refuse_serving(chain, words.context)
+    width, keys = dtype.itemsize, key_bytes(chain.config.get_text_config(), dtype)[0]
+    boundary, model = chain.config.get_text_config().hidden_size * width, chain.spec
+    measures = words.profile == "measure" or (words.profile == "auto" and device_name(here) == device.name)
+    flops = device.flops or peak_flops(device.name, str(dtype).removeprefix("torch."))
+    rate = memory_rate(device.name)
+    if measures:
+        with chain.borrowed():
+            costs = measured_passes(chain, dtype=dtype, device=here, tell=tell)
+        source = f"measured on {device_name(here)}"
+    elif flops and rate:
+        costs = estimated_passes(model, flops=flops, memory_rate=rate, width=width, key_width=keys)
+        source = f"estimated from {device.name}'s {flops / 1e12:.3g} TFLOP/s and {rate / 1e12:.3g} TB/s"
+    else:
+        known = f"{', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype), or CPU to measure on this machine's processors"
+        raise UserError("--device-name", device.name, known)
+    limit = device.memory_bytes * USABLE if words.memory is None else words.memory * 2**30
+    return ServeRequest(
+        model,
+        costs,
+        machine,
+        words.users,
+        words.context,
+        boundary,
+        keys,
+        weight_bytes=width,
+        memory_bytes=int(limit),
+        system_bytes=system_of(machine, here)[0],
+        source=source,
+        why_not_staged=chain.why_not_staged,
+    )

@@ -1,0 +1,156 @@
+"""Folders in few bits, in the form of compressed-tensors: W4A16 and W8A8, as transformers and vLLM read them.
+
+``w4a16`` ("pack-quantized"): matrices of linear layers in 4 bits, groups of 128 along a row share a bf16 scale, eight
+numbers in an int32, the first in the lowest bits, each plus 8. ``w8a8`` ("int-quantized"): int8 with a scale for each
+row; who computes rounds each token's activations to int8, too. Embeddings, heads, norms and routers stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.lowbit import GROUP, dequantise_rows, quantise_rows
+from tawpipe.model.quantized import matrices_of
+
+PLAIN = "hf"
+FORMATS = {"w4a16": "w4", "w8a8": "int8"}
+"""Formats of a folder, and what ``lowbit`` calls its matrices."""
+PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+WEIGHT = ".weight"
+PER_WORD = 8
+"""Numbers in an int32, of w4a16."""
+
+
+class FewBitsFolder:
+    """What is different in a folder in few bits.
+
+    Args:
+        model: whose linear layers are meant.
+        layers: names of the parameters of its layers.
+        on_disk: gives the name that a parameter has there.
+        dtype: of what stays, and of the scales of w8a8.
+
+    Raises:
+        UserError: no linear layer can be in few bits; or experts, which are stacked in one parameter.
+    """
+
+    def __init__(
+        self, format: str, model: Any, layers: Set[str], on_disk: Callable[[str], str], dtype: torch.dtype
+    ) -> None:
+        linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linear = {name for name in linear if ".lora_" not in name}
+        of_layers = [(name, model.get_parameter(name)) for name in matrices_of(model) & layers]
+        stacked = [name for name, parameter in of_layers if parameter.ndim == 3]
+        chosen = {
+            name
+            for name, parameter in of_layers
+            if name in linear and (format == "w8a8" or parameter.shape[1] % GROUP == 0)
+        }
+        if not chosen or stacked:
+            why = f"{stacked[0]} holds experts, which it does not write" if stacked else "it has no such linear layer"
+            raise UserError("format", format, f"{PLAIN} for {type(model).__name__}: {why}")
+        self._form, self._dtype = FORMATS[format], dtype
+        self._names = {on_disk(name) for name in chosen}
+        self._stays = sorted(on_disk(name).removesuffix(WEIGHT) for name in linear - chosen)
+
+    def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What is written for a tensor: itself, or codes with their scales."""
+        if name not in self._names:
+            yield name, tensor
+            return
+        stem = name.removesuffix(WEIGHT)
+        if self._form == "w4":
+            codes, scales = quantise_rows(tensor, self._form)
+            yield stem + PACKED, packed(codes)
+            yield stem + SHAPE, torch.tensor(tensor.shape)
+        else:
+            scales = (tensor.float().abs().amax(dim=1, keepdim=True) / 127).to(self._dtype)
+            divisors = scales.float().where(scales > 0, 1.0)
+            yield name, (tensor.float() / divisors).round_().clamp_(-127, 127).to(torch.int8)
+        yield stem + SCALE, scales
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The ``quantization_config`` of its config.json."""
+        symmetric = {"type": "int", "symmetric": True}
+        if self._form == "w4":
+            weights = symmetric | {"num_bits": 4, "strategy": "group", "group_size": GROUP, "dynamic": False}
+            group, name = {"targets": ["Linear"], "weights": weights, "input_activations": None}, "pack-quantized"
+        else:
+            weights = symmetric | {"num_bits": 8, "strategy": "channel", "dynamic": False}
+            tokens = symmetric | {"num_bits": 8, "strategy": "token", "dynamic": True}
+            group, name = {"targets": ["Linear"], "weights": weights, "input_activations": tokens}, "int-quantized"
+        return {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": name,
+            "config_groups": {"group_0": group},
+            "ignore": self._stays,
+        }
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Codes from -8 to 7, int8 [out, in], as int32 [out, in / 8]."""
+    words = torch.zeros(codes.shape[0], codes.shape[1] // PER_WORD, dtype=torch.int32)
+    for place in range(PER_WORD):
+        words |= (codes[:, place::PER_WORD].to(torch.int32) + 8) << 4 * place
+    return words
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """The inverse of ``packed``."""
+    places = [(words >> 4 * place & 15) - 8 for place in range(PER_WORD)]
+    return torch.stack(places, dim=2).flatten(1).to(torch.int8)
+
+
+class FewBitsTensors:
+    """The tensors of a folder under the names that they have in full precision.
+
+    Args:
+        files: tensor -> the file that holds it.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        stems = [name.removesuffix(SCALE) for name in files if name.endswith(SCALE)]
+        self._few = {stem + WEIGHT for stem in stems if stem + PACKED in files or stem + WEIGHT in files}
+        extra = {name.removesuffix(WEIGHT) + part for name in self._few for part in (PACKED, SCALE, SHAPE)}
+        self.files = {name: file for name, file in files.items() if name not in extra}
+        self.files |= {name: files[name.removesuffix(WEIGHT) + SCALE] for name in self._few}
+        """Name -> a file; of matrices in few bits that with their scales."""
+
+    def codes(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them; None if it has no such ones."""
+        if name not in self._few:
+            return None
+        codes, scales = self._stored(name, opened)
+        if name.removesuffix(WEIGHT) + PACKED not in self._files:
+            return codes, scales.float()
+        as_ours = scales.shape[1] * GROUP == codes.shape[1] and scales.equal(scales.bfloat16().to(scales.dtype))
+        return (codes, scales.bfloat16()) if as_ours else None
+
+    def tensor(self, name: str, opened: Callable[[Path], Any]) -> Tensor:
+        """A tensor, in fp32 if it is in few bits."""
+        if name in self._few:
+            return dequantise_rows(*self._stored(name, opened), torch.float32)
+        return opened(self._files[name]).get_tensor(name)
+
+    def _stored(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor]:
+        """Codes of a matrix, int8 [out, in], and its scales as they are."""
+        read = lambda key: opened(self._files[key]).get_tensor(key)  # noqa: E731
+        stem = name.removesuffix(WEIGHT)
+        codes = unpacked(read(stem + PACKED)) if stem + PACKED in self._files else read(name)
+        return codes, read(stem + SCALE)
+
+    def shape(self, name: str, opened: Callable[[Path], Any]) -> tuple[int, ...]:
+        """The shape of a tensor in full precision, read from the head of its file."""
+        stem = name.removesuffix(WEIGHT)
+        key = stem + PACKED if name in self._few and stem + PACKED in self._files else name
+        shape = tuple(opened(self._files[key]).get_slice(key).get_shape())
+        return (*shape[:-1], shape[-1] * PER_WORD) if key != name else shape

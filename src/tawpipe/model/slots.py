@@ -1,0 +1,338 @@
+"""Keys and values of requests that come and go, and attention of a pass: its tokens see what their slots hold.
+
+A pass is one packed row. Its documents are the next tokens of some slots, each of which goes on behind what its slot
+holds: mostly a token each, and a piece of a prompt beside them. So a model that keeps the documents of a row apart by
+our attention function (``attention.packed_attention``) decodes with the code that it is trained with. Nothing is
+copied: a slot is a row of a layer's buffers, and slots that compute together are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.chunked import AttentionOptions
+from tawpipe.model.kernels import Documents
+
+WASTED = 2
+"""Slots of which each has a token are computed at once where that reads at most so many times the keys they see."""
+SCORES = 2**24
+"""Elements of the scores that are computed at one time, where no kernel computes them piece by piece."""
+
+
+@dataclass(frozen=True)
+class SlotTokens:
+    """The next tokens of a slot, in a pass.
+
+    Args:
+        slot: its number.
+        first: position of the first of them.
+        tokens: their ids; zeros where only positions count.
+    """
+
+    slot: int
+    first: int
+    tokens: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Keys that the last of them sees."""
+        return self.first + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class SlotRange:
+    """Neighbouring slots whose tokens are computed at once: one token each, or those of one slot.
+
+    Args:
+        slots: in the buffers, those in between that have no token included.
+        tokens: of the pass, in the order of their slots; a slice for those of one slot.
+        places: of them among the slots; None if each of these has one.
+        firsts: of every slot the position of its first token; of those that have none that of some other.
+        keys: that the last one of the longest sees.
+    """
+
+    slots: slice
+    tokens: slice | Tensor
+    places: Tensor | None
+    firsts: tuple[int, ...]
+    keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class SlotDocuments(Documents):
+    """The documents of a pass, each behind what its slot holds."""
+
+    cache: SlotCache = field(kw_only=True)
+    parts: tuple[SlotTokens, ...] = field(kw_only=True)
+    leftover: dict[int, int] = field(kw_only=True)
+    """Slots in which another request begins -> positions that hold what the one before it has left."""
+    written: tuple[Tensor, Tensor] = field(kw_only=True)
+    """Slot and position of every token, on the device."""
+    piece: int = 0
+    """Tokens see those of their own piece of so many positions; 0 for all before them."""
+    masks: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Which keys a range's queries see: the same in all layers of a kind."""
+
+    def cut(self, length: int) -> SlotDocuments:
+        return replace(self, piece=length)
+
+    @cached_property
+    def ranges(self) -> tuple[SlotRange, ...]:
+        """What is computed at once: all slots with one token, unless that would read many keys that none of them sees;
+        then these one by one, as those with several.
+        """
+        starts = [first for _, first, _ in self.spans]
+        single, together = [at for at, part in enumerate(self.parts) if len(part.tokens) == 1], list[SlotRange]()
+        if len(single) > 1:
+            single.sort(key=lambda at: self.parts[at].slot)
+            chosen = [self.parts[at] for at in single]
+            low, high, keys = chosen[0].slot, chosen[-1].slot + 1, max(part.end for part in chosen)
+            if (high - low) * keys <= WASTED * sum(part.end for part in chosen):
+                firsts = [chosen[0].first] * (high - low)
+                for part in chosen:
+                    firsts[part.slot - low] = part.first
+                places = None if len(chosen) == high - low else self._index(part.slot - low for part in chosen)
+                tokens = self._index(starts[at] for at in single)
+                together.append(SlotRange(slice(low, high), tokens, places, tuple(firsts), keys))
+        alone = [at for at in range(len(self.parts)) if not together or at not in single]
+        return *together, *(self._alone(self.parts[at], starts[at]) for at in alone)
+
+    def _index(self, numbers: Iterable[int]) -> Tensor:
+        return torch.tensor([*numbers], device="cpu").to(self.written[0].device)
+
+    def _alone(self, part: SlotTokens, start: int) -> SlotRange:
+        tokens = slice(start, start + len(part.tokens))
+        return SlotRange(slice(part.slot, part.slot + 1), tokens, None, (part.first,), part.end)
+
+    def oldest(self, part: SlotRange, window: int | None) -> int:
+        """The first key that some query sees."""
+        first = min(part.firsts)
+        return max(first // self.piece * self.piece if self.piece else 0, 0 if window is None else first - window + 1)
+
+    def visible(self, part: SlotRange, count: int, window: int | None, device: torch.device) -> Tensor | None:
+        """[slots, 1, count, keys]: True where a query sees one of the keys from the oldest on; None if it sees all."""
+        if count == 1 and len(part.firsts) == 1:
+            return None
+        key = part.slots.start, part.slots.stop, count, window, self.piece
+        if key not in self.masks:
+            with torch.device("cpu"):
+                queries = (torch.tensor(part.firsts)[:, None] + torch.arange(count)).view(-1, 1, count, 1)
+                keys = torch.arange(self.oldest(part, window), part.keys)
+            seen = keys <= queries
+            if window is not None:
+                seen &= keys > queries - window
+            if self.piece:
+                seen &= keys >= queries - queries % self.piece
+            self.masks[key] = seen.to(device)
+        return self.masks[key]
+
+
+class LayerSlots:
+    """The keys and values of one layer for all slots.
+
+    Args:
+        key, value: [1, heads, tokens, d] of a pass, for shapes and types.
+    """
+
+    def __init__(self, slots: int, context: int, key: Tensor, value: Tensor) -> None:
+        self.keys, self.values = (
+            tensor.new_zeros(slots, tensor.shape[1], context, tensor.shape[3]) for tensor in (key, value)
+        )
+
+    def put(self, documents: SlotDocuments, key: Tensor, value: Tensor) -> None:
+        """Write those of a pass behind what its slots hold."""
+        slots, positions = documents.written
+        for held, new in ((self.keys, key), (self.values, value)):
+            # What is left of another request is hidden, but hidden numbers that are not finite would still show.
+            for slot, end in documents.leftover.items():
+                held[slot, :, :end].zero_()
+            held[slots, :, positions] = new[0].transpose(0, 1)
+
+
+class SlotCache:
+    """The keys and values of all slots, for every layer that runs here.
+
+    Args:
+        slots: how many.
+        context: positions of each.
+    """
+
+    def __init__(self, slots: int, context: int) -> None:
+        self.slots, self.context = slots, context
+        self._used = [0] * slots
+        """Positions that have been written in every slot."""
+        self._skipped = [0] * slots
+        """Tokens of every slot that are padding to a model which counts positions by what is none."""
+        self._layers: dict[tuple[int, int], LayerSlots] = {}
+        self._at = 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers that have run so far."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers.values())
+
+    def begin(self, block: int) -> None:
+        """What attention is asked for next belongs to this block; some layers attend several times."""
+        self._at = block, 0
+
+    def of_layer(self, key: Tensor, value: Tensor) -> LayerSlots:
+        """The buffers of the attention that is called now; made when it is called first."""
+        at, self._at = self._at, (self._at[0], self._at[1] + 1)
+        if at not in self._layers:
+            self._layers[at] = LayerSlots(self.slots, self.context, key, value)
+        return self._layers[at]
+
+    def batch(self, parts: Sequence[SlotTokens], first: int = 0) -> PassBatch:
+        """A pass as a micro-batch, whose documents go on behind what the slots hold.
+
+        Args:
+            first: the position of a document's first token (``PositionUse``).
+
+        Raises:
+            UserError: a slot or a position that is not there, a slot twice, or tokens that do not go on where it ends.
+        """
+        positions, leftover, before = list[int](), dict[int, int](), set[int]()
+        for part in parts:
+            self._check(part, before)
+            before.add(part.slot)
+            if part.first == 0:
+                leftover[part.slot], self._skipped[part.slot] = self._used[part.slot], 0
+            self._used[part.slot] = part.end
+            positions += self._positions(part, first)
+        ids = torch.tensor([[token for part in parts for token in part.tokens]], device="cpu")
+        return PassBatch(
+            ids,
+            torch.full_like(ids, IGNORE),
+            torch.tensor([positions], device="cpu"),
+            tuple(len(part.tokens) for part in parts),
+            positions_given=True,
+            tokens=0,
+            cache=self,
+            parts=tuple(parts),
+            leftover={slot: end for slot, end in leftover.items() if end},
+        )
+
+    def _check(self, part: SlotTokens, before: set[int]) -> None:
+        if not 0 <= part.slot < self.slots or part.slot in before:
+            raise UserError("slot", part.slot, f"from 0 to {self.slots - 1}, each once in a pass")
+        if part.first not in (0, self._used[part.slot]):
+            raise UserError("first", part.first, f"{self._used[part.slot]}, where slot {part.slot} ends; or 0")
+        if not part.tokens or part.end > self.context:
+            expected = f"at least one, and at most {self.context - part.first} up to the context of {self.context}"
+            raise UserError("tokens", len(part.tokens), expected)
+
+    def _positions(self, part: SlotTokens, first: int) -> list[int]:
+        """Positions as the model counts them: RoBERTa and its kin leave out padding, which is the token first - 1."""
+        if not first:
+            return list(range(part.first, part.end))
+        positions = []
+        for place, token in enumerate(part.tokens, start=part.first):
+            self._skipped[part.slot] += token == first - 1
+            positions.append(first - 1 if token == first - 1 else first + place - self._skipped[part.slot])
+        return positions
+
+
+@dataclass(frozen=True, repr=False)
+class PassBatch(MicroBatch):
+    """The tokens of a pass."""
+
+    cache: SlotCache = field(kw_only=True)
+    parts: tuple[SlotTokens, ...] = field(kw_only=True)
+    leftover: dict[int, int] = field(kw_only=True)
+    """As ``SlotDocuments`` has it."""
+
+    def documents(self, device: torch.device) -> SlotDocuments:
+        slots = [part.slot for part in self.parts for _ in part.tokens]
+        positions = [place for part in self.parts for place in range(part.first, part.end)]
+        written = tuple(torch.tensor(numbers, device="cpu").to(device) for numbers in (slots, positions))
+        state = {"cache": self.cache, "parts": self.parts, "leftover": self.leftover, "written": written}
+        return SlotDocuments(1, super().documents(torch.device("cpu")).spans, self.cache.context, **state)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: SlotDocuments, options: AttentionOptions
+) -> Tensor:
+    """Attention of a pass, after its keys and values have been put into the slots.
+
+    Args:
+        query: [1, heads, T, d].
+        key, value: [1, key-value heads, T, d].
+
+    Returns:
+        [1, T, heads, d].
+    """
+    layer = documents.cache.of_layer(key, value)
+    layer.put(documents, key, value)
+    groups = key.shape[1]
+    output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+    for part in documents.ranges:
+        asked = query[0].transpose(0, 1)[part.tokens]  # [tokens, heads, d]
+        shared = slice(documents.oldest(part, options.window), part.keys)
+        keys, values = (held[part.slots, :, shared] for held in (layer.keys, layer.values))
+        if isinstance(part.tokens, slice):
+            folded = asked.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)[None]  # [1, groups, n, tokens, d]
+        else:
+            if part.places is not None:
+                asked = asked.new_zeros(keys.shape[0], *asked.shape[1:]).index_copy_(0, part.places, asked)
+            folded = asked.unflatten(1, (groups, -1)).unsqueeze(3)  # [slots, groups, n, 1, d]
+        seen = documents.visible(part, folded.shape[3], options.window, query.device)
+        given = _attention(folded, keys, values, seen, sinks, options)
+        if isinstance(part.tokens, slice):
+            output[part.tokens] = given[0].permute(2, 0, 1, 3).flatten(1, 2)
+        else:
+            rows = given.squeeze(3).flatten(1, 2)
+            output[part.tokens] = rows if part.places is None else rows[part.places]
+    return output[None]
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Queries [b, groups, n, q, d] of groups of n heads that share keys [b, groups, L, d]; [b, groups, n, q, d] out.
+
+    Args:
+        seen: [b, 1, q, L].
+    """
+    rows, groups, heads, count, dim = query.shape
+    plain = sinks is None and options.softcap is None and dim == value.shape[-1]
+    if plain and count == 1:  # the heads of a group are queries of the same keys
+        folded = query.reshape(rows, groups, heads, dim)
+        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=options.scale)
+        return output.unsqueeze(3)
+    if plain:
+        assert rows == 1
+        shared = (tensor[0].unsqueeze(1).expand(-1, heads, -1, -1) for tensor in (key, value))
+        return F.scaled_dot_product_attention(query[0], *shared, attn_mask=seen, scale=options.scale)[None]
+    size = max(1, SCORES // (rows * groups * heads * key.shape[2]))
+    pieces = []
+    for begin in range(0, count, size):
+        part = slice(begin, min(begin + size, count))
+        mask = None if seen is None else seen[:, :, part]
+        pieces.append(_explicit(query[:, :, :, part], key, value, mask, sinks, options))
+    return torch.cat(pieces, dim=3)
+
+
+def _explicit(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """The same with scores that are there: soft caps, sinks, and values of another size than keys."""
+    rows, groups, heads, count, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.flatten(2, 3) @ key.transpose(2, 3)).to(wide).unflatten(2, (heads, count)) * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
+    if sinks is not None:
+        column = sinks.to(wide).view(1, groups, heads, 1, 1).expand(rows, -1, -1, count, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights.flatten(2, 3) @ value).unflatten(2, (heads, count))

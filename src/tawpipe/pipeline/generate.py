@@ -1,0 +1,296 @@
+"""Texts from the model in training: its weights go to stages once, and tokens travel through them.
+
+Families whose tokens mix otherwise than in attention by our mask, and models of fewer layers than there are processes,
+take an evaluation for every token instead, in which all weights travel as they do in training.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.chain import Chain
+from tawpipe.model.serving import hold_weights, longest_context, why_not_served
+from tawpipe.model.units import Unit
+from tawpipe.runtime.drawing import draw
+from tawpipe.runtime.engine import Engine, StagesEngine
+from tawpipe.runtime.measures import Head, Measure
+from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
+from tawpipe.runtime.placing import placed_weights
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.world import World
+from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.placing import build_placing
+from tawpipe.schedule.proof.verify import verify
+
+MOST_SLOTS = 64
+"""Texts that grow at one time, at most."""
+CHUNK = 256
+"""Tokens of a prompt that ride on one pass."""
+ROUNDED = 16
+"""Rows of an evaluation are padded to a multiple of so many tokens: not every token makes a shape new to kernels."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What the model has written behind a prompt.
+
+    Attributes:
+        ids: of the new tokens.
+        logprobs: of each the natural logarithm of its chance, by the model's logits as they are.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be generated.
+
+    Args:
+        prompts: token ids, at least one each.
+        tokens: how many to add to each, at most.
+        sampling: of the first prompt; the next ones have the seeds that follow.
+        stops: tokens that end a text.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    tokens: int
+    sampling: Sampling
+    stops: frozenset[int]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text, at most."""
+        return max(map(len, self.prompts), default=0) + self.tokens
+
+    def sampling_of(self, number: int) -> Sampling:
+        """How the tokens behind a prompt are drawn."""
+        return replace(self.sampling, seed=self.sampling.seed + number)
+
+    def check(self, chain: Chain) -> None:
+        """Raises UserError for what cannot be generated."""
+        vocabulary, most = chain.config.get_text_config().vocab_size, longest_context(chain)
+        for prompt in self.prompts:
+            if not prompt or not all(0 <= token < vocabulary for token in prompt):
+                raise UserError("prompts", list(prompt), f"at least one token each, from 0 to {vocabulary - 1}")
+        if self.tokens < 0:
+            raise UserError("max_tokens", self.tokens, "0 or more")
+        drawn = self.sampling
+        for name, value, right, expected in (
+            ("temperature", drawn.temperature, drawn.temperature >= 0, "0 or more"),
+            ("top_k", drawn.top_k, drawn.top_k >= 0, "0 or more"),
+            ("top_p", drawn.top_p, 0 < drawn.top_p <= 1, "above 0, up to 1"),
+            ("seed", drawn.seed, 0 <= drawn.seed < 2**62, "from 0 on, below 2**62"),
+        ):
+            if not right:
+                raise UserError(name, value, expected)
+        if self.longest > most:
+            expected = f"at most {most} with the longest prompt, the positions of {chain.name}"
+            raise UserError("max_tokens", self.tokens, expected)
+
+
+class GrowingTexts:
+    """The texts that are wanted, as they grow: all of them, or in the slots of an engine (``PassFeeder``)."""
+
+    def __init__(self, wanted: Wanted, room: Room) -> None:
+        self._wanted, self._room = wanted, room
+        self.texts = [list(prompt) for prompt in wanted.prompts]
+        self._logprobs: list[list[float]] = [[] for _ in wanted.prompts]
+        self._waiting = deque(range(len(self.texts)) if wanted.tokens else ())
+        self._in: dict[int, int] = {}
+        """Slot -> the text that grows there."""
+        self._given = [0] * len(self.texts)
+        """Tokens that were in passes."""
+
+    @property
+    def open(self) -> list[int]:
+        """Numbers of texts that grow, or wait for a slot."""
+        return sorted([*self._waiting, *self._in.values()])
+
+    @property
+    def continuations(self) -> list[Continuation]:
+        texts = zip(self.texts, self._wanted.prompts, self._logprobs, strict=True)
+        return [Continuation(tuple(ids[len(prompt) :]), tuple(numbers)) for ids, prompt, numbers in texts]
+
+    def add(self, number: int, token: int, logprob: float) -> bool:
+        """A text has a new token; False if that was the last."""
+        self.texts[number].append(token)
+        self._logprobs[number].append(logprob)
+        return len(self._logprobs[number]) < self._wanted.tokens and token not in self._wanted.stops
+
+    def feed(self, group: int) -> Pass:
+        slots = range(group * self._room.slots, (group + 1) * self._room.slots)
+        for slot in slots:
+            if slot not in self._in and self._waiting:
+                self._in[slot] = self._waiting.popleft()
+        rows = [self._row(slot, 1) for slot in slots if slot in self._in and self._left(slot) == 1]
+        several = next((slot for slot in self._in if self._left(slot) > 1), None)
+        if several is not None:
+            rows.append(self._row(several, self._room.chunk))
+        return Pass(group, tuple(rows), last=not self._in and not self._waiting)
+
+    def take(self, group: int, drawn: Sequence[Drawn]) -> None:
+        for token in drawn:
+            if not self.add(self._in[token.slot], token.token, token.logprob):
+                del self._in[token.slot]
+
+    def _left(self, slot: int) -> int:
+        """Tokens of a slot's text that were in no pass; none while the next one is drawn."""
+        number = self._in[slot]
+        return len(self.texts[number]) - self._given[number]
+
+    def _row(self, slot: int, most: int) -> Row:
+        number = self._in[slot]
+        first, text = self._given[number], self.texts[number]
+        tokens = tuple(text[first : first + most])
+        self._given[number] += len(tokens)
+        complete = self._given[number] == len(text)
+        return Row(slot, first, tokens, self._wanted.sampling_of(number) if complete else None)
+
+
+class Generator:
+    """Generates texts from the weights at home; what it makes for that stays for the next time.
+
+    Args:
+        storage: the homes.
+    """
+
+    def __init__(self, chain: Chain, storage: Storage, world: World) -> None:
+        self._chain, self._storage, self._world = chain, storage, world
+        self._transport: Transport | None = None
+
+    @property
+    def why_by_evaluation(self) -> str:
+        """The reason why every token takes an evaluation; empty if weights stay."""
+        layers = len(self._chain.blocks) - 2
+        if self._world.size > max(1, layers):
+            return f"{layers} layers are too few for {self._world.size} stages"
+        staged = self._chain.why_not_staged if self._world.size > 1 else ""
+        return why_not_served(self._chain) or staged
+
+    def run(self, wanted: Wanted) -> list[Continuation]:
+        """With nothing under way; on all ranks, which all get the same. Afterwards the chain has no weights again."""
+        world, size = self._world, self._world.size
+        groups = min(size, max(1, len(wanted.prompts)))
+        slots = min(MOST_SLOTS, -(-max(1, len(wanted.prompts)) // groups))
+        room = Room(groups, slots, wanted.longest, min(CHUNK, wanted.longest))
+        texts = GrowingTexts(wanted, room)
+        with torch.compiler.set_stance("force_eager"):  # passes have many lengths, and layers are compiled for rows
+            try:
+                if size == 1:
+                    copies = self._storage.compute_copy
+                    blocks = range(len(self._chain.blocks))
+                    hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
+                    Engine(self._chain, room).run(texts)
+                    return texts.continuations
+                engine = self._staged(room)
+                engine.run(texts if world.rank == 0 else None)
+            finally:
+                for unit in self._chain.units:
+                    self._chain.release(unit.index)
+        everyone = world.together(
+            lambda: [[list(each.ids), list(each.logprobs)] for each in texts.continuations], acts=world.rank == 0
+        )
+        return [Continuation(tuple(ids), tuple(logprobs)) for ids, logprobs in everyone[0]]
+
+    def close(self) -> None:
+        """Leave the groups of the laps."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _staged(self, room: Room) -> StagesEngine:
+        """The engine of this rank's stage, to which weights have gone."""
+        world, chain, homes = self._world, self._chain, self._storage.homes
+        laps = build_laps(chain.spec, world.topology, room.groups)
+        stages = laps.step.strategy.computes(laps.step)
+        wanted = [[unit.index for unit in chain.units if set(stage).intersection(unit.blocks)] for stage in stages]
+        placing = build_placing(chain.spec, world.topology, tuple(homes), wanted)
+        if self._transport is None:
+            self._transport = Transport(world.topology, world.rank, [laps, placing], device=world.device)
+            verify(placing, one_thread=True)
+        placed = placed_weights(placing, self._storage, self._transport)
+        hold_weights(chain, stages[world.rank], lambda unit: self._numbers(unit, placed.pop(unit.index)))
+        return StagesEngine(chain, room, world, laps, transport=self._transport)
+
+    def _numbers(self, unit: Unit, flat: Tensor) -> Tensor:
+        """A unit's numbers of what travels of it."""
+        if unit.packing is None:
+            return flat[: unit.numel]
+        numbers = torch.empty(unit.numel, dtype=self._storage.compute_dtype, device=flat.device)
+        unit.packing.unpack(flat, numbers)
+        return numbers
+
+
+class Evaluating(Protocol):
+    """A ``Pipeline``, as far as an evaluation for every token needs it."""
+
+    world: World
+
+    def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> Any: ...
+
+    def evaluate(self, batch: Any, *, measure: Measure) -> Any: ...
+
+
+def by_evaluation(pipeline: Evaluating, wanted: Wanted) -> list[Continuation]:
+    """The same by an evaluation for every token, on all ranks."""
+    texts = GrowingTexts(wanted, Room(1, 1, wanted.longest, 1))
+    growing = texts.open
+    while growing:
+        seen = [texts.texts[number] for number in growing]
+        length = min(-(-max(map(len, seen)) // ROUNDED) * ROUNDED, wanted.longest)
+        rows = [row_to_continue(place, ids, length) for place, ids in enumerate(seen)]
+        samplings = [wanted.sampling_of(number) for number in growing]
+        measure = DrawnTokens(list(zip(map(len, seen), samplings, strict=True)))
+        pipeline.evaluate(pipeline.part_of(len(rows), length, rows.__getitem__), measure=measure)
+        drawn = measure.of(pipeline.world)
+        growing = [number for place, number in enumerate(growing) if texts.add(number, *drawn[place])]
+    return texts.continuations
+
+
+class DrawnTokens:
+    """Tokens that are drawn in one evaluation, behind the one position of each row whose label counts: it is the row's
+    number.
+
+    Args:
+        rows: of each the position of its next token, and how that is drawn.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, Sampling]]) -> None:
+        self._rows = rows
+        self._drawn: list[Drawn] = []
+
+    def head(self, chain: Chain, batch: MicroBatch, number: int) -> Head:
+        def head(hidden: Tensor, labels: Tensor, cut: slice) -> Tensor:
+            numbers = batch.labels[:, cut]
+            for row, column in (numbers != IGNORE).nonzero().tolist():
+                drawn = int(numbers[row, column])
+                logits = chain.logits(hidden[row : row + 1, column : column + 1])[0]
+                self._drawn += draw(logits, [(drawn, *self._rows[drawn])])
+            return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+        return head
+
+    def of(self, world: World) -> dict[int, tuple[int, float]]:
+        """Token and logprob by the number of the row, on all ranks. Call on all ranks."""
+        everyone = world.together(lambda: [[token.slot, token.token, token.logprob] for token in self._drawn])
+        return {number: (token, logprob) for each in everyone for number, token, logprob in each}
+
+
+def row_to_continue(number: int, ids: Sequence[int], length: int) -> MicroBatch:
+    """A text as a row with padding behind it; its last position is the only one that counts."""
+    padding = length - len(ids)
+    labels = torch.full((1, length), IGNORE)
+    labels[0, len(ids) - 1] = number
+    positions = torch.tensor([[*range(len(ids)), *[0] * padding]])
+    lengths = (len(ids), padding) if padding else (len(ids),)
+    return MicroBatch(torch.tensor([[*ids, *[0] * padding]]), labels, positions, lengths)

@@ -1,0 +1,224 @@
+"""Engines: a model whose weights stay computes passes for whoever holds requests, on one process or on a stage each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model, resolve_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.lowbit import EXACT, check_weights_form
+from tawpipe.model.serving import hold_weights, refuse_serving
+from tawpipe.runtime.dtype import AUTO, DTYPES, computes_in_bfloat16, usual_dtype
+from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.laps import ServeCompute
+from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Room, Row, Sampling
+from tawpipe.runtime.stage import StayingStage
+from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.world import World
+from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.step import Schedule
+
+PATIENCE = timedelta(minutes=1)
+"""For what a rank waits for another, by default; an idle feeder gives a pass every few seconds."""
+
+
+class Engine:
+    """The engine of one process: the passes of all groups, one after the other.
+
+    Args:
+        chain: with the weights of all blocks held (``hold_weights``).
+
+    Raises:
+        UserError: a model that requests cannot share, or a context that it has no positions for.
+    """
+
+    def __init__(self, chain: Chain, room: Room) -> None:
+        self.chain, self.room = chain, room
+        self.stage = StayingStage(chain, room)
+
+    def compute(self, given: Pass) -> list[Drawn]:
+        """One pass through all blocks."""
+        if not given.rows:
+            return []
+        hidden, calls = self.stage.embed(given)
+        for block in range(1, len(self.chain.blocks) - 1):
+            hidden = self.stage.layer(block, hidden, calls)
+        return self.stage.head(hidden, given)
+
+    def run(self, feeder: PassFeeder | None) -> None:
+        """Ask for passes, compute them and give what was drawn, until every group had one that was the last."""
+        assert feeder is not None
+        group, ended = 0, 0
+        while ended < self.room.groups:
+            given = feeder.feed(group)
+            feeder.take(group, self.compute(given))
+            ended = ended + 1 if given.last else 0
+            group = (group + 1) % self.room.groups
+
+    def close(self) -> None:
+        """Nothing is left to leave."""
+
+
+@dataclass(frozen=True)
+class NoHomes:
+    """What an executor is told of homes where weights are held by the stages themselves."""
+
+    device: torch.device
+    in_host: bool = False
+    units: tuple[Any, ...] = ()
+    master: dict[int, Any] = field(default_factory=dict)
+
+
+class StagesEngine:
+    """The engine of one of several processes, each of which holds a stage. Call every method on all of them.
+
+    Args:
+        chain: with the weights of this rank's blocks held.
+        schedule: of a lap.
+        compression: of hidden states between stages: ``int8``, or none if empty.
+        timeout: of a wait for another rank.
+        transport: whose groups serve for it; its own by default, which ``close`` leaves.
+
+    Raises:
+        UserError: as ``Engine`` does.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        room: Room,
+        world: World,
+        schedule: Schedule,
+        *,
+        compression: str = "",
+        timeout: timedelta = PATIENCE,
+        transport: Transport | None = None,
+    ) -> None:
+        verify(schedule, one_thread=True)
+        self.chain, self.room, self.world = chain, room, world
+        self.stage = StayingStage(chain, room)
+        self._schedule, self._compression = schedule, compression
+        self._transport = transport or Transport(
+            world.topology, world.rank, [schedule], device=world.device, timeout=timeout
+        )
+
+    def run(self, feeder: PassFeeder | None) -> None:
+        """Compute passes until one was the last; the requests are on the rank of the first stage, rank 0.
+
+        Raises:
+            Exception: another rank is gone, or something failed here.
+        """
+        rank = self.world.rank
+        compute: Any = ServeCompute(self.stage, feeder, compression=self._compression)
+        homes: Any = NoHomes(self.world.device)
+        executor = Executor(
+            rank,
+            compute=compute,
+            storage=homes,
+            transport=self._transport,
+            optimizers=None,
+            reduce_dtype=self.chain.dtype,
+            where=f"rank {rank} (node {self.world.nodes.node_of(rank)})",
+        )
+        compute.stream = executor.compute_stream
+        executor.loop(self._schedule)
+        executor.close()
+
+    def close(self) -> None:
+        """Leave the groups of the laps."""
+        self._transport.close()
+
+
+class FirstToken:
+    """Feeder of one token, so that everything has its memory, and what is wrong shows before the first request."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Drawn] = []
+        self._fed = False
+
+    def feed(self, group: int) -> Pass:
+        rows = () if self._fed else (Row(0, 0, (0,), Sampling(temperature=0)),)
+        self._fed = True
+        return Pass(group, rows, last=True)
+
+    def take(self, group: int, drawn: Sequence[Drawn]) -> None:
+        self.drawn += drawn
+
+
+def load_engine(
+    model: str | Path,
+    room: Room,
+    *,
+    world: World | None = None,
+    dtype: str = AUTO,
+    weights: str = AUTO,
+    device: str | torch.device | None = None,
+    stages: Layout | None = None,
+    compression: str = "",
+    timeout: timedelta = PATIENCE,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Engine | StagesEngine:
+    """The engine of a folder, ready for its first pass: the keys and values of all slots have their memory.
+
+    Args:
+        model: a folder with a model, its name on the Hub, or a preset with random weights.
+        world: the processes, on all of which this is called; None for this one alone.
+        dtype: to compute in; ``auto`` is bf16 where every device computes in it or ``weights`` are in few bits, which
+            kernels multiply in it, else fp32.
+        weights: of linear layers: ``none`` for ``dtype``, ``w4`` or ``int8``; ``auto`` for what the folder has.
+        device: the first GPU by default, or the CPU; the world's where there is one.
+        stages: one for each rank; equally many layers by default.
+        compression, timeout: as ``StagesEngine`` takes them.
+        seed: of random weights.
+
+    Raises:
+        UserError: a model that is not served, before anything is loaded; or a setting that cannot work.
+    """
+    check_weights_form(weights)
+    alone = world is None or world.size == 1
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")) if world is None else world.device
+    if dtype not in (AUTO, *DTYPES):
+        raise UserError("dtype", dtype, ", ".join((AUTO, *DTYPES)))
+    if dtype == AUTO:
+        fast = computes_in_bfloat16(chosen) or weights not in (AUTO, EXACT)
+        dtype = usual_dtype(fast if world is None else all(world.gather_numbers(float(fast))), chosen.type)[0]
+    preset = resolve_model(str(model)) is None
+    positions = room.context if preset else 1
+    built = build_model(str(model), max_positions=positions, trust_remote_code=trust_remote_code)
+    built.model.requires_grad_(False)  # nothing is trained, and what text does not use may be there
+    chain = Chain(built.model)
+    refuse_serving(chain, room.context)
+    if not alone and chain.why_not_staged:
+        raise UserError("model", str(model), f"one that runs in stages, or one process: {chain.why_not_staged}")
+    schedule = None if world is None or alone else build_laps(chain.spec, world.topology, room.groups, stages)
+    blocks = range(len(chain.blocks))
+    if schedule is not None and world is not None:
+        blocks = schedule.step.strategy.computes(schedule.step)[world.rank]
+
+    source = built.source(chain, seed=seed)
+    chain.prepare(chosen, DTYPES[dtype])
+    chain.load_buffers(source.buffers())
+    read = torch.promote_types(DTYPES[dtype], torch.float32)
+    codes = getattr(source, "codes", lambda name: None)
+    hold_weights(chain, blocks, lambda unit: source.unit(unit, dtype=read), form=weights, codes=codes)
+    if schedule is None or world is None:
+        engine: Engine | StagesEngine = Engine(chain, room)
+    else:
+        engine = StagesEngine(chain, room, world, schedule, compression=compression, timeout=timeout)
+        world.wait_patiently()  # for ranks that still read their weights
+    first = FirstToken()
+    engine.run(first)
+    if any(math.isnan(token.logprob) for token in first.drawn):
+        raise UserError("model", str(model), "one whose logits are numbers; what it gives for its first token is none")
+    return engine

@@ -1,0 +1,237 @@
+"""What a rank computes in laps: passes through its stage, and the messages by which they go on to the next.
+
+Stages know of a pass what the header of its message says, which stands in front of the hidden states; only the first
+one meets who holds the requests. Messages have the length that their pass needs: receives are posted before that is
+known, with room for the longest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.stubs import LayerCall
+from tawpipe.runtime.compression import decode, encode
+from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Row, Sampling
+from tawpipe.runtime.stage import StayingStage
+from tawpipe.runtime.step_input import LapInput
+from tawpipe.runtime.transport import Transport
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
+from tawpipe.schedule.footprint import TRAVELLING
+from tawpipe.schedule.spec import compressed_bytes
+
+MOST_TOLD = 20
+"""Likeliest tokens that are told besides a drawn one, at most."""
+ALIGNED = 16
+"""Bytes at multiples of which hidden states begin in a message: any type can be read there."""
+_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iii?dqidi")
+_TOKEN, _LIKELY = struct.Struct("<iiidi"), struct.Struct("<id")
+_NOT_DRAWN = Sampling()
+
+
+def header_of(given: Pass) -> bytes:
+    """A pass without its tokens, for the stages behind the first one."""
+    parts = [_HEAD.pack(len(given.rows), given.last)]
+    for row in given.rows:
+        s = row.draw or _NOT_DRAWN
+        drawn = row.draw is not None
+        numbers = s.temperature, s.seed, s.top_k, s.top_p, s.logprobs
+        parts.append(_ROW.pack(row.slot, row.first, len(row.tokens), drawn, *numbers))
+    return b"".join(parts).ljust(header_bytes(len(given.rows)), b"\0")
+
+
+def header_bytes(rows: int) -> int:
+    """Bytes of the header of a pass with so many rows."""
+    return -(-(_HEAD.size + rows * _ROW.size) // ALIGNED) * ALIGNED
+
+
+def read_header(message: bytes, group: int) -> Pass:
+    """The inverse of ``header_of``, with zeros for tokens."""
+    count, last = _HEAD.unpack_from(message)
+    rows = []
+    for at in range(count):
+        slot, first, length, drawn, *numbers = _ROW.unpack_from(message, _HEAD.size + at * _ROW.size)
+        temperature, seed, top_k, top_p, logprobs = numbers
+        draw = Sampling(temperature, top_k, top_p, seed, logprobs) if drawn else None
+        rows.append(Row(slot, first, (0,) * length, draw))
+    return Pass(group, tuple(rows), bool(last))
+
+
+def drawn_message(drawn: list[Drawn]) -> bytes:
+    """Drawn tokens on their way to the first stage."""
+    parts = [_HEAD.pack(len(drawn), 0)]
+    for token in drawn:
+        parts.append(_TOKEN.pack(token.slot, token.position, token.token, token.logprob, len(token.top)))
+        parts += [_LIKELY.pack(*likely) for likely in token.top]
+    return b"".join(parts)
+
+
+def read_drawn(message: bytes) -> list[Drawn]:
+    """The inverse of ``drawn_message``."""
+    (count, _), at, drawn = _HEAD.unpack_from(message), _HEAD.size, list[Drawn]()
+    for _ in range(count):
+        slot, position, token, logprob, told = _TOKEN.unpack_from(message, at)
+        at += _TOKEN.size
+        end = at + told * _LIKELY.size
+        drawn.append(Drawn(slot, position, token, logprob, tuple(_LIKELY.iter_unpack(message[at:end]))))
+        at = end
+    return drawn
+
+
+class ServeCompute:
+    """The computing of a rank in laps, for ``Executor.loop``.
+
+    Args:
+        stage: with the weights of this rank's blocks held.
+        feeder: who holds the requests; on the rank of the first stage, which asks nobody else.
+        compression: of hidden states between stages: ``int8``, or none if empty.
+    """
+
+    def __init__(self, stage: StayingStage, feeder: PassFeeder | None, *, compression: str = "") -> None:
+        self.stage, self.chain, self.feeder, self.compression = stage, stage.chain, feeder, compression
+        self.stream: Any = None
+        """The one that computes, on CUDA."""
+        self._calls: dict[int, tuple[LayerCall, ...]] = {}
+        self._held: dict[Buffer, Any] = {}
+        """Hidden states with their pass, or a message, under the names of the schedule."""
+        self._under_way = deque[torch.Event]()
+        room = stage.room
+        rows, tokens = room.slots + 1, room.slots + room.chunk
+        self._room = {
+            Kind.INPUT: header_bytes(rows) + self._hidden_bytes(tokens),
+            Kind.IDS: _HEAD.size + rows * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
+        }
+
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
+        """FORWARD of a block for a group's pass. Weights are held, whatever the action reads."""
+        block, group = action.block, action.micro_batch
+        last = len(self.chain.blocks) - 1
+        if block == 0:
+            output: Any = self._embed(group, given)
+        else:
+            carried, hidden = self._held[block_input(group, block)]
+            if block == last:
+                drawn = self.stage.head(hidden, carried) if hidden is not None else []
+                output = _as_tensor(drawn_message(drawn))
+            else:
+                output = carried, hidden
+                if hidden is not None:
+                    output = carried, self.stage.layer(block, hidden, self._calls[group])
+        self._held[ids(group) if block == last else block_input(group, block + 1)] = output
+        self._free(action)
+
+    def prepare(self, action: Action, given: LapInput) -> None:
+        """PREPARE: what the message of a pass says, and what layers are called with besides their input."""
+        (arrived,) = action.reads
+        carried, hidden = self._read(self._held[arrived], action.micro_batch)
+        given.last |= carried.last
+        self._held[arrived] = carried, hidden
+        self._calls[action.micro_batch] = self.stage.calls(carried) if carried.rows else ()
+        self._free(action)
+
+    def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
+        """An EXCHANGE of hidden states or of drawn tokens."""
+        on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
+        if len(self._under_way) == TRAVELLING:
+            self._under_way.popleft().synchronize()
+        for transfer in action.transfers:
+            if transfer.send:
+                message = self._message(self._held.pop(transfer.buffer))
+                if transport.ahead is None:  # a receive takes what it has room for, and no less
+                    room = self._room[transfer.buffer.kind]
+                    message = torch.nn.functional.pad(message, (0, room - message.numel()))
+                tensors[transfer.buffer] = message.to(self.chain.device)
+        if transport.ahead is None:
+            tensors |= self.room_for(action, given)
+        received = transport.exchange(action, tensors)
+        self._held.update(received)
+        if on_cuda:  # or its memory would be given away before the other lane has read it
+            for tensor in tensors.values():
+                tensor.record_stream(torch.cuda.current_stream())
+            for tensor in received.values():
+                tensor.record_stream(self.stream)
+            self._under_way.append(torch.cuda.current_stream().record_event())
+
+    def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
+        """Room for the longest messages that an EXCHANGE may receive."""
+        sizes = {buffer: self._room[buffer.kind] for buffer in action.writes}
+        return {
+            buffer: torch.empty(size, dtype=torch.uint8, device=self.chain.device) for buffer, size in sizes.items()
+        }
+
+    def losses(self, action: Action) -> list[Tensor]:
+        """None: nothing is learned."""
+        return []
+
+    def _embed(self, group: int, given: LapInput) -> tuple[Pass, Tensor | None]:
+        assert self.feeder is not None, "the first stage is where the requests are"
+        message = self._held.pop(ids(group), None)  # none before the first lap
+        if message is not None:
+            self.feeder.take(group, read_drawn(_as_bytes(message)))
+        fed = self.feeder.feed(group)
+        assert fed.group == group, f"asked for a pass of group {group}, and was given one of group {fed.group}"
+        given.last |= fed.last
+        if not fed.rows:
+            self._calls[group] = ()
+            return fed, None
+        hidden, self._calls[group] = self.stage.embed(fed)
+        return fed, hidden
+
+    def _message(self, held: Any) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        carried, hidden = held
+        header = _as_tensor(header_of(carried))
+        if hidden is None:
+            return header
+        tokens = sum(len(row.tokens) for row in carried.rows)
+        if tuple(hidden.shape) != (1, tokens, self.chain.width) or hidden.dtype != self.chain.dtype:
+            expected = f"hidden states (1, {tokens}, {self.chain.width}) in {self.chain.dtype} where a stage ends"
+            raise UserError("model", self.chain.name, f"{expected}, not {tuple(hidden.shape)} in {hidden.dtype}")
+        message = torch.empty(len(header) + self._hidden_bytes(tokens), dtype=torch.uint8, device=hidden.device)
+        message[: len(header)].copy_(header)
+        if self.compression:
+            encode(hidden.flatten(), self.compression, message[len(header) :])
+        else:
+            message[len(header) :].copy_(hidden.contiguous().view(torch.uint8).flatten())
+        return message
+
+    def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor | None]:
+        rows, _ = _HEAD.unpack(_as_bytes(message[: _HEAD.size]))
+        begin = header_bytes(rows)
+        carried = read_header(_as_bytes(message[:begin]), group)
+        if not carried.rows:
+            return carried, None
+        tokens = sum(len(row.tokens) for row in carried.rows)
+        part = message[begin : begin + self._hidden_bytes(tokens)]
+        if not self.compression:
+            return carried, part.view(self.chain.dtype).view(1, tokens, self.chain.width)
+        hidden = torch.empty(tokens * self.chain.width, dtype=self.chain.dtype, device=message.device)
+        decode(part, self.compression, hidden)
+        return carried, hidden.view(1, tokens, self.chain.width)
+
+    def _hidden_bytes(self, tokens: int) -> int:
+        numbers = tokens * self.chain.width
+        return compressed_bytes(numbers) if self.compression else numbers * self.chain.dtype.itemsize
+
+    def _free(self, action: Action) -> None:
+        for buffer in action.frees:
+            if buffer.kind is Kind.CONTEXT:
+                self._calls.pop(buffer.at[0], None)
+            else:
+                self._held.pop(buffer, None)
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _as_bytes(message: Tensor) -> bytes:
+    return message.cpu().numpy().tobytes()

@@ -1,0 +1,148 @@
+"""Laps: tokens travel through stages whose weights stay, in a schedule that is looped without a barrier.
+
+A *group* of requests is to a lap what a micro-batch is to a step, and passes all stages once in it. Nothing of the
+schedule depends on the requests: what a pass computes is in its header, the first part of ``x.g.b``.
+
+    first    FORWARD b0 | ids.g -> x.g.1 ctx.g    FORWARD b1 | x.g.1 ctx.g cache.1 -> x.g.2 cache.1    SEND x.g.2
+    others   RECV x.g.2    PREPARE | x.g.2 -> ctx.g    FORWARD b2 | x.g.2 ctx.g cache.2 -> x.g.3 cache.2    SEND x.g.3
+    last     ...    FORWARD head | x.g.N ctx.g -> ids.g    SEND ids.g, which the first one receives
+
+``ids.g`` is what the last stage has drawn. It is there before the first lap on the first rank, and holds nothing then.
+``cache.b`` are the keys and values of layer ``b`` for all slots of all groups, changed in place: the proof says that
+pass n finds n passes in it, on every rank, so that all stages see the passes in one order.
+
+What an executor's compute is asked for, with the number of the group as ``action.micro_batch``, and a ``LapInput`` as
+what is given: ``forward`` (of block 0: take ``ids.g``, feed the next pass), ``prepare``, ``travel`` and ``room_for``.
+Receives are posted before what comes is known: ``room_for`` gives room for the largest pass, and gloo fills only as
+much of it as is sent. ``LapInput.last`` is set where a header says that a pass is the last. ``Executor.loop`` has
+always two laps issued, so that one more lap follows that in which such a pass was, and ends with it.
+
+The programs are those of one sequence of events: in its d-th part rank r computes group d - r, and then what was
+computed goes on, the last rank's ids first. So a thread that blocks in each of its actions waits for nobody for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, home_weight, ids, layer_cache
+from tawpipe.schedule.link_traffic import LinkTraffic
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.placement import Home, padded_stripe
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.topology import Topology
+
+LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G)
+"""Of transfers: what comes to a rank and what leaves it are on two of them."""
+
+
+@dataclass(eq=False)
+class Laps(Strategy):
+    """Weights stay on stages: each unit is whole on every rank that computes with it, and nothing is trained.
+
+    Args:
+        stages: one for each rank, in their order.
+    """
+
+    stages: Layout
+
+    name = "laps"
+    summary = "weights stay, tokens travel: one pass of every group through all stages, again and again"
+    travels = frozenset((Kind.INPUT, Kind.IDS))
+    axis = "world"
+    candidate = False
+    one_order = True
+
+    def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
+        ranks, placed = topology.group("world", 0), list[Home]()
+        for unit in model.units:
+            first, *others = ((ranks[place],) for place in self.stages.positions_of(unit.blocks))
+            placed.append(Home(first, padded_stripe(unit.numel, 1), tuple(others)))
+        return tuple(placed)
+
+    def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
+        order = step.topology.group("world", 0)
+        return [self.stages.blocks_of(order.index(rank)) for rank in range(step.topology.world_size)]
+
+    def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
+        return (LinkTraffic(),) * step.topology.num_nodes
+
+    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        assert not training, "nothing is trained in laps"
+        world = range(step.topology.world_size)
+        programs = tuple(tuple(_program(self, step, rank)) if ranks is None or rank in ranks else () for rank in world)
+        return Schedule(self.name, step, programs, ((),) * len(world), training=False, looped=True)
+
+
+def build_laps(model: ModelSpec, topology: Topology, groups: int, stages: Layout | None = None) -> Schedule:
+    """One lap of ``groups`` groups.
+
+    Args:
+        topology: every rank of it is a stage.
+        stages: equally many layers in each by default; the embedding joins the first one and the head the last.
+
+    Raises:
+        UserError: fewer layers than ranks, no group, or stages that are not one for each rank in their order.
+    """
+    world = topology.world_size
+    stages = stages or Layout.even(len(model.blocks), world)
+    if stages.places != tuple(range(world)) or stages.blocks != len(model.blocks):
+        raise UserError(
+            "stages of a lap", str(stages), f"{world} of {len(model.blocks)} blocks, on ranks in their order"
+        )
+    if groups < 1:
+        raise UserError("groups of a lap", groups, "at least 1")
+    strategy = Laps(stages)
+    settings = strategy.settle(ScheduleSettings(strategy=strategy.name, micro_batches_per_visit=1))
+    everyone = (tuple(range(groups)),) * world
+    step = StepSpec(strategy, model, topology, settings, everyone, losses=((),) * world)
+    return strategy.build(step, training=False)
+
+
+def _program(strategy: Laps, step: StepSpec, rank: int) -> Iterator[Action]:
+    order, groups = step.topology.group("world", 0), len(step.micro_batches[rank])
+    place, size = order.index(rank), len(order)
+    before, after = order[place - 1], order[(place + 1) % size]
+    blocks = strategy.computes(step)[rank]
+    begin, end = blocks[0], blocks[-1] + 1
+    for part in range(groups + size - 1):
+        if 0 <= part - place < groups:
+            yield from _compute(step.model, blocks, part - place)
+        if size == 1:
+            continue
+        if place == 0 and (group := part - size + 1) >= 0:
+            yield _move(ids(group), len(step.model.blocks), before, size - 1, size, send=False)
+        if 0 <= (group := part - place) < groups:
+            leaving = ids(group) if place == size - 1 else block_input(group, end)
+            yield _move(leaving, end, after, place, size, send=True)
+        if place and 0 <= (group := part - place + 1) < groups:
+            yield _move(block_input(group, begin), begin, before, place - 1, size, send=False)
+
+
+def _move(buffer: Buffer, border: int, peer: int, source: int, size: int, *, send: bool) -> Action:
+    """An EXCHANGE from the place ``source`` to the next of ``size``."""
+    lane = LANES[2] if source == size - 1 and size % 2 else LANES[source % 2]
+    return exchange(lane, (Transfer(send, peer, border, buffer),), "world")
+
+
+def _compute(model: ModelSpec, blocks: Sequence[int], group: int) -> Iterator[Action]:
+    """What a stage does for a pass."""
+    first, last = blocks[0], blocks[-1]
+    if first:
+        yield Action(Op.PREPARE, Lane.COMPUTE, (block_input(group, first),), (context(group),), micro_batch=group)
+    for block in blocks:
+        kind, weights = model.blocks[block].kind, tuple(map(home_weight, model.blocks[block].units))
+        if kind == "embedding":
+            reads, frees = (*weights, ids(group)), (ids(group),)
+            writes = (block_input(group, 1), *[context(group)] * (len(blocks) > 1))
+        else:
+            given = (block_input(group, block), context(group))
+            kept = (layer_cache(block),) if kind == "layer" else ()
+            reads, frees = (*weights, *given, *kept), given if block == last else given[:1]
+            writes = (ids(group) if kind == "head" else block_input(group, block + 1), *kept)
+        yield Action(Op.FORWARD, Lane.COMPUTE, reads, writes, frees, block=block, micro_batch=group)

@@ -1,0 +1,98 @@
+"""Placing: weights go once from where they live in training to the ranks that are to compute with them for a while.
+
+A unit is cut into stripes at home. Each stripe goes straight to every rank that wants the unit, from the nearest copy
+of it, and what is there already does not move: of D nodes with equal shares each stage brings (1 - 1/D) of its weights
+over its link. There is one EXCHANGE for a unit on each rank that has to do with it, unit after unit on all of them, so
+that a thread which blocks in each waits for nobody for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tawpipe.schedule.actions import Action, Lane, Transfer, exchange
+from tawpipe.schedule.buffers import Kind, Pool, home_weight, pooled
+from tawpipe.schedule.link_traffic import LinkTraffic
+from tawpipe.schedule.placement import Home
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.topology import Topology
+
+
+@dataclass(eq=False)
+class Placing(Strategy):
+    """Weights go from their homes to those who want them, once.
+
+    Args:
+        homes: of the training strategy.
+        wanted: for every rank the units that it is to have whole.
+    """
+
+    homes: tuple[Home, ...]
+    wanted: tuple[tuple[int, ...], ...]
+
+    name = "placing"
+    summary = "weights go from their homes to the ranks that are to compute with them"
+    travels = frozenset((Kind.WEIGHT,))
+    candidate = False
+    one_order = True
+
+    def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
+        return self.homes
+
+    def moves(self, topology: Topology) -> Iterator[tuple[int, int, int, int]]:
+        """(unit, stripe, from, to) of all that moves, in the order of the units."""
+        for unit, home in enumerate(self.homes):
+            for target in (rank for rank, units in enumerate(self.wanted) if unit in units):
+                for stripe in range(len(home.ranks)):
+                    holders = [copy[stripe] for copy in home.copies]
+                    near = [rank for rank in holders if topology.node_of(rank) == topology.node_of(target)]
+                    if target not in holders:
+                        yield unit, stripe, (near or holders)[0], target
+
+    def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
+        counts = [[0, 0] for _ in range(step.topology.num_nodes)]
+        for unit, _, source, target in self.moves(step.topology):
+            ends = step.topology.node_of(source), step.topology.node_of(target)
+            if ends[0] != ends[1]:
+                for way, node in enumerate(ends):
+                    counts[node][way] += self.homes[unit].stripe
+        return tuple(LinkTraffic(sent, received) for sent, received in counts)
+
+    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        assert not training, "nothing is trained when weights are placed"
+        world = range(step.topology.world_size)
+        parts: list[dict[int, list[Transfer]]] = [{} for _ in world]
+        for unit, stripe, source, target in self.moves(step.topology):
+            parts[source].setdefault(unit, []).append(Transfer(True, target, unit, home_weight(unit)))
+            parts[target].setdefault(unit, []).append(Transfer(False, source, unit, pooled(f"W{unit}", stripe)))
+        programs = tuple(tuple(_moved(transfers) for _, transfers in sorted(part.items())) for part in parts)
+        pools = tuple(tuple(self._pools(program)) for program in programs)
+        return Schedule(self.name, step, programs, pools, training=False, placed=self.wanted)
+
+    def _pools(self, program: tuple[Action, ...]) -> Iterator[Pool]:
+        """A pool with a place for each stripe of a unit of which some come; what does not come is in none of them."""
+        for unit in dict.fromkeys(buffer.pool for action in program for buffer in action.writes):
+            home = self.homes[int(unit[1:])]
+            yield Pool(unit, Kind.WEIGHT, len(home.ranks), home.stripe)
+
+
+def build_placing(
+    model: ModelSpec, topology: Topology, homes: tuple[Home, ...], wanted: Sequence[Sequence[int]]
+) -> Schedule:
+    """The schedule that brings every rank the units that it wants.
+
+    Args:
+        homes: of all units in training.
+        wanted: for every rank the units that it is to have whole.
+    """
+    strategy = Placing(homes, tuple(tuple(sorted(units)) for units in wanted))
+    settings = strategy.settle(ScheduleSettings(strategy=strategy.name, micro_batches_per_visit=1))
+    nobody = ((),) * topology.world_size
+    return strategy.build(StepSpec(strategy, model, topology, settings, nobody, losses=nobody), training=False)
+
+
+def _moved(transfers: list[Transfer]) -> Action:
+    return exchange(Lane.INTER_W, tuple(transfers), "world")

@@ -1,0 +1,172 @@
+"""The service in the first process: the engine in the main thread, HTTP in another, signals, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from tawpipe.environment import SECOND_S
+from tawpipe.errors import RunError, UserError
+from tawpipe.runtime.passes import PassFeeder
+from tawpipe.serve.slots import Slots
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CONNECTIONS = 64
+"""Connections besides those of requests that have a slot or wait for one."""
+LAST_S = 3
+"""Seconds in which those that are told of the end read it."""
+FAILED = "the service has failed and ends; the answer is not complete"
+OUT_OF_TIME = "the service ends; the answer was not complete in time"
+
+
+class LapEngine(Protocol):
+    """What computes the passes."""
+
+    def run(self, feeder: PassFeeder | None) -> None:
+        """Compute until the feeder's last pass.
+
+        Raises:
+            Exception: it cannot go on, as after a process is gone.
+        """
+        ...
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at an address, before the model is loaded; it does not listen yet.
+
+    Raises:
+        UserError: the address is not this machine's, or is taken.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, number)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(address)
+        except OSError:
+            taken.close()
+            raise
+    except OSError as error:
+        raise UserError("--port", port, f"a free port at {host} ({error.strerror or error})") from error
+    return taken
+
+
+class HttpThread:
+    """Uvicorn in a thread of its own.
+
+    Args:
+        most: connections at one time.
+    """
+
+    def __init__(self, application: ASGIApp, listening: socket.socket, *, most: int) -> None:
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                application,
+                http="h11",
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=most,
+                timeout_graceful_shutdown=LAST_S,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listening]}, name="http", daemon=True
+        )
+
+    def start(self) -> None:
+        """Listen; returns when requests are answered.
+
+        Raises:
+            RunError: the server has not started.
+        """
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RunError("the HTTP server has not started")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Let go of the port, and give those that read an answer ``LAST_S`` seconds."""
+        self._server.should_exit = True
+        self._thread.join(LAST_S + 2)
+
+
+def run_service(
+    engine: LapEngine,
+    slots: Slots,
+    application: ASGIApp,
+    listening: socket.socket,
+    *,
+    most: int,
+    drain_s: float,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until a signal ends it: requests that are open may end, new ones are refused. Call in the main thread.
+
+    Args:
+        listening: a bound socket, which is closed.
+        most: requests that have a slot or wait for one.
+        drain_s: seconds in which open ones may end.
+        ready: called when requests are answered.
+
+    Raises:
+        Exception: what the engine raised; every open request was told that the service has failed.
+    """
+    http = HttpThread(application, listening, most=most + CONNECTIONS)
+    with drained_by_signals(slots, drain_s):
+        http.start()
+        try:
+            ready()
+            engine.run(slots)
+        finally:
+            slots.fail(FAILED)  # of no effect on a service that has drained
+            http.stop()
+
+
+@contextlib.contextmanager
+def drained_by_signals(slots: Slots, drain_s: float) -> Iterator[None]:
+    """SIGTERM and SIGINT drain the service; after ``drain_s`` seconds, or by a second one, what is open ends."""
+    signals = SimpleQueue[float | None]()  # which a handler may put into, whatever it interrupts
+
+    def watch() -> None:
+        if (first := signals.get()) is None:
+            return
+        slots.drain()
+        with contextlib.suppress(Empty):
+            while (left := first + drain_s - time.monotonic()) > 0:
+                if (again := signals.get(timeout=left)) is None:
+                    return
+                if again - first > SECOND_S:
+                    break
+        slots.fail(OUT_OF_TIME)
+
+    watching = threading.Thread(target=watch, name="signals", daemon=True)
+    watching.start()
+    before = {number: signal.signal(number, lambda *_: signals.put(time.monotonic())) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signals.put(None)
+        watching.join()
+
+
+def ignore_signals() -> None:
+    """In the other processes, which end with the first one's last pass, or as it is gone."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

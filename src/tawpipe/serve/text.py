@@ -1,0 +1,171 @@
+"""Messages to a prompt's tokens, and tokens of an answer to its text as they come."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from tawpipe.data.chat import with_template
+from tawpipe.data.messages import Malformed
+from tawpipe.errors import UserError
+
+T = TypeVar("T")
+BROKEN = "\ufffd"
+"""What decoding gives for bytes that are no whole character."""
+PATIENCE = 16
+"""Tokens after which bytes that are still no text are let out as they are: one character has four at most."""
+
+
+class Prompts:
+    """Maker of prompts from messages by a chat template.
+
+    Args:
+        tokenizer: it is copied, so that another thread may use it at the same time.
+        template: ``chatml``, ``plain``, or a file with a Jinja template; None for the tokenizer's.
+
+    Raises:
+        UserError: there is no template, or it cannot render a chat.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        if template is None and not tokenizer.chat_template:
+            expected = "chatml, plain, or a file with a Jinja template: this model's tokenizer has none"
+            raise UserError("--chat-template", None, expected)
+        changed = (
+            copy.deepcopy(tokenizer) if template is None else with_template(tokenizer, template, "--chat-template")
+        )
+        self._tokenizer: Any = changed
+        self.end_of_text: Any = changed.eos_token_id
+        """The token that ends a turn by the template; None where the tokenizer has none."""
+
+    def tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The prompt.
+
+        Raises:
+            Malformed: the template refuses the messages, or makes nothing of them.
+        """
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise Malformed("which the model's chat template refuses", str(error)) from error
+        if ids := self._tokenizer.encode(text, add_special_tokens=False):
+            return ids
+        raise Malformed("of which the model's chat template makes no tokens")
+
+
+class TextPieces:
+    """Tokens to pieces of text, none of which ends within a character. Special tokens are no text.
+
+    Tokens are decoded behind those of the piece before, as many tokenizers spell a word's beginning by what precedes.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        # What is under a fast tokenizer decodes a few tokens in a tenth of the time.
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._ids: list[int] = []
+        self._told = 0
+        """How many of the ids were let out."""
+
+    def add(self, token: int) -> str:
+        """The text that is complete with this token."""
+        self._ids.append(token)
+        return self._new(whole=len(self._ids) - self._told > PATIENCE)
+
+    def end(self) -> str:
+        """What is left when no token follows."""
+        return self._new(whole=True)
+
+    def _new(self, *, whole: bool) -> str:
+        before, text = self._decode(self._ids[: self._told]), self._decode(self._ids)
+        if not whole and (len(text) <= len(before) or text.endswith(BROKEN)):
+            return ""
+        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class StopStrings:
+    """Text up to the first of some strings, which is left out; the end of what came is held back while it may begin
+    one.
+
+    Of several, that counts which ends first: however the text is cut into pieces, the same is let out.
+
+    >>> stops = StopStrings(["END", "."])
+    >>> [stops.add("so E"), stops.add("N"), stops.add("T E"), stops.add("ND?"), stops.found]
+    ['so ', '', 'ENT ', '', True]
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """The text that can be let out now."""
+        text = self._held + text
+        ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def end(self) -> str:
+        """What is held back, when nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` that may begin ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+@dataclass
+class AnswerText(Generic[T]):
+    """The text of one answer as its tokens come, and what is told of each token once its text is let out.
+
+    Attributes:
+        stopped: a stop string was found; nothing more comes.
+    """
+
+    pieces: TextPieces
+    stops: StopStrings
+    _come: int = 0
+    _let_out: int = 0
+    _notes: list[tuple[int, T]] = field(default_factory=list)
+    """Of tokens whose text is held back: characters that came before each, and what is told of it."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stops.found
+
+    def add(self, token: int, note: T) -> tuple[str, list[T]]:
+        """The text, and the notes of tokens, that can be let out now."""
+        self._notes.append((self._come, note))
+        return self._out(self.pieces.add(token))
+
+    def end(self) -> tuple[str, list[T]]:
+        """What is left, when no token follows."""
+        text, notes = self._out(self.pieces.end())
+        if self.stopped:
+            return text, notes
+        rest = [note for _, note in self._notes]
+        self._notes = []
+        return text + self.stops.end(), notes + rest
+
+    def _out(self, piece: str) -> tuple[str, list[T]]:
+        self._come += len(piece)
+        text = self.stops.add(piece)
+        self._let_out += len(text)
+        notes = [note for place, note in self._notes if place < self._let_out]
+        self._notes = self._notes[len(notes) :]
+        return text, notes

@@ -1,0 +1,221 @@
+"""Laps in the lab: passes that sleep for as long as their stages compute, and real messages between the stages.
+
+A step is ``laps`` laps in which every group has a token for each of its slots, then prompts of ``chunks`` chunks, one
+behind the other, as many as there are groups: there is a chunk on each pass of these laps. What is measured besides the
+step is the time from token to token, and the mean of that from the begin of a prompt's first chunk until the token
+behind the last one is back.
+
+* ``laps``: as many groups as make stages and links busy, see ``groups_of``;
+* ``laps-as-stages``: as many as stages, as pipelines for serving have;
+* ``laps-one-group``: all slots of a cell's groups pass one after the other, as where layers are shared out by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.plan.machine import uniform
+from tawpipe.plan.serving import PassCost, ServeRequest, ServeWay, lap_seconds
+from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.step_input import LapInput
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
+from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.simulate import LinkModel
+from tawpipe.simulate.cost_model import ID_BYTES
+from tawpipe.topology import Topology
+from tawpipe_lab.bounds import Bounds
+from tawpipe_lab.ours import INSIDE
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import ServingWorkload, Workload
+
+ROWS = ("laps", "laps-as-stages", "laps-one-group")
+NEARLY = 0.97
+"""Of the most tokens per second: the last group costs all others time and gains next to nothing."""
+HEADER = 2
+"""Bytes in front of a pass: whether it is the last, whether it has a chunk."""
+
+
+def serving_model(workload: ServingWorkload) -> ModelSpec:
+    """The workload as a builder sees it: layers of next to no weights between two ends without."""
+    layers = [BlockSpec((layer,), "layer") for layer in range(workload.layers)]
+    units = tuple(UnitSpec(8, False, (layer + 1,)) for layer in range(workload.layers))
+    return ModelSpec((BlockSpec((), "embedding", False, False), *layers, BlockSpec((), "head")), units)
+
+
+def planned(workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int) -> ServeWay:
+    """The way to serve that a plan would know of, with the costs of the workload."""
+    points = ((0.0, workload.forward_s), (workload.slots, workload.forward_s))
+    with_chunk = (workload.slots + workload.chunk, workload.forward_s + workload.chunk_s)
+    layer = PassCost((*points, with_chunk))
+    costs = (PassCost(), *[layer] * workload.layers, PassCost())
+    machine = uniform(topology.num_nodes, topology.local_size, between=between, inside=INSIDE)
+    users, context = groups * workload.slots, workload.chunks * workload.chunk
+    request = ServeRequest(serving_model(workload), costs, machine, users, context, workload.token_bytes, 0.0)
+    stages = Layout.even(workload.layers + 2, topology.world_size)
+    return ServeWay(request, 1, stages, groups, workload.slots, workload.chunk)
+
+
+def groups_of(name: str, workload: ServingWorkload, topology: Topology, between: LinkModel) -> int:
+    """The number of groups of a row: of ``laps`` the least that brings ``NEARLY`` all the tokens that stages can."""
+    if name != "laps":
+        return topology.world_size if name == "laps-as-stages" else 1
+    way = planned(workload, topology, between, 1)
+    slowest = max((*way.stage_seconds(), *way.hops()[0]))
+    return math.ceil(NEARLY * way.token_s / slowest)
+
+
+def serving_knobs(name: str, workload: Workload, topology: Topology, between: LinkModel) -> dict[str, Any]:
+    """What a row is given besides its own knobs: the number of groups, for which every rank would need the links."""
+    if name not in ROWS or not isinstance(workload, ServingWorkload):
+        return {}
+    return {"groups": groups_of(name, workload, topology, between)}
+
+
+def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int) -> Bounds:
+    """Bounds on a step of one row."""
+    way, laps = planned(workload, topology, between, groups), workload.laps + workload.chunks
+    held, (messages, _) = way.stage_seconds(), way.hops()
+    tokens = groups * (laps * workload.slots + workload.chunks * workload.chunk)
+    sent, received = ([0.0] * topology.num_nodes for _ in range(2))
+    for rank in range(topology.world_size):
+        last = rank == topology.world_size - 1
+        amount = groups * laps * workload.slots * ID_BYTES if last else tokens * workload.token_bytes
+        here, there = topology.node_of(rank), topology.node_of((rank + 1) % topology.world_size)
+        if here != there:
+            sent[here] += amount
+            received[there] += amount
+    long, (heavy, latencies) = way.stage_seconds(workload.chunk), way.hops(workload.chunk)
+    with_chunks = workload.chunks * lap_seconds(long, heavy, latencies, groups)
+    compute_s, link_s = (
+        groups * (workload.laps * max(usual) + workload.chunks * max(more))
+        for usual, more in ((held, long), (messages, heavy))
+    )
+    return Bounds(compute_s, link_s, workload.laps * way.token_s + with_chunks, tuple(sent), tuple(received))
+
+
+class LapContender:
+    """Laps of a timed workload; see `tawpipe_lab.contender.Contender`."""
+
+    origin = "ours"
+    loss_share: float | None = None
+
+    def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> None:
+        if not isinstance(workload, ServingWorkload) or set(knobs) != {"groups"}:
+            raise UserError(name, sorted(knobs), "a workload of the kind serving, and groups as its only knob")
+        self.name, self.knobs, self.laps, self._workload = name, dict(knobs), 0, workload
+        self.schedule = build_laps(serving_model(workload), topology, knobs["groups"])
+        verify(self.schedule, one_thread=True)
+        self._busy = BusyTime()
+        self.sleeper = Sleeper(self._busy)
+        device, units = torch.device("cpu"), list[Unit]()
+        for number, spec in enumerate(self.schedule.model.units):
+            slot = ParameterSlot(f"layer.{number}", (spec.numel,), 0, spec.numel)
+            units.append(Unit(number, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
+        types: Any = {"compute_dtype": torch.float32, "master_dtype": torch.float32}
+        self._compute = _SleepingPasses(workload, self.schedule.step.topology.world_size, self.sleeper)
+        self._executor = Executor(
+            rank,
+            compute=cast(Any, self._compute),
+            storage=Storage(units, self.schedule.homes, rank, device=device, **types),
+            transport=Transport(topology, rank, [self.schedule], device=device),
+            optimizers=None,
+            reduce_dtype=torch.float32,
+        )
+
+    def step(self) -> None:
+        self._compute.begin()
+        self.laps = self._executor.loop(self.schedule)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds from token to token in the last step; on the first rank."""
+        groups, laps = self.knobs["groups"], self._workload.laps
+        times = self._compute.began[groups : groups * laps : groups]  # the first lap fills the stages
+        return (times[-1] - times[0]) / (len(times) - 1) if times else 0.0
+
+    @property
+    def first_s(self) -> float:
+        """Seconds of a prompt in the last step, the mean; on the first rank."""
+        chunks, begin = self._workload.chunks, self.knobs["groups"] * self._workload.laps
+        end = begin + self.knobs["groups"] * chunks
+        if not self._compute.began:
+            return 0.0
+        began, back = self._compute.began[begin:end:chunks], self._compute.back[begin + chunks - 1 : end : chunks]
+        return statistics.fmean(ends - begins for begins, ends in zip(began, back, strict=True))
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _SleepingPasses:
+    """Takes the seconds of the workload, and sends messages of its sizes."""
+
+    def __init__(self, workload: ServingWorkload, world: int, sleeper: Sleeper) -> None:
+        self._workload, self._alone, self._sleeper = workload, world == 1, sleeper
+        self.began: list[float] = []
+        """When each pass began, on the first rank."""
+        self.back: list[float] = []
+        """When what was drawn behind each was back."""
+        self._held: dict[Buffer, bytes] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.began, self.back, self._held = [], [], {}
+
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
+        work, group, block = self._workload, action.micro_batch, action.block
+        if block == 0:
+            self.began.append(time.perf_counter())
+            last = given.number >= work.laps + work.chunks
+            chunk = work.laps <= given.number < work.laps + work.chunks
+            header, given.last = bytes((last, chunk)), given.last or last
+        else:
+            header = self._held[block_input(group, block)]
+        if block <= work.layers and block and not header[0]:
+            self._sleeper.compute(work.forward_s + work.chunk_s * header[1])
+        self._held[ids(group) if block > work.layers else block_input(group, block + 1)] = header
+        if self._alone and block > work.layers:
+            self.back.append(time.perf_counter())
+
+    def prepare(self, action: Action, given: LapInput) -> None:
+        given.last = given.last or bool(self._held[action.reads[0]][0])
+
+    def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
+        messages = {}
+        for transfer in action.transfers:
+            if transfer.send:
+                header = self._held.pop(transfer.buffer)
+                message = torch.zeros(self._bytes(transfer.buffer, header), dtype=torch.uint8)
+                message[:HEADER] = torch.tensor(list(header), dtype=torch.uint8)
+                messages[transfer.buffer] = message
+        for buffer, message in transport.exchange(action, messages).items():
+            self._held[buffer] = bytes(message[:HEADER].tolist())
+            if buffer.kind is Kind.IDS:
+                self.back.append(time.perf_counter())
+
+    def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
+        return {buffer: torch.zeros(self._bytes(buffer, b"\0\1"), dtype=torch.uint8) for buffer in action.writes}
+
+    def _bytes(self, buffer: Buffer, header: bytes) -> int:
+        work, (last, chunk) = self._workload, header
+        if buffer.kind is Kind.IDS or last:
+            return HEADER + work.slots * ID_BYTES
+        return HEADER + (work.slots + chunk * work.chunk) * work.token_bytes

@@ -1,0 +1,98 @@
+"""Laps in the lab: rows of the suite, their bounds, and what a step of them measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.world import World
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from tawpipe_lab.compare import _served, bounds_of, link_of
+from tawpipe_lab.serving import ROWS, groups_of, planned, serving_knobs
+from tawpipe_lab.suite import Cell, Entry, load_suite
+from tawpipe_lab.table import write_table
+from tawpipe_lab.worker import make
+from tawpipe_lab.workload import ServingWorkload, from_spelled_out, spell_out
+
+WORK = ServingWorkload(layers=4, forward_s=0.01, slots=4, token_bytes=1000, laps=5, chunk=8, chunks=3, chunk_s=0.01)
+QUICK = WORK.faster(10)
+FOUR = Topology.grid(4, 1)
+
+
+def test_groups_follow_from_the_latency():
+    links = [LinkModel(1e12, latency) for latency in (0.0, 0.005, 0.025)]
+    assert [groups_of("laps", WORK, FOUR, link) for link in links] == [4, 6, 14]
+    assert [groups_of(row, WORK, FOUR, links[2]) for row in ROWS] == [14, 4, 1]
+    assert serving_knobs("laps", WORK, FOUR, links[1]) == {"groups": 6}
+    assert serving_knobs("1f1b", WORK, FOUR, links[1]) == {}
+
+
+def test_what_is_planned_of_tokens():
+    way = planned(WORK, FOUR, LinkModel(1e12, 0.005), 6)
+    assert way.token_s == pytest.approx(0.06, rel=1e-4)
+    assert way.first_s == pytest.approx(4 * 0.02 + 4 * 0.005 + 2 * 0.02, rel=1e-3)
+
+
+def test_bytes_are_those_of_the_borders_between_nodes():
+    cell, entry = Cell("c", 2, 2, "1gbit", WORK), Entry("laps", {"groups": 2})
+    bounds = bounds_of(cell, entry, link_of(cell))
+    tokens = 2 * (8 * 4 + 3 * 8)
+    assert bounds.sent_bytes == (tokens * 1000, 2 * 8 * 4 * 8)
+    assert bounds.received_bytes == (2 * 8 * 4 * 8, tokens * 1000)
+    with pytest.raises(UserError, match="which serve"):
+        bounds_of(cell, Entry("1f1b"), link_of(cell))
+
+
+def served(world: World) -> list[Any]:
+    """In a worker: what two steps of a row measure."""
+    contender: Any = make("laps", QUICK, world.topology, world.rank, groups=3)
+    found = []
+    for _ in range(2):
+        contender.step()
+        found.append((contender.laps, contender.token_s, contender.first_s))
+    asked = contender.sleeper.asked_s
+    contender.close()
+    return [found, asked]
+
+
+def test_a_step_has_its_laps_and_the_prompt_after_them(pool):
+    for rank, (found, asked) in enumerate(pool.run(f"{__name__}:served", 2, 1)):
+        for laps, token_s, first_s in found:
+            assert laps == 5 + 3 + 2
+            assert (token_s >= 3 * 2 * 0.001 and first_s >= 4 * 0.002) if rank == 0 else token_s == first_s == 0
+        assert asked == pytest.approx(2 * 2 * 3 * (8 * 0.001 + 3 * 0.001))
+
+
+def test_rows_of_the_table_say_what_was_planned(tmp_path):
+    cell = load_suite("serving").cells[1]
+    assert isinstance(cell.workload, ServingWorkload)
+    assert from_spelled_out(spell_out(cell.workload)) == cell.workload
+    reading = {"knobs": {"groups": 6}, "token": [0.0612], "first": [0.45]}
+    row: dict[str, Any] = {
+        "cell": cell.spelled_out(),
+        "strategy": "laps",
+        "label": "laps",
+        "origin": "ours",
+        "status": "ok",
+        "seconds_per_step": {"median": 2.5, "min": 2.4, "max": 2.6},
+        "physical_bound_s": 2.0,
+        "dependency_bound_s": 2.3,
+        "link_bytes_sent": [1e6],
+        "link_bytes_predicted": [1e6],
+        "exposed_communication_s": 0.1,
+        "cpu_busy": 0.1,
+        "peak_gib": None,
+        **_served(cell.workload, FOUR, LinkModel(125e6, 0.005), reading),
+    }
+    write_table("serving", {"date": "", "command": "", "machine": ""}, [row], tmp_path / "table.md")
+    table = (tmp_path / "table.md").read_text()
+    assert "| 6 | 61.2 (60.4) | 0.450 (" in table
+    assert "10 ms on a pass of 4 users" in table
+
+
+def test_other_knobs_and_workloads_are_refused():
+    with pytest.raises(UserError, match="kind serving"):
+        make("laps", QUICK, FOUR, 0, groups=1, stages=2)

@@ -1,0 +1,112 @@
+"""Engines: of a folder, and of several processes with a stage each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from family_configs import tiny_config
+from served_families import Joining, generated, plain_model, served, staying, wanted
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.runtime.engine import Engine, load_engine
+from tawpipe.runtime.laps import drawn_message, header_of, read_drawn, read_header
+from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
+
+ROOM = Room(1, 3, 24, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    plain_model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def texts_of(engine: Any, **sampling: Any) -> list[list[int]]:
+    texts = Joining(wanted(**sampling), engine.room)
+    engine.run(texts)
+    return [list(each.ids) for each in texts.continuations]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_folder_writes_what_generate_writes(folder: Path, groups: int) -> None:
+    engine = load_engine(folder, replace(ROOM, groups=groups), dtype="float64", device="cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert texts_of(engine) == generated(model, wanted())
+    assert texts_of(engine) == generated(model, wanted()), "an engine may run again"
+
+
+def test_what_is_not_served_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny_config("mamba")).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not even weights")
+    with pytest.raises(UserError, match=r"carry a state.*transformers serve") as caught:
+        load_engine(tmp_path, ROOM, device="cpu")
+    assert caught.value.setting == "model"
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [({"weights": "w5"}, "weights"), ({"dtype": "int4"}, "dtype"), ({"room": Room(1, 1, 129, 4)}, "context")],
+)
+def test_settings_that_cannot_be(folder: Path, words: dict[str, Any], setting: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_engine(folder, words.pop("room", ROOM), device="cpu", **words)
+    assert caught.value.setting == setting
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    model = plain_model()
+    model.lm_head.weight.data.fill_(float("inf"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="logits are numbers"):
+        load_engine(tmp_path, ROOM, device="cpu")
+
+
+def test_a_seeded_request_is_the_same_alone_and_among_others() -> None:
+    model = plain_model()
+    together = texts_of(Engine(staying(Chain(model)), ROOM), temperature=1.0, seed=5)
+    asked = wanted(temperature=1.0, seed=5)
+    for number, prompt in enumerate(asked.prompts):
+        again = plain_model()
+        alone = replace(asked, prompts=[prompt], sampling=asked.sampling_of(number))
+        texts = Joining(alone, replace(ROOM, slots=1), join=(0,))
+        Engine(staying(Chain(again)), replace(ROOM, slots=1)).run(texts)
+        assert list(texts.continuations[0].ids) == together[number]
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "gemma3_text"])
+def test_stages_on_processes_write_what_generate_writes(pool: Any, family: str) -> None:
+    outcome = served(family, pool)
+    assert (outcome.kind, outcome.staged) == ("equal", "equal"), outcome
+
+
+def test_a_folder_on_processes(pool: Any, folder: Path) -> None:
+    """With embeddings that the first stage and the last have in common."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert pool.run("served_families:of_folder", 3, 1, folder=str(folder))[0] == generated(model, wanted())
+
+
+def test_hidden_states_may_travel_in_8_bits(pool: Any) -> None:
+    ours, expected = (
+        pool.run("served_families:on_stages", 2, 1, family="llama", groups=3, compression=compression)[0]
+        for compression in ("int8", "")
+    )
+    assert [len(ids) for ids in ours] == [len(ids) for ids in expected]
+    pairs = [pair for both in zip(ours, expected, strict=True) for pair in zip(*both, strict=True)]
+    assert sum(a == b for a, b in pairs) > len(ours)
+
+
+def test_messages_say_what_they_were_made_of() -> None:
+    sampling = Sampling(0.7, 40, 0.9, 2**62 + 1, 3)
+    given = Pass(2, (Row(4, 0, (1, 2, 3)), Row(0, 17, (5,), sampling)), last=True)
+    rows = (Row(4, 0, (0, 0, 0)), Row(0, 17, (0,), sampling))
+    assert read_header(header_of(given), 2) == Pass(2, rows, last=True)
+    assert read_header(header_of(Pass(1, ())), 1) == Pass(1, ())
+    drawn = [Drawn(3, 7, 61, -0.25, ((61, -0.25), (4, -2.5))), Drawn(0, 1, 0, -math.inf)]
+    assert read_drawn(drawn_message(drawn)) == drawn and read_drawn(drawn_message([])) == []

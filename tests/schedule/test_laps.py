@@ -1,0 +1,128 @@
+"""Laps: right for any number of stages and groups, and nothing can be left out of one, or change places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from schedules import llama
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import Kind, ids, layer_cache
+from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.transform import for_one_thread
+from tawpipe.topology import Topology
+
+
+def _laps(ranks: int, groups: int, layers: int | None = None, *, tied: bool = False) -> Schedule:
+    return build_laps(llama(layers or ranks, tied=tied), Topology.grid(ranks, 1), groups)
+
+
+def _with(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
+    programs = [
+        tuple(program) if other == rank else schedule.programs[other] for other in range(len(schedule.programs))
+    ]
+    return replace(schedule, programs=tuple(programs))
+
+
+@pytest.mark.parametrize("ranks", range(1, 7))
+def test_laps_are_proved_for_lanes_and_for_one_thread(ranks):
+    for groups in range(1, 17):
+        schedule = _laps(ranks, groups)
+        verify(schedule)
+        verify(schedule, one_thread=True)
+        assert for_one_thread(schedule) is schedule
+    assert {action.op for action in schedule.programs[0]} <= {Op.EXCHANGE, Op.PREPARE, Op.FORWARD}
+
+
+def test_a_lap_on_nodes_of_several_ranks_with_tied_embeddings():
+    for layout in (None, Layout(7, (0, 1, 4, 6), (0, 1, 2, 3))):  # the embedding and the head each alone on a rank
+        schedule = build_laps(llama(5, tied=True), Topology.grid(2, 2), 5, layout)
+        verify(schedule)
+        verify(schedule, one_thread=True)
+        assert schedule.homes[0].copies == ((0,), (3,))  # whole where it embeds, and whole where it is the head's
+
+
+def test_the_text_of_every_action_parses_back():
+    for program in _laps(3, 2).programs:
+        assert [Action.parse(str(action)) for action in program] == list(program)
+
+
+def test_what_comes_to_a_rank_and_what_leaves_it_are_on_two_lanes():
+    for ranks in range(2, 7):
+        for program in _laps(ranks, 3).programs:
+            ways = {(transfer.send, action.lane) for action in program for transfer in action.transfers}
+            assert len(ways) == len({lane for _, lane in ways}) == 2
+
+
+def test_every_layer_has_one_cache_on_the_rank_of_its_stage():
+    schedule = _laps(3, 2, layers=5)
+    kept = [{b for a in program for b in a.writes if b.kind is Kind.CACHE} for program in schedule.programs]
+    assert sorted(b for of_rank in kept for b in of_rank) == [layer_cache(block) for block in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "layers"), [(1, 1, 1), (1, 3, 2), (2, 1, 2), (2, 3, 3), (3, 4, 3), (4, 2, 4)]
+)
+def test_no_action_of_a_lap_can_be_left_out(ranks, groups, layers):
+    schedule = _laps(ranks, groups, layers)
+    for rank, program in enumerate(schedule.programs):
+        for index in range(len(program)):
+            with pytest.raises(ScheduleError):
+                verify(_with(schedule, rank, [*program[:index], *program[index + 1 :]]))
+
+
+def _dependent(program: tuple[Action, ...]) -> Iterator[tuple[int, int]]:
+    """Pairs of actions of which the second waits for the first."""
+    hazards = Hazards[int]()
+    for index, action in enumerate(program):
+        for other in hazards.add(index, reads=action.reads, writes=action.writes, frees=action.frees):
+            yield other, index
+
+
+@pytest.mark.parametrize(("ranks", "groups", "layers"), [(1, 1, 1), (1, 3, 2), (2, 1, 2), (2, 3, 3), (3, 4, 3)])
+def test_no_two_actions_that_depend_on_each_other_can_change_places(ranks, groups, layers):
+    schedule = _laps(ranks, groups, layers)
+    for rank, program in enumerate(schedule.programs):
+        for first, second in _dependent(program):
+            changed = list(program)
+            changed[first], changed[second] = changed[second], changed[first]
+            with pytest.raises(ScheduleError):
+                verify(_with(schedule, rank, changed))
+
+
+def test_groups_in_another_order_on_one_rank_find_other_passes():
+    schedule = _laps(1, 2)
+    half = len(schedule.programs[0]) // 2
+    with pytest.raises(ScheduleError, match=r"pass 1 finds 0 passes in cache\.1"):
+        verify(_with(schedule, 0, [*schedule.programs[0][half:], *schedule.programs[0][:half]]))
+
+
+def test_what_is_drawn_must_be_back_at_the_end_of_a_lap():
+    schedule = _laps(2, 1)
+    back = [action for action in schedule.programs[0] if ids(0) in action.writes]
+    away = [action for action in schedule.programs[1] if ids(0) in action.reads]
+    kept = [[a for a in program if a not in (*back, *away)] for program in schedule.programs]
+    with pytest.raises(ScheduleError, match=r"ids\.0"):
+        verify(replace(schedule, programs=tuple(map(tuple, kept))))
+
+
+def test_only_laps_begin_with_ids_and_keep_caches():
+    schedule = _laps(1, 1)
+    with pytest.raises(ScheduleError, match=r"ids\.0 is for laps"):
+        verify(replace(schedule, looped=False))
+
+
+def test_laps_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="groups of a lap"):
+        _laps(2, 0)
+    with pytest.raises(UserError, match="layers of the model"):
+        _laps(3, 1, layers=2)
+    with pytest.raises(UserError, match="stages of a lap"):
+        build_laps(llama(4), Topology.grid(2, 1), 1, Layout.even(6, 2, 2))

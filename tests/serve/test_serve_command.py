@@ -1,0 +1,256 @@
+"""``tawpipe serve`` from beginning to end: what is refused, what is answered, how it ends, who is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pages import ROOT, commands
+from processes import is_alive, wait_for
+from tawpipe.cli import main
+from tawpipe.data.chat import PLAIN
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.serve.engine import bound_socket
+
+QUESTION = [{"role": "user", "content": "What is a rail?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random values, which ends hardly any text."""
+    folder = tmp_path_factory.mktemp("models") / "tuned"
+    tokenizer: Any = train_tokenizer(["What is a rail? A rail is what a wheel runs on. " * 20], 300)
+    tokenizer.chat_template = PLAIN
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Running:
+    """A service in processes of its own, whose output goes by."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    def address(self, after: int = 0) -> str:
+        """That of its ``after`` + first start."""
+        assert wait_for(lambda: len(self._said()) > after or self.process.poll() is not None, 90), self.lines
+        assert len(self._said()) > after, self.lines
+        return self._said()[after]
+
+    def _said(self) -> list[str]:
+        return [match[1] for line in self.lines if (match := re.search(r" at (http://\S+/v1):", line))]
+
+    def client(self, after: int = 0) -> OpenAI:
+        return OpenAI(base_url=self.address(after), api_key="none", max_retries=0, timeout=60)
+
+    def workers(self) -> list[int]:
+        """Processes that it has started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(word) for word in children.split()]
+
+
+@contextmanager
+def serving(words: Sequence[str]) -> Iterator[Running]:
+    """A service that listens at a free port, until the block ends; nothing of it is left."""
+    command = [sys.executable, "-m", "tawpipe", "serve", *words, "--device", "cpu", "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    running = Running(process)
+
+    def read() -> None:
+        assert process.stdout is not None
+        running.lines.extend(line.rstrip("\n") for line in iter(process.stdout.readline, ""))
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    workers = list[int]()
+    try:
+        yield running
+        if process.poll() is None:
+            workers = running.workers()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+        reading.join(10)
+    assert not [worker for worker in workers if is_alive(worker)]
+
+
+def ask(client: OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(model="tuned", messages=QUESTION, **more)  # type: ignore[arg-type]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said of a command line with exit code 2."""
+    assert main(["serve", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tawpipe.runtime.engine", None)  # whoever loaded a model would fail
+    model = ["--model", str(folder)]
+    assert "--model" in refused(capsys)
+    assert "--model" in refused(capsys, "--model", str(tmp_path))
+    assert "--api-key-file" in refused(capsys, *model, "--host", "0.0.0.0")
+    assert "--api-key-file" in refused(capsys, *model, "--host", "my.machine")
+    assert "--api-key-file" in refused(capsys, *model, "--host", "0.0.0.0", "--api-key-file", str(tmp_path / "none"))
+    (tmp_path / "key").write_text("short\n")
+    assert "16 letters" in refused(capsys, *model, "--api-key-file", str(tmp_path / "key"))
+    assert "--slots" in refused(capsys, *model, "--slots", "0")
+    assert "--weights" in refused(capsys, *model, "--weights", "int3")
+    assert "no such option" in refused(capsys, *model, "--tensor-parallel", "2")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "--port" in refused(capsys, *model, "--port", str(taken.getsockname()[1]))
+
+
+def test_a_model_without_a_template_is_refused_but_with_one_of_ours(folder, tmp_path, capsys, monkeypatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "--chat-template" in refused(capsys, "--model", str(tmp_path), "--port", "0")
+    assert "--context" in refused(
+        capsys, "--model", str(tmp_path), "--port", "0", "--chat-template", "plain", "--context", "4096"
+    )
+
+
+def test_without_the_extra_the_command_for_it_is_said(folder, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = refused(capsys, "--model", str(folder))
+    assert "starlette and uvicorn installed: pip install" in said and "[serve]" in said
+
+
+def expected(folder: Path, tokens: int) -> str:
+    """What transformers answers, the likeliest tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    generated = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(generated, skip_special_tokens=True)
+
+
+def test_it_answers_as_transformers_does_and_drains_on_sigterm(folder: Path) -> None:
+    with serving(["--model", str(folder), "--dtype", "float64", "--chunk", "5"]) as running:
+        client = running.client()
+        answer = ask(client, temperature=0, max_tokens=40)
+        assert answer.choices[0].message.content == expected(folder, 40)
+        seeded = [ask(client, seed=5, max_tokens=20).choices[0].message.content for _ in range(2)]
+        assert seeded[0] == seeded[1] != ask(client, seed=6, max_tokens=20).choices[0].message.content
+        stream = ask(client, stream=True, max_tokens=1500, temperature=0)
+        next(iter(stream))
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(openai.APIStatusError) as told:
+            ask(client, max_tokens=1)
+        assert told.value.status_code == 503
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason in ("length", "stop") and len(chunks) > 100
+        assert running.process.wait(30) == 0
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+    with serving(["--model", str(folder)]) as running:
+        stream = ask(running.client(), stream=True, max_tokens=1900)
+        next(iter(stream))
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(1.2)
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="ends"):
+            list(stream)
+        assert running.process.wait(30) == 0
+
+
+def test_stages_on_several_processes_answer_the_same_also_after_being_idle(folder: Path) -> None:
+    words = ["--model", str(folder), "--dtype", "float64", "--nproc", "2", "--chunk", "5", "--timeout-s", "1"]
+    with serving(words) as running:
+        client = running.client()
+        assert ask(client, temperature=0, max_tokens=20).choices[0].message.content == expected(folder, 20)
+        time.sleep(6)  # more than five times what a process waits for another
+        assert ask(client, temperature=0, max_tokens=20).choices[0].message.content == expected(folder, 20)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is_left(
+    folder: Path, killed: int
+) -> None:
+    words = ["--model", str(folder), "--nproc", "2", "--slots", "10"]
+    with serving(words) as running:
+        client, began = running.client(), threading.Semaphore(0)
+
+        def read() -> float:
+            stream = ask(client, stream=True, max_tokens=1900)
+            next(iter(stream))
+            began.release()
+            with pytest.raises((openai.APIError, httpx2.TransportError)):
+                list(stream)
+            return time.monotonic()
+
+        workers = running.workers()
+        with ThreadPoolExecutor(20) as threads:
+            reading = [threads.submit(read) for _ in range(20)]
+            assert all(began.acquire(timeout=60) for _ in reading)
+            os.kill(workers[killed], signal.SIGKILL)
+            killed_at = time.monotonic()
+            ends = [reader.result(30) for reader in reading]
+        assert max(ends) - killed_at < 10
+        assert running.process.wait(30) == 1
+        assert not [worker for worker in workers if is_alive(worker)]
+        port = int(running.address().rpartition(":")[2].split("/")[0])
+        bound_socket("127.0.0.1", port).close()
+
+
+@pytest.mark.slow
+def test_it_starts_again_after_a_process_has_died(folder: Path) -> None:
+    with serving(["--model", str(folder), "--nproc", "2", "--max-restarts", "1"]) as running:
+        assert ask(running.client(), max_tokens=3).choices
+        os.kill(running.workers()[1], signal.SIGKILL)
+        assert ask(running.client(after=1), max_tokens=3).choices
+
+
+@pytest.mark.parametrize("command", commands(ROOT / "docs" / "serving.md"), ids=lambda command: command.text)
+def test_commands_of_the_page_serve(folder: Path, command: Any) -> None:
+    words = shlex.split(command.text.replace("tuned", str(folder)))
+    if words[1] == "serve":
+        with serving(words[2:]) as running:
+            assert ask(running.client(), max_tokens=3).usage.completion_tokens == 3

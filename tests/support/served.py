@@ -1,0 +1,110 @@
+"""A service in this process, whose model repeats what it is told: asked by whoever has its address."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+from scripted_engine import ScriptedEngine
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.runtime.passes import Room, Sampling
+from tawpipe.serve.api import RequestLimits, Service
+from tawpipe.serve.engine import FAILED, HttpThread, bound_socket
+from tawpipe.serve.slots import Slots
+from tawpipe.serve.text import Prompts
+
+NAME = "parrot"
+LIMITS = RequestLimits(body_bytes=20_000, tokens=600, seconds=60.0)
+ROOM = Room(groups=2, slots=4, context=1024, chunk=64)
+
+
+@cache
+def tokenizer_of_bytes() -> Any:
+    """Whose tokens are single bytes; without a chat template."""
+    return train_tokenizer(["x"], 257)
+
+
+def repeated(prompt: tuple[int, ...]) -> list[int]:
+    """What the last message of a prompt says, and the token that ends a text."""
+    tokenizer = tokenizer_of_bytes()
+    said = tokenizer.decode(prompt).rpartition("<|user|>\n")[2].removesuffix("\n<|assistant|>\n")
+    return [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+@dataclass
+class Served:
+    """A running service."""
+
+    slots: Slots
+    engine: ScriptedEngine
+    port: int
+    key: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @cached_property
+    def client(self) -> OpenAI:
+        """OpenAI's own, which asks once."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=60)
+
+
+@contextmanager
+def served(
+    room: Room = ROOM,
+    *,
+    limits: RequestLimits = LIMITS,
+    waiting: int = 64,
+    key: str | None = None,
+    loopback: bool = True,
+    pass_s: float = 0.0,
+    fails_at: int | None = None,
+) -> Iterator[Served]:
+    """A service until the block ends; no slot is in use then."""
+    tokenizer = tokenizer_of_bytes()
+    slots = Slots(room, waiting=waiting, idle_s=0.05)
+    engine = ScriptedEngine(room, repeated, pass_s=pass_s, fails_at=fails_at)
+    service = Service(
+        slots,
+        tokenizer,
+        Prompts(tokenizer, "plain"),
+        name=NAME,
+        stops=[tokenizer.eos_token_id],
+        defaults=Sampling(),
+        limits=limits,
+    )
+    listening = bound_socket("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    http = HttpThread(service.application(key=key, loopback=loopback), listening, most=500)
+    http.start()
+
+    def run() -> None:
+        try:
+            engine.run(slots)
+        except RuntimeError:
+            slots.fail(FAILED)
+
+    running = threading.Thread(target=run)
+    running.start()
+    try:
+        yield Served(slots, engine, port, key)
+    finally:
+        slots.drain()
+        running.join(30)
+        http.stop()
+    assert not running.is_alive() and slots.in_use == slots.waiting == 0
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
