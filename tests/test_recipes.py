@@ -21,7 +21,7 @@ MODELS |= {"qwen3-8b-131k": "qwen3"}
 WAYS = ("lora", "qlora", "full", "long-context")
 USUAL = [("qwen3-8b", "lora")]
 SELDOM = [("gemma3-4b", "full"), ("llama3-8b", "qlora"), ("gpt-oss-20b", "qlora"), ("qwen3-8b-131k", "long-context")]
-OTHERS = [("qwen3-8b", "qlora"), ("llama3-8b", "full"), ("gemma3-4b", "long-context"), ("gpt-oss-20b", "lora")]
+OTHERS = [("llama3-8b", "full"), ("gemma3-4b", "long-context"), ("gpt-oss-20b", "lora")]
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,7 @@ def test_autograd_keeps_the_keys_and_values_of_a_whole_row(cuda_kernels):
     torch.testing.assert_close(torch.autograd.grad(output.square().sum(), leaf), (expected,))
 
 
+@pytest.mark.slow
 def test_pieces_of_rows_in_sets(pool):
     """Each rank has two pieces of a row, so that what it keeps of one always lies apart."""
     rows = ((5, 9, 3), (17,), (1, 2, 14))

@@ -116,6 +116,7 @@ def test_dealing_by_speed_keeps_the_numbers(pool):
     check(pool, 2, 2, settings)
 
 
+@pytest.mark.slow
 def test_homes_anywhere_keep_the_numbers(pool):
     """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
     settings = [
@@ -322,6 +323,7 @@ def test_delays_in_every_lane_change_no_bit(pool, knobs):
     assert all(torch.equal(plain[1][name], delayed[1][name]) for name in plain[1])
 
 
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_the_topology(pool):
     results = [
         pool.run("cases:weights_after", nodes, local, dropout=0.3, rows=5, strategy=strategy)[0]

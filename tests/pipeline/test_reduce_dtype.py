@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_head_does_not_get_worse_with_chunks(pool):
     def gradient(dtype: str, chunk: int, reduce_dtype: str) -> torch.Tensor:
         options = {"dtype": dtype, "chunk": chunk, "reduce_dtype": reduce_dtype}

@@ -69,6 +69,7 @@ def test_dropout_repeats_in_every_part_of_a_layer(pool):
     assert max(pool.run("borders:slope_over_ranks", 1, 2, family="gpt2", drops=drops, sequence_ranks=2)) < 1e-6
 
 
+@pytest.mark.slow
 def test_an_evaluation_by_position(pool):
     alone = by_position(ALONE, chunk=6, micro_batch=1)
     results = pool.run("positions:by_position", 1, 2, chunk=6, micro_batch=1, sequence_ranks=2)

@@ -126,6 +126,7 @@ def test_nodes_on_one_machine_are_said_to_be(stacks, answer):
     assert loopback(stacks, [[0, 1, 2, 3]]) == (True, "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_strategies")
 def test_a_plan_for_the_machine_that_it_is_made_on(capfd):
     words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "probe", "--sequence-length", "64"]

@@ -264,9 +264,9 @@ def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
 
 @pytest.mark.slow
 def test_everything_holds_that_a_cpu_can_tell(tmp_path, monkeypatch):
-    """On shorter documents and rows than a user's."""
-    monkeypatch.setitem(documents.SIZES, "cpu", FEW)
-    monkeypatch.setitem(memory.ROOM, "cpu", 2**26)
+    """Documents of every second model; tests above have all kinds of attention."""
+    every = documents.models
+    monkeypatch.setattr(documents, "models", lambda sizes: dict([*every(sizes).items()][::2]))
     out = tmp_path / "found.json"
     others = {"exact", "chunks", "bits", "reserved"}  # which tests above have, with several processes
     names = [check.name for check in checks.CHECKS if check.name not in others]

@@ -136,7 +136,7 @@ def test_two_parts_give_the_gradients_of_one(family: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families()[::2])
+@pytest.mark.parametrize("family", families()[::4])
 def test_two_parts_give_the_gradients_of_one_in_many_families(family: str):
     try:
         holder, batches = Holder(random_model(family)), micro_batches(PACKED)

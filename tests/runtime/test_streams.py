@@ -211,6 +211,7 @@ def test_what_is_recorded_counts_as_active_and_not_as_allocated():
     assert found.reserved >= found.active > found.allocated
 
 
+@pytest.mark.slow
 def test_streams_and_their_memory_do_not_grow_with_layers():
     """Of offloaded rows: as many streams, and beyond what tensors take as much memory, for any number of places."""
     few, many = (played(layers=layers, **{**CASES[9], "offloaded_layers": layers}) for layers in (2, 5))
@@ -259,6 +260,7 @@ def test_the_room_that_copies_pass_through_is_in_the_plan(recompute, monkeypatch
 SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", SLOW_RANKS)
 def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
     """However many micro-batches a pipeline has, and however far ahead its actions could be issued."""

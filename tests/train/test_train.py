@@ -456,7 +456,7 @@ def test_a_run_that_dies_says_what_is_saved(trained):
 
 @pytest.mark.slow
 def test_part_of_the_matrix_of_faults(tmp_path):
-    cases = "kill:push", "bitflip:save"
+    cases = ("kill:push",)
     root = Path(__file__).parents[2]
     words = ["matrix", "--topologies", "2 x 2", "--out", str(tmp_path / "out"), "--cases", *cases]
     command = [sys.executable, str(root / "benchmarks" / "faults.py"), *words]
