@@ -2,7 +2,8 @@
 
     python benchmarks/unequal.py --out benchmarks/results/DATE-unequal-plans
 
-Half of the devices, or a third, are half as fast as the others. A step would take the least if all devices computed for
+Half of the devices, or a third, are half as fast as the others. Weights travel: the stages of pipelines that are made
+for costs know the speed of devices either way. A step would take the least if all devices computed for
 equally long and waited for nothing: the seconds of all work on a fast device by the sum of the speeds. Writes
 ``table.md`` and ``results.json``.
 """
@@ -29,6 +30,8 @@ from tawpipe.schedule.settings import DEFAULT
 from tawpipe.simulate import LinkModel
 
 NEW, OLD = Device("H100", 80 << 30), Device("A100", 80 << 30, speed=0.5)
+MOST_S = 6.0
+"""For which a plan is looked for."""
 HOST = LinkModel(50e9, 1e-5, shared=False)
 
 
@@ -57,21 +60,21 @@ class Case:
 
 
 CASES = (
-    Case(("nnnn", "oooo"), 100, 32768, 96),
-    Case(("nnnn", "oooo"), 10, 32768, 96),
-    Case(("nnoo", "nnoo"), 100, 32768, 96),
-    Case(("nnnnnnnn", "nnnnnnnn", "oooooooo"), 25, 32768, 240),
-    Case(("nnnn", "oooo"), 10, 4096, 96),
+    Case(("nnnn", "oooo"), 100, 32768, 48),
+    Case(("nnnn", "oooo"), 10, 32768, 48),
+    Case(("nnoo", "nnoo"), 100, 32768, 48),
+    Case(("nnnn", "nnnn", "oooo"), 25, 32768, 60),
 )
 
 
 def planned(chain: Chain, case: Case, *, alike: bool = False, evenly: bool = False) -> dict[str, Any]:
-    """The best plan of a case, and how much of all devices' speed it makes use of."""
+    """The best plan of a case under which weights travel, and how much of all devices' speed it makes use of."""
     speeds = f"{sum(map(len, case.nodes))}x1" if evenly else ""
     asked = Asked(case.tokens, case.rows, profile="estimate", settings=replace(DEFAULT, device_speeds=speeds))
     request = request_of(chain, case.machine(alike=alike), asked)
-    best = search(request)[0]
-    assert best.step is not None and best.fits, best
+    candidates = [candidate for candidate in search(request, most_s=lambda _: MOST_S) if candidate.fits]
+    best = next(candidate for candidate in candidates if candidate.step and not candidate.step.strategy.axis)
+    assert best.step is not None
     each = request.machine.speeds or (1.0,) * request.topology.world_size
     least = work_s(request, best.step) / sum(each)
     settings = best.chosen_settings()

@@ -21,6 +21,7 @@ from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.speeds import by_speed, parse_speeds, spell_speeds
 from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, LinkModel, play
 from tawpipe.topology import Topology
 
@@ -149,13 +150,27 @@ def test_the_clock_of_two_kinds_reaches_nine_tenths_of_their_speeds(strategy: st
     assert seconds() >= ideal * 1.3
 
 
-def test_a_long_step_is_played_as_a_short_one() -> None:
-    step = step_for(llama(4), Topology.grid(2, 2), 60, micro_batches_per_visit=2, device_speeds="2x1,2x0.5")
+@pytest.mark.parametrize(
+    ("speeds", "each", "count", "played"),
+    [
+        ("2x1,2x0.5", 2, 60, (3, 4, 7)),
+        ("2x1,2x0.5", 1, 60, (4, 6, 8)),  # a slow device has a micro-batch in every other round
+        ("1,0.7,0.35,0.35", 1, 72, (8, 16, 2.875)),  # which repeat only after thirty rounds
+    ],
+)
+def test_a_long_step_is_played_as_a_short_one(
+    speeds: str, each: int, count: int, played: tuple[int, int, float]
+) -> None:
+    step = step_for(llama(4), Topology.grid(2, 2), count, micro_batches_per_visit=each, device_speeds=speeds)
     short, longer, more = step.strategy.extended(step, 3)
-    assert (short.rounds, longer.rounds, more) == (3, 4, step.rounds - 3)
+    assert (short.rounds, longer.rounds, more) == played
     for some in (short, longer):
-        assert [len(share) / len(some.micro_batches[0]) for share in some.micro_batches] == [1, 1, 0.5, 0.5]
-        assert sorted({m for share in some.micro_batches for m in share}) == [*range(3 * len(some.micro_batches[0]))]
+        numbers = [m for share in some.micro_batches for m in share]
+        assert numbers == [*range(len(numbers))]
+    factor = {rank: 1 / speed for rank, speed in enumerate(parse_speeds(speeds))}
+    costs = CostModel.timed(layers=4, forward_s=0.01, backward_s=0.03, between=FREE, inside=FREE, compute_factor=factor)
+    first, second, whole = (play(build(some), costs).step_seconds for some in (short, longer, step))
+    assert first + more * (second - first) == pytest.approx(whole, rel=0.03)
 
 
 @pytest.mark.parametrize("text", ["0", "1,-1", "1,nan", "1,inf", "fast", "x", "0x1", "1x1x1", "9999999999x1"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
@@ -24,6 +25,9 @@ from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import forward_visits, training_visits
 from tawpipe.topology import Topology
+
+MOST_REPEATED = 8
+"""Rounds in which devices of several speeds have their shares, as nearly as can be; they stand for all of a step."""
 
 
 class WeightStrategy(Strategy):
@@ -132,17 +136,19 @@ class WeightStrategy(Strategy):
 
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
         shares, k = step.micro_batches, step.settings.micro_batches_per_visit
-        left = step.rounds - rounds - 1
-        if left < 1 or step.shared is not None or (not step.speeds and len({len(share) for share in shares}) > 1):
+        together, whole = step.sequence_ranks, [len(share) for share in shares[:: step.sequence_ranks]]
+        # With devices of several speeds, so many rounds repeat each other, or do nearly.
+        period = min(MOST_REPEATED, step.rounds // gcd(step.rounds, *whole)) if step.speeds else 1
+        few = -(-rounds // period) * period
+        uneven = not step.speeds and len(set(whole)) > 1
+        if step.rounds < few + 2 * period or step.shared is not None or uneven:
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:
-            together, less = step.sequence_ranks, k * (step.rounds - to)
-            whole = [len(share) for share in shares[::together]]
-            each = [-(-many * to // step.rounds) if step.speeds else many - less for many in whole]
+            each = [-(-many * to // step.rounds) if step.speeds else many - k * (step.rounds - to) for many in whole]
             return replace(step, micro_batches=consecutive(each, together))
 
-        return cut(rounds), cut(rounds + 1), left + 1
+        return cut(few), cut(few + period), (step.rounds - few) / period
 
 
 def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
