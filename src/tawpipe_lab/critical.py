@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from tawpipe.schedule.actions import Action, Lane, Op, exchange
-from tawpipe.schedule.buffers import Buffer, Pool, pooled
+from tawpipe.schedule.buffers import Buffer, Kind, Pool, pooled
 from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.clock import End, LaneGranted, Player, Transit, dependencies
 from tawpipe.simulate.cost_model import CostModel
@@ -215,9 +215,10 @@ def unlimited_buffers(schedule: Schedule) -> Schedule:
     """The same actions in the same order, with a buffer of its own for everything that a pool's buffer held in turn.
 
     Every write that does not also read its buffer begins a new one. So no action waits for the readers of what was
-    there before, and lanes run ahead as far as the data allow: look-ahead without a limit. Homes keep their names,
-    because an update in place does wait for those who still read the weights before it. The next step uses the buffers
-    again, a whole step later. The result is a schedule like any other, and ``verify`` holds for it.
+    there before, and lanes run ahead as far as the data allow: look-ahead without a limit. Homes, and copies that stay
+    from step to step, keep their names, because an update in place does wait for those who still read the weights
+    before it. The next step uses the buffers again, a whole step later. The result is a schedule like any other, and
+    ``verify`` holds for it.
     """
     renamed = [_rename(program, pools) for program, pools in zip(schedule.programs, schedule.pools, strict=True)]
     return replace(
@@ -229,7 +230,7 @@ def unlimited_buffers(schedule: Schedule) -> Schedule:
 
 
 def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple[Action, ...], tuple[Pool, ...]]:
-    used = {pool.name: 0 for pool in pools}
+    used = {pool.name: 0 for pool in pools if pool.kind is not Kind.COPY}
     current: dict[Buffer, Buffer] = {}
 
     def fresh(buffer: Buffer) -> Buffer:
@@ -251,4 +252,4 @@ def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple
             current.get(buffer, buffer) if buffer in action.reads else fresh(buffer) for buffer in action.writes
         )
         renamed.append(replace(action, reads=reads, writes=writes))
-    return tuple(renamed), tuple(replace(pool, count=used[pool.name]) for pool in pools)
+    return tuple(renamed), tuple(replace(pool, count=used.get(pool.name, pool.count)) for pool in pools)

@@ -38,7 +38,7 @@ def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
     yield from _leaner(request, step)
     best = Plan.of(request, search(request, most_s=lambda _: MOST_S)).chosen
     if best is not None and best.step is not None:
-        yield f"{' '.join(_options(best.step, step))}: {span(best.seconds)} a step"
+        yield f"{' '.join(options_of(best.step, step))}: {span(best.seconds)} a step"
 
 
 def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[str]:
         tried = ((other, _seconds(request, other)) for other in _changed(step, changes))
         fitting = [(other, seconds) for other, seconds in tried if seconds is not None]
         for other, seconds in fitting[:most]:
-            yield f"{' '.join(_options(other, step))}: {span(seconds)} a step"
+            yield f"{' '.join(options_of(other, step))}: {span(seconds)} a step"
         if fitting:
             return
 
@@ -90,7 +90,7 @@ def _seconds(request: PlanRequest, step: StepSpec) -> float | None:
         return None
 
 
-def _options(after: StepSpec, before: StepSpec) -> list[str]:
+def options_of(after: StepSpec, before: StepSpec) -> list[str]:
     """The settings of one step that are not those of the other, as one types them."""
     values, others = settings_of(after), settings_of(before)
     named = ((name.replace("_", "-"), value) for name, value in values.items() if value != others[name])

@@ -14,6 +14,7 @@ from tawpipe.plan.candidate import GAIN, Candidate
 from tawpipe.plan.feasible import QUICK_PLAYED, fits, plays, with_settings
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.remedy import options_of
 from tawpipe.plan.request import PlanRequest
 
 
@@ -27,8 +28,8 @@ def without_loss(plan: Plan) -> Iterator[str]:
         return
     seconds, plain, words = min(ways)
     if seconds < chosen.seconds * (1 - GAIN):
-        bits = f"weights' changes taken for {8 * request.widths.change:.2g} bits each"
-        yield f"{words}: {span(seconds)} a step instead of {span(chosen.seconds)}, and no number changes ({bits})"
+        bits = f"a change of a weight taken for {8 * request.widths.change:.2g} bits"
+        yield f"no number changes with {words}: {span(seconds)} a step instead of {span(chosen.seconds)} ({bits})"
     elif seconds >= plain * (1 - GAIN):
         yield (
             f"exact weights and gradients are left off: a step would take {span(seconds)} instead of {span(plain)}, as "
@@ -53,10 +54,9 @@ def _coded(
         asked = request.with_homes(step.settings.host_homes or "none")
         for option in options:
             try:
-                other = with_settings(step, **option)
+                other, usual = with_settings(step, **option), asked.step(asked.settings)
             except UserError:  # not for this strategy
                 continue
             if fits(asked, memory_quickly(asked, other)):
-                named = {"strategy": step.strategy.name} if candidate is not chosen else {}
-                words = (f"--schedule.{name.replace('_', '-')} {value}" for name, value in {**named, **option}.items())
-                yield predict(asked, other).step_seconds, candidate.seconds, " ".join(words)
+                words = " ".join(options_of(other, usual))
+                yield predict(asked, other).step_seconds, candidate.seconds, words
