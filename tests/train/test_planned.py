@@ -87,8 +87,9 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
     with pytest.raises(UserError, match="got 'solved'; another one: its order is for rows of one length"):
         request.step(ScheduleSettings(strategy="solved"))
     found = {one.strategy: one for one in search(request)}
-    assert found["1f1b"].fits and not found["solved"].fits
-    assert found["1f1b"].seconds == pytest.approx(predict(request, found["1f1b"].step).step_seconds)
+    best = found["1f1b"]
+    assert best.fits and best.step is not None and not found["solved"].fits
+    assert best.seconds == pytest.approx(predict(request, best.step).step_seconds)
 
 
 def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
