@@ -99,10 +99,10 @@ def test_rows_of_a_batch_have_a_shape_and_a_busiest_rank() -> None:
     world: Any = SimpleNamespace(size=4, rank=1)
     rows = LocalRows(Deal(2, 1, 4), schedules, world, bin_tokens=0, work=LayerTime(()))
     local = LocalBatch(11, 16, [])
-    assert rows.shape(local) == 6 and rows.tokens(local) == 32
+    assert rows.form(local) == 6 and rows.tokens(local) == 32
     assert rows.busiest(local) == ([16] * 4, 1)  # two of the six micro-batches
     with pytest.raises(UserError, match="bin_tokens: got 0"):
-        rows.bins([3])
+        rows.dealing()
 
 
 def test_costs_grow_with_tokens_and_need_no_link_on_one_process(pipeline: Pipeline) -> None:

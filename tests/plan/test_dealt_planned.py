@@ -21,6 +21,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan, record_of, request_from
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
 
@@ -106,6 +107,20 @@ def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_
         assert busiest * 0.7 < one.seconds < sum(map(max, one.bins.times)) * 1.1
         assert one.over_mean >= 1 and one.timeline is not None
     assert {one.bins.ranks for one in dealt.deals} == {1, 2}
+
+
+def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> None:
+    asked = request(450)
+    units = tuple(replace(unit, numel=10_000 * unit.numel) for unit in asked.model.units)
+    slow = uniform(2, 2, between=LinkModel(1e6), inside=FREE, device=Device())
+    asked = replace(asked, model=replace(asked.model, units=units), machine=slow, dealt=True, longest_document=300)
+    found = DealFound.of(asked, corpus(), tokens=4000, max_document=300)
+    best = found.best
+    assert best is not None and best.timeline is not None and strategies()[found.chosen or ""].axis
+    assert best.bins.positions > 1 and best.seconds < 0.7 * found.strategies["tawpipe-spread"].seconds
+    assert any(deal.bins.slices for deal in found.strategies.values())
+    assert best.seconds >= best.bins.mean_seconds * 3 / 4  # if layers compute nothing again
+    assert found.chosen in "\n".join(lines(found)) and as_json(found)["lengths"]["chosen"] == found.chosen
 
 
 def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,20 @@ def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, 
     assert all(1 <= row["imbalance"] < 2 and row["compute_imbalance"] >= 1 for row in rows(home, "two"))
 
 
+@pytest.mark.slow
+def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, capsys):
+    assert alone(home, "whole") == 0
+    words = ("--nproc", "2", "--nodes", "1", "--schedule.strategy", "1f1b", "--bin-tokens", "90")
+    piped = run(home, "piped", *BALANCED, *words)
+    assert piped.returncode == 0, piped.stderr
+    assert "bins of at most 90 tokens" in piped.stdout and "checked against" in piped.stdout
+    for mine, theirs in zip(rows(home, "whole"), rows(home, "piped"), strict=True):
+        assert (mine["tokens"], mine["documents"]) == (theirs["tokens"], theirs["documents"])
+        for name in {"loss", "grad_norm", "validation_loss"} & mine.keys():
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-6)  # the model's norms are in float32
+        assert theirs["imbalance"] > 1 and theirs["compute_imbalance"] >= 1 and theirs["predicted_memory_bytes"]
+
+
 def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home, capsys):
     assert alone(home, "small", "--bin-tokens", "50") == 2
     said = capsys.readouterr().err

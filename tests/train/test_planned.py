@@ -86,8 +86,9 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
     with pytest.raises(UserError, match="got 'solved'; another one: its order is for rows of one length"):
         request.step(ScheduleSettings(strategy="solved"))
     found = {one.strategy: one for one in search_only(request, "tawpipe-spread", "1f1b", "solved")}
-    assert found["1f1b"].fits and not found["solved"].fits
-    assert found["1f1b"].seconds == pytest.approx(predict(request, found["1f1b"].step).step_seconds)
+    best = found["1f1b"]
+    assert best.fits and best.step is not None and not found["solved"].fits
+    assert best.seconds == pytest.approx(predict(request, best.step).step_seconds)
 
 
 @pytest.mark.usefixtures("few_strategies")

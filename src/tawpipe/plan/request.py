@@ -102,7 +102,8 @@ class PlanRequest:
         positions = strategy.divided_over(self.topology)
         pipelines = self.topology.world_size // positions
         needed = max(-(-self.micro_batches // pipelines), -(-self.longest_document // self.sequence_length))
-        return pipelines * bins_of_a_pipeline(needed, positions)
+        tokens = self.micro_batches * self.size.tokens / pipelines
+        return pipelines * bins_of_a_pipeline(needed, positions, tokens)
 
     def slices_of(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
         """Micro-batches that stand for the slices of the longest document, where a strategy cuts it."""

@@ -1,10 +1,11 @@
 """Documents of uneven lengths dealt to pipelines: a bin is a micro-batch, which passes all stages of one pipeline.
 
 What has to be equal is the time of all bins (balance.py): none makes others wait. There are several for every position,
-so that positions wait little as a step begins and ends. A document that is longer than a bin may be, or that would take
-much longer than the mean bin, is cut into *slices* of about equal time: each is a bin of its own, all go to one
-pipeline one behind the other (``orders.causal``), and they come first, those of the document with most slices ahead,
-so that steps are of few forms. Documents go to pipelines so that these compute equally long.
+so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
+longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
+each is a bin of its own, all go to one pipeline one behind the other (``orders.causal``), and they come first, those of
+the document with most slices ahead, so that steps are of few forms. Documents go to pipelines so that these compute
+equally long.
 
 A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
 of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
@@ -27,21 +28,31 @@ from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
-BINS = 4
-"""Bins of a pipeline for each of its positions, at least, where a step has as many documents."""
+BINS, MOST_BINS = 4, 12
+"""Bins of a pipeline for each of its positions, at least, where a step has as many documents; and at most, unless the
+cap asks for more.
+"""
+OVERHEAD = 128
+"""Tokens that take as long as what a bin costs besides its own: calls, and messages."""
 LONG = 3 / 2
 """Time of a document that is cut though a bin holds it, in that of the mean bin."""
 MOST_PLAYED = 30_000
-"""Works that are played to find a place for every bin of a pipeline: about 0.2 s."""
+"""Works that are played to find a place for every bin, over all pipelines: some tenths of a second."""
 
 
-def bins_of_a_pipeline(needed: int, positions: int) -> int:
-    """Bins of a pipeline in a step that needs so many at least: always the same few numbers.
+def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
+    """Bins of a pipeline in a step that has so many tokens for it, and needs so many bins at least: those with which
+    waiting at both ends and what bins cost besides are least together. They are always the same few numbers.
 
-    >>> bins_of_a_pipeline(3, 4), bins_of_a_pipeline(17, 4)
-    (16, 20)
+    >>> bins_of_a_pipeline(3, 4, 1000), bins_of_a_pipeline(17, 4, 1000), bins_of_a_pipeline(17, 4, 100_000)
+    (16, 20, 48)
     """
-    return -(-max(needed, BINS * positions) // positions) * positions
+
+    def beside_even(times: int) -> float:
+        count = times * positions
+        return (1 + (positions - 1) / count) * (1 + count * OVERHEAD / tokens)
+
+    return positions * max(-(-needed // positions), min(range(BINS, MOST_BINS + 1), key=beside_even))
 
 
 def deal_to_pipelines(
@@ -71,7 +82,8 @@ def deal_to_pipelines(
     size, of = layout.size, work.of
     if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
         deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
-    least = bins_of_a_pipeline(0, size)
+    tokens = sum(lengths) / pipelines
+    least = bins_of_a_pipeline(0, size, tokens)
     mean = sum(map(of, lengths)) / least / pipelines
     lanes = list[list[Bin]]()
     slices = list[tuple[int, ...]]()
@@ -87,7 +99,7 @@ def deal_to_pipelines(
             dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
             lane += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
         lanes.append(lane)
-    count = bins_of_a_pipeline(max(map(len, lanes)), size)
+    count = bins_of_a_pipeline(max(map(len, lanes)), size, tokens)
     rounds = zip(*(lane + [Bin(())] * (count - len(lane)) for lane in lanes), strict=True)
     bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=tuple(slices) if any(slices) else ())
     return _in_their_places(bins, layout, costs, order_of(count))
@@ -152,20 +164,21 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
             )
             raise UserError("documents", given, expected)
         times = [bins.time(row) / mean for row in lane]
-        places, taken = _places(layout, of_lane, costs, times, sum(cut))
+        places, taken = _places(layout, of_lane, costs, times, sum(cut), MOST_PLAYED // pipelines)
         lanes.append([lane[number] for number in places])
         longest = max(longest, taken)
     return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even)
 
 
 def _places(
-    layout: Layout, order: Order, costs: PipelineCosts, times: Sequence[float], fixed: int
+    layout: Layout, order: Order, costs: PipelineCosts, times: Sequence[float], fixed: int, most: int
 ) -> tuple[list[int], float]:
     """Which bin goes when, and the time of the step.
 
     Args:
         times: of the bins, in those of the mean one.
         fixed: so many of them stay where they are.
+        most: works that are played.
     """
     count = len(times)
 
@@ -177,7 +190,7 @@ def _places(
     tried += [[*first, *rest] for rest in (rising, rising[::-1], [*rising[::2], *rising[1::2][::-1]])]
     best, places = min((taken(places), places) for places in tried)
     pairs = ((i, i + apart) for apart in range(1, count) for i in range(fixed, count - apart))
-    for i, j in islice(pairs, max(0, MOST_PLAYED // sum(map(len, order.compute)) - len(tried))):
+    for i, j in islice(pairs, max(0, most // sum(map(len, order.compute)) - len(tried))):
         other = [*places]
         other[i], other[j] = other[j], other[i]
         if (less := taken(other)) < best:
