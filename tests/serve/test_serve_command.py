@@ -123,7 +123,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "tawpipe.runtime.engine", None)  # whoever loaded a model would fail
+    monkeypatch.setattr("tawpipe.serve.start.load_engine", None)  # who loads a model fails
     model = ["--model", str(folder)]
     assert "--model" in refused(capsys)
     assert "--model" in refused(capsys, "--model", str(tmp_path))
