@@ -249,8 +249,10 @@ def test_it_starts_again_after_a_process_has_died(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(ROOT / "docs" / "serving.md"), ids=lambda command: command.text)
-def test_commands_of_the_page_serve(folder: Path, command: Any) -> None:
-    words = shlex.split(command.text.replace("tuned", str(folder)))
-    if words[1] == "serve":
-        with serving(words[2:]) as running:
-            assert ask(running.client(), max_tokens=3).usage.completion_tokens == 3
+def test_commands_of_the_page_run(folder: Path, command: Any) -> None:
+    words = shlex.split(command.text.replace("tuned", str(folder)))[1:]
+    if words[0] != "serve":
+        assert main(words) == 0
+        return
+    with serving(words[1:]) as running:
+        assert ask(running.client(), max_tokens=3).usage.completion_tokens == 3
