@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import VOCABULARY, llama
+from every_family import random_model
 from served_families import prompts
 from states import ALONE, everything, make, same, train
 from tawpipe import Pipeline, UserError
@@ -99,6 +100,17 @@ def test_on_processes(pool: Any, knobs: dict[str, Any]) -> None:
 
 
 # by an evaluation for every token
+
+
+@pytest.mark.parametrize("family", ["bloom", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+def test_families_whose_requests_share_no_pass(family: str) -> None:
+    """Documents in turn, and mixers."""
+    plain = random_model(family).eval()
+    with closing(Pipeline(random_model(family), dtype=torch.float64, world=ALONE, check="never")) as pipeline:
+        texts = pipeline.generate(prompts(), 4, temperature=0.0)
+    assert [[*ids, *text.ids] for ids, text in zip(prompts(), texts, strict=True)] == [
+        greedy(plain, ids, 4) for ids in prompts()
+    ]
 
 
 class Counting:

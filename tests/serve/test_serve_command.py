@@ -123,7 +123,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "tawpipe.runtime.engine", None)  # whoever loaded a model would fail
+    monkeypatch.setattr("tawpipe.serve.start.load_engine", None)  # who loads a model fails
     model = ["--model", str(folder)]
     assert "--model" in refused(capsys)
     assert "--model" in refused(capsys, "--model", str(tmp_path))
@@ -249,8 +249,10 @@ def test_it_starts_again_after_a_process_has_died(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(ROOT / "docs" / "serving.md"), ids=lambda command: command.text)
-def test_commands_of_the_page_serve(folder: Path, command: Any) -> None:
-    words = shlex.split(command.text.replace("tuned", str(folder)))
-    if words[1] == "serve":
-        with serving(words[2:]) as running:
-            assert ask(running.client(), max_tokens=3).usage.completion_tokens == 3
+def test_commands_of_the_page_run(folder: Path, command: Any) -> None:
+    words = shlex.split(command.text.replace("tuned", str(folder)))[1:]
+    if words[0] != "serve":
+        assert main(words) == 0
+        return
+    with serving(words[1:]) as running:
+        assert ask(running.client(), max_tokens=3).usage.completion_tokens == 3

@@ -14,7 +14,7 @@ from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
 from tawpipe.console import Console
 from tawpipe.data.lengths import in_like_lengths
-from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.data.tokenizer import stops_of, train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.discovery import PositionUse
@@ -28,7 +28,7 @@ from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.run import _same_tokens
-from tawpipe.train.sample import Samples, stops_of
+from tawpipe.train.sample import Samples
 from tawpipe.train.saves import LOOK_EVERY, Saves
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 

@@ -100,7 +100,7 @@ class Conversation:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, tokens: int, temperature: float | None = None) -> None:
-        from tawpipe.train.sample import stops_of
+        from tawpipe.data.tokenizer import stops_of
 
         self._model, self._tokenizer, self._tokens = model, tokenizer, tokens
         self.chats = bool(tokenizer.chat_template)

@@ -6,9 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 from tawpipe.commands.chat import ADAPTER, CONFIG, model_folder
 from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
@@ -16,7 +14,7 @@ from tawpipe.errors import UserError
 from tawpipe.extras import install_hint
 from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import in_this_process, launch, local_shape
-from tawpipe.options import CommandParser, Open
+from tawpipe.options import CommandParser
 from tawpipe.options.library import as_option
 from tawpipe.serve.settings import OPTIONS, ServeConfig, load, read_key
 
@@ -78,81 +76,7 @@ def _folder(config: ServeConfig) -> Path:
 
 def _serve(config: ServeConfig) -> int:
     """One process of the service, under the variables of a launcher."""
-    launched = LaunchEnvironment.read(os.environ)
-    first = launched is None or launched.rank == 0
-    from tawpipe.serve.engine import bound_socket
+    from tawpipe.serve.start import serve
 
-    listening = bound_socket(config.host, config.port) if first else None
-    from transformers import GenerationConfig
-
-    from tawpipe.data.tokenizer import check_vocabulary, load_tokenizer
-    from tawpipe.model.build import longest_allowed, text_config_of
-    from tawpipe.runtime.engine import load_engine
-    from tawpipe.runtime.passes import Room
-    from tawpipe.runtime.world import connect
-    from tawpipe.serve.api import RequestLimits, Service
-    from tawpipe.serve.engine import ignore_signals, run_service
-    from tawpipe.serve.fields import with_defaults
-    from tawpipe.serve.slots import Slots
-    from tawpipe.serve.text import Prompts
-    from tawpipe.train.sample import stops_of
-
-    folder = _folder(config)
-    tokenizer = load_tokenizer(str(folder), "--model")
-    prompts = Prompts(tokenizer, config.chat_template)
-    text_config = text_config_of(str(folder), config.trust_remote_code)
-    check_vocabulary(tokenizer, text_config.vocab_size, "--model")
-    world = connect(device=config.device)
-    context = config.context
-    if isinstance(context, Open):
-        context = min(int(context), longest_allowed(text_config))
-    groups = world.size if isinstance(config.groups, Open) else config.groups
-    room = Room(groups, config.slots, int(context), min(config.chunk, int(context)))
-    engine = load_engine(
-        folder,
-        room,
-        world=world,
-        dtype=config.dtype,
-        weights=config.weights,
-        compression=config.compression.replace("none", ""),
-        timeout=timedelta(seconds=config.timeout_s),
-        trust_remote_code=config.trust_remote_code,
-    )
-    if listening is None:
-        ignore_signals()
-        engine.run(None)
-        engine.close()
-        return 0
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        generation = None
-    stops = {*stops_of(SimpleNamespace(generation_config=generation), tokenizer), prompts.end_of_text} - {None}
-    name = config.name or Path(config.model).expanduser().resolve().name
-    slots = Slots(room, waiting=config.max_waiting, idle_s=config.idle_s)
-    service = Service(
-        slots,
-        tokenizer,
-        prompts,
-        name=name,
-        stops=sorted(stops),
-        defaults=with_defaults(generation),
-        limits=RequestLimits(config.max_body_kib * 1024, config.max_tokens, config.request_s),
-    )
-    host, port = listening.getsockname()[:2]
-    most = room.groups * room.slots
-    run_service(
-        engine,
-        slots,
-        service.application(key=read_key(config), loopback=config.loopback),
-        listening,
-        most=most + config.max_waiting,
-        drain_s=config.drain_s,
-        ready=lambda: print(
-            f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: {most} slots of {room.context} "
-            f"tokens on {world.nodes}, {world.device.type}; ctrl-C ends",
-            flush=True,
-        ),
-    )
-    engine.close()
+    serve(config, _folder(config))
     return 0

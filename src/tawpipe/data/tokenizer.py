@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.cache import content_hash
 from tawpipe.data.chat import NAMED, fallback_template
@@ -82,6 +82,14 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, settin
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The smallest embedding that has a row for every token."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def stops_of(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: the tokenizer's, and what the model's generation config names."""
+    config = getattr(model, "generation_config", None)
+    named = getattr(config, "eos_token_id", None)
+    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return sorted({token for token in ids if isinstance(token, int)})
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

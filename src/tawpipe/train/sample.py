@@ -13,6 +13,7 @@ from tawpipe.data.encode import Encoder
 from tawpipe.data.messages import Malformed
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.rows import PackedDataset
+from tawpipe.data.tokenizer import stops_of
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE
 from tawpipe.model.serving import longest_context
@@ -135,11 +136,3 @@ def first_question(documents: PackedDataset) -> list[int]:
         if 1 < end < min(length, LONGEST_QUESTION):
             return row.input_ids[0, :end].tolist()
     return []
-
-
-def stops_of(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: the tokenizer's, and what the model's generation config names."""
-    config = getattr(model, "generation_config", None)
-    named = getattr(config, "eos_token_id", None)
-    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
-    return sorted({token for token in ids if isinstance(token, int)})
