@@ -51,7 +51,7 @@ from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
-ORDERS, WITH_HOST = 120, 8
+TRIES, WITH_HOST = 30_000, 8
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def uniform(tokens: int, share: float) -> tuple[dict[str, float], list[Layout]]:
 def on_device(tokens: int, share: float) -> Kept:
     """The choice without the host's memory."""
     options = problem(Cell(tokens, share, LINKS[0]))
-    return choose(options, uniform(tokens, share)[1], MICRO_BATCHES, orders=ORDERS)
+    return choose(options, uniform(tokens, share)[1], MICRO_BATCHES, tries=TRIES)
 
 
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     begin = time.perf_counter()
     options, (fixed, _) = problem(cell), uniform(cell.tokens, cell.share)
     alone = on_device(cell.tokens, cell.share)
-    hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, orders=0, with_host=WITH_HOST, begin=alone.choice)
+    hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, tries=0, with_host=WITH_HOST, begin=alone)
     found = solve(hosted.choice.layout, hosted.costs, MICRO_BATCHES, hosted.order, seconds=seconds)
     best = min(fixed, key=lambda name: fixed[name])
     choice, limit = hosted.choice, hosted.costs.memory

@@ -46,7 +46,7 @@ def alike(given: dict[str, PipelineCosts]) -> float:
 @pytest.mark.parametrize("memory", [7.0, 40.0, 80.0])
 def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
     given = options(memory)
-    made = choose(given, LAYOUTS, MICRO_BATCHES, orders=20)
+    made = choose(given, LAYOUTS, MICRO_BATCHES, tries=300)
     choice, costs = made.choice, made.costs
     assert all(fits(costs, most) for most in peak(choice.layout, made.order, costs))
     assert made.makespan == makespan(play(choice.layout, made.order, costs)) <= alike(given) * (1 + 1e-9)
@@ -63,9 +63,9 @@ def test_a_choice_is_a_setting():
 
 
 def test_some_memory_goes_to_a_host_that_is_near():
-    alone = choose(options(30.0), LAYOUTS[:1], MICRO_BATCHES, orders=20)
+    alone = choose(options(30.0), LAYOUTS[:1], MICRO_BATCHES, tries=0)
     given = options(30.0, host=0.2)
-    made = choose(given, [], MICRO_BATCHES, orders=0, with_host=30, begin=alone.choice)
+    made = choose(given, [], MICRO_BATCHES, tries=0, with_host=30, begin=alone)
     assert made.makespan < alone.makespan and made.choice.moving and any(made.order.host)
     assert all(fits(made.costs, most) for most in peak(made.choice.layout, made.order, made.costs))
     assert all(
@@ -75,4 +75,4 @@ def test_some_memory_goes_to_a_host_that_is_near():
 
 def test_memory_for_no_choice_is_refused():
     with pytest.raises(UserError, match="memory of a position"):
-        choose(options(2.0), LAYOUTS[:1], MICRO_BATCHES, orders=5)
+        choose(options(2.0), LAYOUTS[:1], MICRO_BATCHES, tries=5)
