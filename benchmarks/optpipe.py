@@ -10,8 +10,9 @@ link to the host of 25 or 12.5 GB/s each way, shared by the eight devices of a n
 The baseline is the shortest of 1f1b, interleaved-1f1b, zero-bubble and generated, with no, selective or full
 recomputation of all layers, that fits. Beside it, one after the other: a choice layer by layer without the host's
 memory (search/keep.py), with it, and the solver from there on. Times are those of schedule/pipelines/work.py, and so is
-memory, the worst of all timings. Weights and optimizer state are left out of both. Nothing computes here. Writes
-``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the next.
+memory, the worst of all timings, with room for what is on its way. Weights and optimizer state are left out of both.
+Nothing computes here. Writes ``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the
+next.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from tawpipe.model.chain import Chain
 from tawpipe.plan.machine import Device, Machine
 from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
 from tawpipe.plan.pipelines import pipeline_costs
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.made import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import Positions
@@ -51,7 +54,9 @@ from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
-TRIES, WITH_HOST = 30_000, 8
+TRIES, WITH_HOST = 20_000, 8
+UNDER_WAY = 10
+"""Boundary activations, of the limit, for what has come before its work starts and what has yet to go."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +76,29 @@ CELLS = [Cell(tokens, share, link) for tokens in LENGTHS for share in SHARES for
 
 
 @cache
-def costs_of(tokens: int, link: float) -> dict[str, PipelineCosts]:
-    """The costs of a plan by what layers compute again, with any memory."""
+def request_for(tokens: int, link: float) -> PlanRequest:
+    """What a plan is asked."""
     host = LinkModel(link / LOCAL, 1e-5, shared=False)
     machine = Machine((LOCAL,) * STAGES, LinkModel(BETWEEN, LATENCY_S), INSIDE["GPU"], host=host, device=Device("H100"))
     asked = Asked(tokens, MICRO_BATCHES * LOCAL, 1)
     built = build_model("llama-8b", max_positions=asked.row, longest=asked.longest)
-    request = request_of(Chain(built.model), machine, asked)
+    return request_of(Chain(built.model), machine, asked)
+
+
+@cache
+def costs_of(tokens: int, link: float) -> dict[str, PipelineCosts]:
+    """The costs of a plan by what layers compute again, with any memory."""
+    request = request_for(tokens, link)
     positions = Positions(request.topology, "nodes")
     return {how: pipeline_costs(request, positions, how) for how in RECOMPUTE}
 
 
 def problem(cell: Cell) -> dict[str, PipelineCosts]:
-    """The costs of a cell with its limit."""
+    """The costs of a cell, with its limit but for what is on its way."""
     free = costs_of(cell.tokens, cell.link)
     even = Layout.even(len(free["none"].blocks), STAGES)
     wanted = max(peak(even, one_f_one_b(even, MICRO_BATCHES), free["none"]))
-    return {how: replace(costs, memory=cell.share * wanted) for how, costs in free.items()}
+    return {how: replace(costs, memory=cell.share * wanted - UNDER_WAY) for how, costs in free.items()}
 
 
 def ways(costs: PipelineCosts) -> Iterator[tuple[str, Layout, Order]]:
@@ -103,14 +114,14 @@ def ways(costs: PipelineCosts) -> Iterator[tuple[str, Layout, Order]]:
 
 
 @cache
-def uniform(tokens: int, share: float) -> tuple[dict[str, float], list[Layout]]:
-    """Times of all ways that fit, and the layouts that were looked at. No link to the host takes part."""
-    found, layouts = dict[str, float](), list[Layout]()
+def uniform(tokens: int, share: float) -> tuple[dict[str, float], dict[str, Layout]]:
+    """Times and layouts of all ways that fit. No link to the host takes part."""
+    found, layouts = dict[str, float](), dict[str, Layout]()
     for how, costs in problem(Cell(tokens, share, LINKS[0])).items():
         try:
             for name, layout, order in ways(costs):
-                layouts.append(layout)
                 if all(fits(costs, most) for most in peak(layout, order, costs)):
+                    layouts[f"{name}, {how}"] = layout
                     found[f"{name}, {how}"] = makespan(play(layout, order, costs))
         except UserError:  # memory for no order
             continue
@@ -119,9 +130,20 @@ def uniform(tokens: int, share: float) -> tuple[dict[str, float], list[Layout]]:
 
 @cache
 def on_device(tokens: int, share: float) -> Kept:
-    """The choice without the host's memory."""
-    options = problem(Cell(tokens, share, LINKS[0]))
-    return choose(options, uniform(tokens, share)[1], MICRO_BATCHES, tries=TRIES)
+    """The choice without the host's memory, from a V and the stages of the best uniform way on."""
+    options, (fixed, layouts) = problem(Cell(tokens, share, LINKS[0])), uniform(tokens, share)
+    folded = Layout.even(len(options["none"].blocks), STAGES, 2, folded=True)
+    begin = [folded, layouts[min(fixed, key=lambda name: fixed[name])]]
+    return choose(options, begin, MICRO_BATCHES, tries=TRIES)
+
+
+def held(cell: Cell, kept: Kept, order: Order) -> float:
+    """The most that a position holds at any time, with what is on its way, in boundary activations."""
+    request, choice = request_for(cell.tokens, cell.link), kept.choice
+    made = {"recompute": choice.recompute, "stages": f"nodes:{choice.layout}", "block_times": spell_times(kept.costs)}
+    step = request.step(replace(request.settings, strategy="solved", pipeline_order=str(order), **made))
+    assert isinstance(step.strategy, SolvedPipeline)
+    return held_at_once(step, step.strategy.shape_of(step), order)
 
 
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -132,11 +154,11 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, tries=0, with_host=WITH_HOST, begin=alone)
     found = solve(hosted.choice.layout, hosted.costs, MICRO_BATCHES, hosted.order, seconds=seconds)
     best = min(fixed, key=lambda name: fixed[name])
-    choice, limit = hosted.choice, hosted.costs.memory
+    choice, limit = hosted.choice, hosted.costs.memory + UNDER_WAY
     return {
         "name": cell.name,
         "limit": limit,
-        "held": max(peak(choice.layout, found.order, hosted.costs)),
+        "held": held(cell, hosted, found.order),
         "fixed_s": {name: value / 1e6 for name, value in fixed.items()},
         "best": best,
         "chosen_s": alone.makespan / 1e6,
