@@ -1,6 +1,7 @@
 """Llama 8B in less memory than 1F1B wants: what layers keep, offload or compute again, beside the best uniform way.
 
     python benchmarks/optpipe.py --out benchmarks/results/DATE-optpipe
+    python benchmarks/optpipe.py --out benchmarks/results/DATE-optpipe --suite src/tawpipe_lab/suites/optpipe.yaml
 
 Twelve cells, written down here before anything was solved: costs as ``tawpipe plan`` has them for Llama 8B on H100s,
 four nodes of eight devices with 400 Gbit/s between nodes, a pipeline of four stages over the nodes (eight side by side)
@@ -12,7 +13,8 @@ recomputation of all layers, that fits. Beside it, one after the other: a choice
 memory (search/keep.py), with it, and the solver from there on. Times are those of schedule/pipelines/work.py, and so is
 memory, the worst of all timings, with room for what is on its way. Weights and optimizer state are left out of both.
 Nothing computes here. Writes ``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the
-next.
+next. With ``--suite`` it writes four of the cells as a suite of the lab, with the orders found and those of the best
+uniform ways.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
@@ -49,12 +53,14 @@ from tawpipe.schedule.pipelines.search.keep import Kept, choose
 from tawpipe.schedule.pipelines.search.solve import solve
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
-from tawpipe.schedule.settings import RECOMPUTE
+from tawpipe.schedule.settings import RECOMPUTE, recompute_of_blocks
 from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
 TRIES, WITH_HOST = 20_000, 8
+SLOWER, LAB_RATE = {4096: 4, 16384: 1}, 10e6 / 8 * 0.99
+"""Of the lab: times as long as on the GPU, by tokens; bytes a second of its links."""
 UNDER_WAY = 10
 """Boundary activations, of the limit, for what has come before its work starts and what has yet to go."""
 
@@ -176,6 +182,48 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     }
 
 
+def lab_cell(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
+    """A cell of the lab: layers that keep less are other kinds, and nothing is computed again beyond what these do."""
+    options, scale = problem(cell), SLOWER[cell.tokens] / 1e6
+    way, uniformly = row["best"].split(", ")
+    boundary = round(scale * options["none"].hop * LAB_RATE)
+
+    def kind(how: str) -> dict[str, float]:
+        block = options[how].blocks[1]
+        again = block.forward + block.backward_input  # ``none`` takes a forward pass off
+        return {"backward_input_s": round(scale * again, 6), "graph_bytes": round(block.kept * boundary)}
+
+    layer, head = options[uniformly].blocks[1], options[uniformly].blocks[-1]
+    keeps = recompute_of_blocks(row["recompute"], request_for(cell.tokens, cell.link).model)[1:-1]
+    layout, order = next((layout, order) for name, layout, order in ways(options[uniformly]) if name == way)
+    workload = {
+        "layers": len(keeps),
+        "layer_bytes": 4000,
+        "forward_s": round(scale * layer.forward, 6),
+        **kind(uniformly),
+    }
+    workload |= {"backward_weight_s": round(scale * layer.backward_weight, 6), "micro_batches": MICRO_BATCHES}
+    workload |= {"activation_bytes": boundary, "linear_bytes": round(layer.kept_for_weights * boundary)}
+    kinds = {how[0]: kind(how) for how in options if how in keeps and how != uniformly}
+    workload |= {"kinds": {**kinds, "head": {"backward_input_s": round(scale * head.backward_input, 6)}}}
+    workload |= {"pattern": "".join(how[0] for how in keeps), "optimizer": False}
+    workload |= {"room": row["limit"], "host_s": round(scale * options["none"].host, 6)}
+    solved = {"stages": f"world:{row['layout']}", "order": row["order"]}
+    fixed = {"stages": f"world:{layout}", "order": str(order), "pattern": uniformly[0] * len(keeps)}
+    rows = {"solved": solved, way if way in ("zero-bubble", "generated") else f"{way}-ours": fixed}
+    entries = [{"strategy": name, "knobs": {"recompute": "none"}, "searched": found} for name, found in rows.items()]
+    name = f"{cell.tokens} tokens memory {cell.share:g}"
+    return {"name": name, "nodes": STAGES, "local": 1, "rate": "10mbit", "workload": workload, "strategies": entries}
+
+
+def lab_suite(rows: dict[str, dict[str, Any]]) -> str:
+    """Four cells, two lengths and two shares of the memory, as YAML."""
+    chosen = [Cell(tokens, share, LINKS[0]) for tokens in LENGTHS for share in SHARES[:2]]
+    values = {"name": "optpipe", "samples": 2, "cells": [lab_cell(cell, rows[cell.name]) for cell in chosen]}
+    text = yaml.safe_dump({**values, "strategies": []}, sort_keys=False, width=10**9)
+    return f"# Llama 8B in less memory than 1F1B wants: four cells of benchmarks/optpipe.py, which wrote them.\n{text}"
+
+
 def page(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
@@ -210,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the solver, for every cell")
+    parser.add_argument("--suite", type=Path, help="a file to write for the lab, when all cells are there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
@@ -225,6 +274,8 @@ def main() -> None:
         file.write_text(content + "\n", encoding="utf-8")
         (args.out / "table.md").write_text(page(environment, rows), encoding="utf-8")
         print(f"{cell.name}: {rows[-1]['shorter']:.1%} shorter, {rows[-1]['took_s']:.0f} s", flush=True)
+    if args.suite:
+        args.suite.write_text(lab_suite({row["name"]: row for row in rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class Cell:
         loopback_rate: inside a node; None for as fast as it is.
         latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
         slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
+        strategies: in the place of the suite's, where there are some; results have them in their rows.
     """
 
     name: str
@@ -56,9 +57,12 @@ class Cell:
     loopback_rate: str | None = None
     latency: str | None = None
     slow: Slowdown | None = None
+    strategies: tuple[Entry, ...] = ()
 
     def spelled_out(self) -> dict[str, Any]:
-        return {**asdict(self), "workload": spell_out(self.workload)}
+        values = asdict(replace(self, strategies=()))
+        del values["strategies"]
+        return {**values, "workload": spell_out(self.workload)}
 
 
 @dataclass(frozen=True)
@@ -158,9 +162,11 @@ def read_suite(values: Any) -> Suite:
         slow = (
             None if slow is None else _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
         )
-        cells.append(_make(Cell, {**cell, "workload": workload, "slow": slow}, f"cell {cell.get('name')}"))
+        entries = tuple(_make(Entry, entry, "a strategy") for entry in cell.get("strategies", ()))
+        read = {**cell, "workload": workload, "slow": slow, "strategies": entries}
+        cells.append(_make(Cell, read, f"cell {cell.get('name')}"))
     entries = tuple(_make(Entry, entry, "a strategy") for entry in given.get("strategies", ()))
-    if not cells or not entries:
+    if not cells or not all(entries or cell.strategies for cell in cells):
         raise UserError("--suite", given.get("name"), "a suite with cells and strategies")
     return _make(Suite, {**given, "cells": tuple(cells), "strategies": entries}, "the suite")
 

@@ -44,7 +44,17 @@ WORKLOAD = {
 }
 
 TIMED = TimedWorkload(**WORKLOAD)
-LARGE = ("paper-24", "lengths", "mixed-layers", "memory-limited", "base-6-48", "lora", "sequence", "link-bound")
+LARGE = (
+    "paper-24",
+    "lengths",
+    "mixed-layers",
+    "memory-limited",
+    "base-6-48",
+    "lora",
+    "sequence",
+    "link-bound",
+    "optpipe",
+)
 """Suites whose bounds take long to find."""
 REFUSED = ("layers", "layers of the model", "micro-batches", "room")
 """Of a cell, what some pipelines cannot use."""
@@ -108,7 +118,7 @@ def test_every_suite_can_be_read_and_bounded(name):
     suite = load_suite(name)
     cells = suite.cells[:: max(1, (len(suite.cells) - 1) // (2 if name in LARGE else 1))]
     for cell in cells:
-        for entry in suite.strategies:
+        for entry in cell.strategies or suite.strategies:
             try:
                 bounds = bounds_of(cell, entry, link_of(cell))
             except UserError as error:  # a row of the table says so
@@ -140,6 +150,17 @@ def test_mistakes_in_suites_are_named(tmp_path):
         load_suite(str(file))
     with pytest.raises(UserError, match="--only"):
         load_suite("smoke").only(["nobody"])
+
+
+def test_a_cell_may_have_strategies_of_its_own():
+    good = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
+    found = {"strategy": "solved", "knobs": {"recompute": "none"}, "searched": {"order": "x"}}
+    cells = [{**good, "strategies": [found]}, {**good, "name": "d"}]
+    suite = read_suite({"name": "x", "cells": cells, "strategies": [{"strategy": "flat"}]})
+    assert [cell.strategies for cell in suite.cells] == [(Entry("solved", {"recompute": "none"}, {"order": "x"}),), ()]
+    assert "strategies" not in suite.cells[0].spelled_out() and suite.cells[0].strategies[0].label.endswith("none)")
+    with pytest.raises(UserError, match="a suite with cells and strategies"):
+        read_suite({"name": "x", "cells": cells, "strategies": []})
 
 
 def test_an_unknown_strategy_or_knob_is_named():
