@@ -35,7 +35,7 @@ from tawpipe.simulate import LinkModel
 MICRO = 1e6
 QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
-KEEP_TRIES, WITH_HOST, SOLVE_S = 1500, 4, 4.0
+KEEP_TRIES, WITH_HOST, SOLVE_S = 3000, 4, 4.0
 """For a choice layer by layer: tries on the device, orders with the host's memory, the solver's seconds."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
