@@ -1,6 +1,7 @@
 """Llama 8B in less memory than 1F1B wants: what layers keep, offload or compute again, beside the best uniform way.
 
     python benchmarks/optpipe.py --out benchmarks/results/DATE-optpipe
+    python benchmarks/optpipe.py --out benchmarks/results/DATE-optpipe --suite src/tawpipe_lab/suites/optpipe.yaml
 
 Twelve cells, written down here before anything was solved: costs as ``tawpipe plan`` has them for Llama 8B on H100s,
 four nodes of eight devices with 400 Gbit/s between nodes, a pipeline of four stages over the nodes (eight side by side)
@@ -10,8 +11,10 @@ link to the host of 25 or 12.5 GB/s each way, shared by the eight devices of a n
 The baseline is the shortest of 1f1b, interleaved-1f1b, zero-bubble and generated, with no, selective or full
 recomputation of all layers, that fits. Beside it, one after the other: a choice layer by layer without the host's
 memory (search/keep.py), with it, and the solver from there on. Times are those of schedule/pipelines/work.py, and so is
-memory, the worst of all timings. Weights and optimizer state are left out of both. Nothing computes here. Writes
-``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the next.
+memory, the worst of all timings, with room for what is on its way. Weights and optimizer state are left out of both.
+Nothing computes here. Writes ``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the
+next. With ``--suite`` it writes four of the cells as a suite of the lab, with the orders found and those of the best
+uniform ways.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.plan.machine import Device, Machine
 from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
 from tawpipe.plan.pipelines import pipeline_costs
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.made import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import Positions
@@ -46,12 +53,16 @@ from tawpipe.schedule.pipelines.search.keep import Kept, choose
 from tawpipe.schedule.pipelines.search.solve import solve
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
-from tawpipe.schedule.settings import RECOMPUTE
+from tawpipe.schedule.settings import RECOMPUTE, recompute_of_blocks
 from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
-ORDERS, WITH_HOST = 120, 8
+TRIES, WITH_HOST = 20_000, 8
+SLOWER, LAB_RATE = {4096: 4, 16384: 1}, 10e6 / 8 * 0.99
+"""Of the lab: times as long as on the GPU, by tokens; bytes a second of its links."""
+UNDER_WAY = 10
+"""Boundary activations, of the limit, for what has come before its work starts and what has yet to go."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +82,29 @@ CELLS = [Cell(tokens, share, link) for tokens in LENGTHS for share in SHARES for
 
 
 @cache
-def costs_of(tokens: int, link: float) -> dict[str, PipelineCosts]:
-    """The costs of a plan by what layers compute again, with any memory."""
+def request_for(tokens: int, link: float) -> PlanRequest:
+    """What a plan is asked."""
     host = LinkModel(link / LOCAL, 1e-5, shared=False)
     machine = Machine((LOCAL,) * STAGES, LinkModel(BETWEEN, LATENCY_S), INSIDE["GPU"], host=host, device=Device("H100"))
     asked = Asked(tokens, MICRO_BATCHES * LOCAL, 1)
     built = build_model("llama-8b", max_positions=asked.row, longest=asked.longest)
-    request = request_of(Chain(built.model), machine, asked)
+    return request_of(Chain(built.model), machine, asked)
+
+
+@cache
+def costs_of(tokens: int, link: float) -> dict[str, PipelineCosts]:
+    """The costs of a plan by what layers compute again, with any memory."""
+    request = request_for(tokens, link)
     positions = Positions(request.topology, "nodes")
     return {how: pipeline_costs(request, positions, how) for how in RECOMPUTE}
 
 
 def problem(cell: Cell) -> dict[str, PipelineCosts]:
-    """The costs of a cell with its limit."""
+    """The costs of a cell, with its limit but for what is on its way."""
     free = costs_of(cell.tokens, cell.link)
     even = Layout.even(len(free["none"].blocks), STAGES)
     wanted = max(peak(even, one_f_one_b(even, MICRO_BATCHES), free["none"]))
-    return {how: replace(costs, memory=cell.share * wanted) for how, costs in free.items()}
+    return {how: replace(costs, memory=cell.share * wanted - UNDER_WAY) for how, costs in free.items()}
 
 
 def ways(costs: PipelineCosts) -> Iterator[tuple[str, Layout, Order]]:
@@ -103,14 +120,14 @@ def ways(costs: PipelineCosts) -> Iterator[tuple[str, Layout, Order]]:
 
 
 @cache
-def uniform(tokens: int, share: float) -> tuple[dict[str, float], list[Layout]]:
-    """Times of all ways that fit, and the layouts that were looked at. No link to the host takes part."""
-    found, layouts = dict[str, float](), list[Layout]()
+def uniform(tokens: int, share: float) -> tuple[dict[str, float], dict[str, Layout]]:
+    """Times and layouts of all ways that fit. No link to the host takes part."""
+    found, layouts = dict[str, float](), dict[str, Layout]()
     for how, costs in problem(Cell(tokens, share, LINKS[0])).items():
         try:
             for name, layout, order in ways(costs):
-                layouts.append(layout)
                 if all(fits(costs, most) for most in peak(layout, order, costs)):
+                    layouts[f"{name}, {how}"] = layout
                     found[f"{name}, {how}"] = makespan(play(layout, order, costs))
         except UserError:  # memory for no order
             continue
@@ -119,9 +136,20 @@ def uniform(tokens: int, share: float) -> tuple[dict[str, float], list[Layout]]:
 
 @cache
 def on_device(tokens: int, share: float) -> Kept:
-    """The choice without the host's memory."""
-    options = problem(Cell(tokens, share, LINKS[0]))
-    return choose(options, uniform(tokens, share)[1], MICRO_BATCHES, orders=ORDERS)
+    """The choice without the host's memory, from a V and the stages of the best uniform way on."""
+    options, (fixed, layouts) = problem(Cell(tokens, share, LINKS[0])), uniform(tokens, share)
+    folded = Layout.even(len(options["none"].blocks), STAGES, 2, folded=True)
+    begin = [folded, layouts[min(fixed, key=lambda name: fixed[name])]]
+    return choose(options, begin, MICRO_BATCHES, tries=TRIES)
+
+
+def held(cell: Cell, kept: Kept, order: Order) -> float:
+    """The most that a position holds at any time, with what is on its way, in boundary activations."""
+    request, choice = request_for(cell.tokens, cell.link), kept.choice
+    made = {"recompute": choice.recompute, "stages": f"nodes:{choice.layout}", "block_times": spell_times(kept.costs)}
+    step = request.step(replace(request.settings, strategy="solved", pipeline_order=str(order), **made))
+    assert isinstance(step.strategy, SolvedPipeline)
+    return held_at_once(step, step.strategy.shape_of(step), order)
 
 
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -129,14 +157,14 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     begin = time.perf_counter()
     options, (fixed, _) = problem(cell), uniform(cell.tokens, cell.share)
     alone = on_device(cell.tokens, cell.share)
-    hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, orders=0, with_host=WITH_HOST, begin=alone.choice)
+    hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, tries=0, with_host=WITH_HOST, begin=alone)
     found = solve(hosted.choice.layout, hosted.costs, MICRO_BATCHES, hosted.order, seconds=seconds)
     best = min(fixed, key=lambda name: fixed[name])
-    choice, limit = hosted.choice, hosted.costs.memory
+    choice, limit = hosted.choice, hosted.costs.memory + UNDER_WAY
     return {
         "name": cell.name,
         "limit": limit,
-        "held": max(peak(choice.layout, found.order, hosted.costs)),
+        "held": held(cell, hosted, found.order),
         "fixed_s": {name: value / 1e6 for name, value in fixed.items()},
         "best": best,
         "chosen_s": alone.makespan / 1e6,
@@ -152,6 +180,48 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
         "order": str(found.order),
         "took_s": time.perf_counter() - begin,
     }
+
+
+def lab_cell(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
+    """A cell of the lab: layers that keep less are other kinds, and nothing is computed again beyond what these do."""
+    options, scale = problem(cell), SLOWER[cell.tokens] / 1e6
+    way, uniformly = row["best"].split(", ")
+    boundary = round(scale * options["none"].hop * LAB_RATE)
+
+    def kind(how: str) -> dict[str, float]:
+        block = options[how].blocks[1]
+        again = block.forward + block.backward_input  # ``none`` takes a forward pass off
+        return {"backward_input_s": round(scale * again, 6), "graph_bytes": round(block.kept * boundary)}
+
+    layer, head = options[uniformly].blocks[1], options[uniformly].blocks[-1]
+    keeps = recompute_of_blocks(row["recompute"], request_for(cell.tokens, cell.link).model)[1:-1]
+    layout, order = next((layout, order) for name, layout, order in ways(options[uniformly]) if name == way)
+    workload = {
+        "layers": len(keeps),
+        "layer_bytes": 4000,
+        "forward_s": round(scale * layer.forward, 6),
+        **kind(uniformly),
+    }
+    workload |= {"backward_weight_s": round(scale * layer.backward_weight, 6), "micro_batches": MICRO_BATCHES}
+    workload |= {"activation_bytes": boundary, "linear_bytes": round(layer.kept_for_weights * boundary)}
+    kinds = {how[0]: kind(how) for how in options if how in keeps and how != uniformly}
+    workload |= {"kinds": {**kinds, "head": {"backward_input_s": round(scale * head.backward_input, 6)}}}
+    workload |= {"pattern": "".join(how[0] for how in keeps), "optimizer": False}
+    workload |= {"room": row["limit"], "host_s": round(scale * options["none"].host, 6)}
+    solved = {"stages": f"world:{row['layout']}", "order": row["order"]}
+    fixed = {"stages": f"world:{layout}", "order": str(order), "pattern": uniformly[0] * len(keeps)}
+    rows = {"solved": solved, way if way in ("zero-bubble", "generated") else f"{way}-ours": fixed}
+    entries = [{"strategy": name, "knobs": {"recompute": "none"}, "searched": found} for name, found in rows.items()]
+    name = f"{cell.tokens} tokens memory {cell.share:g}"
+    return {"name": name, "nodes": STAGES, "local": 1, "rate": "10mbit", "workload": workload, "strategies": entries}
+
+
+def lab_suite(rows: dict[str, dict[str, Any]]) -> str:
+    """Four cells, two lengths and two shares of the memory, as YAML."""
+    chosen = [Cell(tokens, share, LINKS[0]) for tokens in LENGTHS for share in SHARES[:2]]
+    values = {"name": "optpipe", "samples": 2, "cells": [lab_cell(cell, rows[cell.name]) for cell in chosen]}
+    text = yaml.safe_dump({**values, "strategies": []}, sort_keys=False, width=10**9)
+    return f"# Llama 8B in less memory than 1F1B wants: four cells of benchmarks/optpipe.py, which wrote them.\n{text}"
 
 
 def page(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -188,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the solver, for every cell")
+    parser.add_argument("--suite", type=Path, help="a file to write for the lab, when all cells are there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
@@ -203,6 +274,8 @@ def main() -> None:
         file.write_text(content + "\n", encoding="utf-8")
         (args.out / "table.md").write_text(page(environment, rows), encoding="utf-8")
         print(f"{cell.name}: {rows[-1]['shorter']:.1%} shorter, {rows[-1]['took_s']:.0f} s", flush=True)
+    if args.suite:
+        args.suite.write_text(lab_suite({row["name"]: row for row in rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

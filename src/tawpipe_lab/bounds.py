@@ -108,8 +108,9 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
 
 def activation_sizes(workload: TimedWorkload) -> dict[Kind, int]:
     """Bytes of one activation of every kind, on the mean of all layers."""
-    sizes = dict.fromkeys((Kind.GRAPH, Kind.RELOADED, *TRAVELLING), workload.activation_bytes)
-    return {**sizes, Kind.LINEAR: round(fmean(part.linear_bytes for part in workload.layer_parts))}
+    sizes, layers = dict.fromkeys((Kind.RELOADED, *TRAVELLING), workload.activation_bytes), workload.layer_parts
+    sizes[Kind.GRAPH] = round(fmean(part.graph_bytes for part in layers))
+    return {**sizes, Kind.LINEAR: round(fmean(part.linear_bytes for part in layers))}
 
 
 def schedule_bounds(
@@ -160,12 +161,11 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         set_costs = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
         if action.op is Op.FORWARD:
             total += set_costs.forward_s(rank, action.block, action.micro_batch)
-        elif action.op is Op.BACKWARD:
+        elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             again = schedule.step.recomputes(action.block)
             total += set_costs.backward_s(rank, action.block, action.micro_batch, again)
-        elif action.op is Op.BACKWARD_INPUT:
-            total += set_costs.backward_s(rank, action.block, action.micro_batch)
-            total -= set_costs.backward_weight_s(rank, action.block, action.micro_batch)
+            if action.op is Op.BACKWARD_INPUT:
+                total -= set_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD_WEIGHT:
             total += set_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:

@@ -105,9 +105,9 @@ def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
         known = {cell.name: cell.spelled_out() for cell in suite.cells}
         good = all(row["suite"] == suite.name for row in rows)
         kept = [row for row in rows if row["cell"] == json.loads(json.dumps(known.get(row["cell"]["name"])))]
-        wanted = {entry.label for entry in suite.strategies}
-        whole = {name for name in known if wanted <= {row["label"] for row in kept if row["cell"]["name"] == name}}
-        kept = [row for row in kept if row["cell"]["name"] in whole and row["label"] in wanted]
+        wanted = {cell.name: {entry.label for entry in cell.strategies or suite.strategies} for cell in suite.cells}
+        there = {name: {row["label"] for row in kept if row["cell"]["name"] == name} for name in known}
+        kept = [row for row in kept if row["label"] in wanted[(name := row["cell"]["name"])] <= there[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("--resume", str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
     if not good:
@@ -144,7 +144,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
         if links is not None:
             tell(f"  links: {links}" + (f"; {links.trouble}" if links.trouble else ""))
         between = link_of(cell, links)
-        entries = list(suite.strategies)
+        entries = [*(cell.strategies or suite.strategies)]
         for i, entry in enumerate(entries):
             try:
                 knobs = serving_knobs(entry.strategy, cell.workload, topology, between)
@@ -386,6 +386,8 @@ def _row(
     }
     if isinstance(cell.workload, ServingWorkload):
         row |= _served(cell.workload, topology, between, reading)
+    if isinstance(cell.workload, TimedWorkload) and cell.workload.room and reading["held_bytes"]:
+        row["held"] = max(reading["held_bytes"]) / cell.workload.activation_bytes
     if isinstance(cell.workload, LengthsWorkload):
         row["tokens_per_second"] = cell.workload.tokens / statistics.median(seconds)
     if busy > BUSIEST:

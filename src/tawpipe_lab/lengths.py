@@ -38,7 +38,7 @@ class DealtWorkload(TimedWorkload):
     shares: tuple[tuple[int, ...], ...]
     shared: int
     linear: float
-    graph_bytes: float
+    graph_bytes: float = 0.0
 
     @property
     def ranks(self) -> int:

@@ -20,7 +20,7 @@ from tawpipe.schedule.pipelines.search.fitting import heuristics
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, shares_of, step_of
@@ -34,7 +34,7 @@ from tawpipe_lab.lengths import DealtWorkload, dealt
 from tawpipe_lab.real_modules import real_model_spec
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
-from tawpipe_lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
+from tawpipe_lab.workload import ENDS, Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
 
 
 class NoGrouping(Spread):
@@ -104,6 +104,8 @@ class OurSettings:
         bf16: weights and gradients are bf16, twice as many in the bytes of the workload; gradients are random.
         changes: a file with the weights of successive steps of a run (benchmarks/coding.py), which updates bring; its
             name is the run's learning rate.
+        pattern: the kinds of a timed workload's layers, in the place of its own; layers that keep less are another
+            kind.
     """
 
     schedule: ScheduleSettings
@@ -115,6 +117,7 @@ class OurSettings:
     order: str | None = None
     bf16: bool = False
     changes: str | None = None
+    pattern: str | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -128,7 +131,7 @@ class OurSettings:
         return {name: value for name, value in {**schedule, **own_knobs}.items() if name in KNOBS}
 
 
-UNSAID = ("packing", "balance", "order", "bf16", "changes")
+UNSAID = ("packing", "balance", "order", "bf16", "changes", "pattern")
 """Knobs that results do not have where they are not given."""
 OWN_KNOBS = tuple(item.name for item in fields(OurSettings) if item.name != "schedule")
 SAID = ("strategy", "early_updates")
@@ -173,6 +176,9 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
         UserError: it cannot be.
     """
     settings = settings_of(name, knobs)
+    if settings.pattern and isinstance(workload, TimedWorkload):
+        kinds = {kind: values for kind, values in workload.kinds.items() if kind in (*settings.pattern, *ENDS)}
+        workload = replace(workload, pattern=settings.pattern, kinds=kinds)
     work = workload.split(settings.parts_per_layer)
     if isinstance(work, LengthsWorkload):
         balanced = settings.packing == "balanced"
@@ -197,16 +203,22 @@ def recorded(path: str) -> torch.Tensor:
         raise UserError("changes", path, expected) from error
 
 
-def pipeline_costs(workload: TimedWorkload) -> PipelineCosts:
-    """What a profile of the workload would say, in microseconds and boundary activations."""
-    blocks = []
+def pipeline_costs(workload: TimedWorkload, recompute: str | None = None) -> PipelineCosts:
+    """What a profile of the workload would say, in microseconds and boundary activations.
+
+    Args:
+        recompute: as in ``ScheduleSettings.recompute``.
+    """
+    blocks, again = [], recompute_of_blocks(recompute or "full", workload_model(workload))
     for block, part in enumerate(workload.block_parts):
         forward, inputs, weights = part.forward_s, part.backward_input_s, part.backward_weight_s
         if block == workload.layers + 1:  # our head does all at once
             forward, inputs, weights = 0.0, part.seconds, 0.0
-        waiting = round(part.linear_bytes / workload.activation_bytes, 3)
+        waiting, kept = round(part.linear_bytes / workload.activation_bytes, 3), float(block > 0)
+        if again[block] == "none":
+            inputs, kept = inputs - forward, round(part.graph_bytes / workload.activation_bytes, 3)
         times = round(1e6 * forward), round(1e6 * inputs), round(1e6 * weights)
-        blocks.append(BlockTimes(*times, kept=float(block > 0), kept_for_weights=waiting))
+        blocks.append(BlockTimes(*times, kept=kept, kept_for_weights=waiting))
     room = math.inf if workload.room is None else workload.room
     return PipelineCosts(tuple(blocks), memory=room, host=1e6 * workload.host_s)
 
@@ -251,10 +263,11 @@ def found_for(
     if "order" in knobs or "block_times" in knobs:
         return {}
     work = computed(name, workload, topology, knobs)
-    strategy = strategy.configured(settings_of(name, knobs).schedule)
+    chosen = settings_of(name, knobs).schedule
+    strategy = strategy.configured(chosen)
     assert isinstance(work, TimedWorkload)
     positions = strategy.positions(topology)
-    costs = strategy.paced(pipeline_costs(work), positions)
+    costs = strategy.paced(pipeline_costs(work, chosen.recompute), positions)
     if between is not None:
         costs = replace(costs, **hops(positions, work.activation_bytes, between=between, inside=INSIDE))
     count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
@@ -298,7 +311,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
     strategy = find(chosen.strategy)
     if "block_times" in strategy.uses and isinstance(work, TimedWorkload) and not chosen.block_times:
-        chosen = replace(chosen, block_times=spell_times(pipeline_costs(work)))
+        chosen = replace(chosen, block_times=spell_times(pipeline_costs(work, chosen.recompute)))
     all_knobs = {**found_for(name, workload, topology, knobs), **knobs}
     chosen = replace(chosen, stages=all_knobs.get("stages", chosen.stages))
     if settings.balance:

@@ -118,9 +118,10 @@ class OurContender:
         updates: Optimizers = _NoOptimizer(storage)
         if work.optimizer or storage.in_host:
             updates = UnitOptimizers(storage, adamw())
+        self.compute = _SleepingCompute(work, self.schedule, rank, self.sleeper)
         self._executor = _LinkedExecutor(
             rank,
-            compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
+            compute=self.compute,
             storage=storage,
             transport=transport,
             optimizers=_Replayed(storage, updates, settings.changes, rank) if settings.changes else updates,
@@ -197,6 +198,8 @@ class _SleepingCompute:
         self._kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
         self._held: dict[Buffer, Tensor] = {}
         """Activations; keys and values, or their gradients, are of all tokens, [ranks, of each]."""
+        self.most_bytes = 0
+        """Of activations, at any time."""
         self._rank = rank
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
@@ -238,7 +241,7 @@ class _SleepingCompute:
         self._sleeper.compute(seconds * self._workload.work(m) / self._step.ranks_of(m))
 
     def _turn_over(self, action: Action) -> None:
-        """Hold the activations that an action writes, and no longer those that it frees."""
+        """Hold the activations that an action writes, and then no longer those that it frees."""
         for buffer in action.writes:
             stays = buffer.kind in STAYING and buffer in self._held
             if buffer.kind in HELD and not stays:
@@ -252,11 +255,14 @@ class _SleepingCompute:
             m: the micro-batch, where the buffer does not say so.
         """
         m = buffer.at[0] if m is None else m
-        linear = buffer.kind is Kind.LINEAR
-        size = self._workload.block_parts[buffer.at[1]].linear_bytes if linear else self._workload.activation_bytes
+        size = self._workload.activation_bytes
+        if buffer.kind in (Kind.LINEAR, Kind.GRAPH, Kind.RELOADED_GRAPH):
+            part = self._workload.block_parts[buffer.at[1]]
+            size = part.linear_bytes if buffer.kind is Kind.LINEAR else part.graph_bytes
         return torch.ones(max(1, int(size * self._workload.tokens(m)) // 4 // self._step.ranks_of(m)))
 
     def _drop(self, action: Action) -> None:
+        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in self._held.values()))
         for buffer in action.frees:
             if buffer.kind not in STAYING:
                 self._held.pop(buffer, None)

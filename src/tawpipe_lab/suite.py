@@ -50,6 +50,7 @@ class Cell:
         latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
         slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
         speeds: of all devices, the fastest 1, see ``ScheduleSettings.device_speeds``; empty where they are alike.
+        strategies: in the place of the suite's, where there are some; results have them in their rows.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Cell:
     latency: str | None = None
     slow: Slowdown | None = None
     speeds: str = ""
+    strategies: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
         if self.speeds and isinstance(self.workload, RealWorkload):
@@ -77,8 +79,9 @@ class Cell:
         return speeds_of(ScheduleSettings(device_speeds=self.speeds), Topology.grid(self.nodes, self.local))
 
     def spelled_out(self) -> dict[str, Any]:
-        spelled = {**asdict(self), "workload": spell_out(self.workload)}
-        return spelled if self.speeds else {name: value for name, value in spelled.items() if name != "speeds"}
+        left_out = ("strategies",) if self.speeds else ("strategies", "speeds")
+        spelled = {**asdict(replace(self, strategies=())), "workload": spell_out(self.workload)}
+        return {name: value for name, value in spelled.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -178,9 +181,11 @@ def read_suite(values: Any) -> Suite:
         slow = (
             None if slow is None else _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
         )
-        cells.append(_make(Cell, {**cell, "workload": workload, "slow": slow}, f"cell {cell.get('name')}"))
+        entries = tuple(_make(Entry, entry, "a strategy") for entry in cell.get("strategies", ()))
+        read = {**cell, "workload": workload, "slow": slow, "strategies": entries}
+        cells.append(_make(Cell, read, f"cell {cell.get('name')}"))
     entries = tuple(_make(Entry, entry, "a strategy") for entry in given.get("strategies", ()))
-    if not cells or not entries:
+    if not cells or not all(entries or cell.strategies for cell in cells):
         raise UserError("--suite", given.get("name"), "a suite with cells and strategies")
     return _make(Suite, {**given, "cells": tuple(cells), "strategies": entries}, "the suite")
 

@@ -24,6 +24,8 @@ COLUMNS = (
 )
 LOSS = "loss of the last step"
 """A column more, where a real model was trained."""
+HELD = "boundary activations held, of room for"
+"""A column more, where the memory of a device is limited."""
 DOCUMENTS = (
     "tokens/s",
     "s that the dealing alone takes",
@@ -53,6 +55,7 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for some in cells_of(rows).values():
         columns = [*COLUMNS, *MORE.get(some[0]["cell"]["workload"].get("kind", ""), ())]
+        columns += [HELD] * any("held" in row for row in some)
         balanced = next((row for row in some if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
         lines += [
             f"## {title(some[0]['cell'])}",
@@ -227,6 +230,9 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
         columns.append(_number(row["loss"][-1], 5))
     elif _is_of_documents(row):
         columns += _documents(row, balanced)
+    elif len(columns) < num_columns:
+        room = row["cell"]["workload"]["room"]
+        columns.append(f"{row['held']:.1f}, {room:g}" if "held" in row else "-")
     return "| " + " | ".join(columns) + " |"
 
 

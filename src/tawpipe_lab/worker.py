@@ -63,6 +63,8 @@ class Readings:
     """Seconds per step that a lane was busy, mean over the ranks."""
     peak_bytes: list[float] = field(default_factory=list)
     """Peak memory of every rank during the steps, above what it held before the contender was made."""
+    held_bytes: list[float] = field(default_factory=list)
+    """The most that every rank's activations had at any time, in the device's memory; of rows of ours that sleep."""
     knobs: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
@@ -99,6 +101,8 @@ def main(job_path: str, result_path: str) -> int:
         if contender is not None:
             reading.knobs = dict(contender.knobs)
             reading.peak_bytes = _gather(float(peak_memory_bytes("cpu") - before))
+            if isinstance(contender, OurContender):
+                reading.held_bytes = _gather(float(contender.compute.most_bytes))
     if rank == 0:
         Path(result_path).write_text(json.dumps([vars(reading) for reading in readings]), encoding="utf-8")
     dist.barrier()

@@ -65,6 +65,8 @@ class TimedPart(NamedTuple):
     """Elements besides that travel and are not trained."""
     linear_bytes: int = 0
     """Kept for a micro-batch between the two parts of its backward pass."""
+    graph_bytes: int = 0
+    """Kept for a micro-batch from its forward to its backward pass, if nothing is computed again."""
 
     @property
     def backward_s(self) -> float:
@@ -76,13 +78,13 @@ class TimedPart(NamedTuple):
 
 
 SECONDS_OF_LAYERS = ("forward_s", "backward_input_s", "backward_weight_s")
-BYTES_OF_LAYERS = ("layer_bytes", "frozen_bytes", "linear_bytes")
+BYTES_OF_LAYERS = ("layer_bytes", "frozen_bytes", "linear_bytes", "graph_bytes")
 ENDS = ("embedding", "head")
 
 
-def _part(size: int, seconds: Mapping[str, float], frozen: int = 0, linear_bytes: int = 0) -> TimedPart:
+def _part(size: int, seconds: Mapping[str, float], *kept: int) -> TimedPart:
     forward, backward_input, backward_weight = (seconds.get(name, 0.0) for name in SECONDS_OF_LAYERS)
-    return TimedPart(size // 4, forward, backward_input, backward_weight, frozen, linear_bytes)
+    return TimedPart(size // 4, forward, backward_input, backward_weight, *kept)
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,10 @@ class TimedWorkload:
         frozen_bytes: of a layer besides, as it travels: quantised, of a model under adapters. No gradient of it exists.
         linear_bytes: of a layer, what its linear layers keep for a micro-batch where the gradients of weights come
             later than that of the input.
+        graph_bytes: of a layer, what it keeps for a micro-batch under ``recompute: none``; 0 for ``activation_bytes``.
         kinds: letter -> settings of a layer of this kind that are not those above: its seconds, ``layer_bytes``,
-            ``frozen_bytes``, ``linear_bytes``; and the seconds of an ``embedding``, which otherwise takes no time, and
-            of a ``head``, which otherwise takes a third of ``head_s`` for each of its passes.
+            ``frozen_bytes``, ``linear_bytes``, ``graph_bytes``; and the seconds of an ``embedding``, which otherwise
+            takes no time, and of a ``head``, which otherwise takes a third of ``head_s`` for each of its passes.
         pattern: the letters of all layers in their order, where not all are alike; one that is no kind stands for the
             settings above.
         host_s: in which a boundary activation passes between a device and its host's memory, one at a time.
@@ -136,6 +139,7 @@ class TimedWorkload:
     keys_bytes: int = 0
     frozen_bytes: int = 0
     linear_bytes: int = 0
+    graph_bytes: float = 0
     kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     pattern: str = ""
     host_s: float = 0.0
@@ -221,8 +225,8 @@ class TimedWorkload:
 
         def part(letter: str) -> TimedPart:
             values = {**usual, **self.kinds.get(letter, {})}
-            elements, frozen, linear = (int(values[name]) for name in BYTES_OF_LAYERS)
-            return _part(elements, values, frozen // 4, linear)
+            size, frozen, linear, graph = (int(values[name]) for name in BYTES_OF_LAYERS)
+            return _part(size, values, frozen // 4, linear, graph or self.activation_bytes)
 
         kinds = {letter: part(letter) for letter in {*self.pattern, ""}}
         return tuple(kinds[letter] for letter in self.pattern or [""] * self.layers)

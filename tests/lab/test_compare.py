@@ -46,7 +46,7 @@ WORKLOAD = {
 TIMED = TimedWorkload(**WORKLOAD)
 LARGE = (
     *("paper-24", "lengths", "mixed-layers", "memory-limited", "base-6-48", "lora", "sequence", "link-bound"),
-    *("base-6", "jitter", "latency", "memory", "links"),
+    *("base-6", "jitter", "latency", "memory", "links", "optpipe"),
 )
 """Suites whose bounds take long to find."""
 REFUSED = ("layers", "layers of the model", "micro-batches", "room")
@@ -110,7 +110,7 @@ def test_strategies_alone_and_their_timelines(tmp_path):
 def test_every_suite_can_be_read_and_bounded(name):
     suite = load_suite(name)
     for cell in {cell.name: cell for cell in (suite.cells[0], suite.cells[-1])}.values():
-        for entry in suite.strategies:
+        for entry in cell.strategies or suite.strategies:
             try:
                 bounds = bounds_of(cell, entry, link_of(cell))
             except UserError as error:  # a row of the table says so
@@ -142,6 +142,17 @@ def test_mistakes_in_suites_are_named(tmp_path):
         load_suite(str(file))
     with pytest.raises(UserError, match="--only"):
         load_suite("smoke").only(["nobody"])
+
+
+def test_a_cell_may_have_strategies_of_its_own():
+    good = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
+    found = {"strategy": "solved", "knobs": {"recompute": "none"}, "searched": {"order": "x"}}
+    cells = [{**good, "strategies": [found]}, {**good, "name": "d"}]
+    suite = read_suite({"name": "x", "cells": cells, "strategies": [{"strategy": "flat"}]})
+    assert [cell.strategies for cell in suite.cells] == [(Entry("solved", {"recompute": "none"}, {"order": "x"}),), ()]
+    assert "strategies" not in suite.cells[0].spelled_out() and suite.cells[0].strategies[0].label.endswith("none)")
+    with pytest.raises(UserError, match="a suite with cells and strategies"):
+        read_suite({"name": "x", "cells": cells, "strategies": []})
 
 
 def test_an_unknown_strategy_or_knob_is_named():

@@ -135,6 +135,19 @@ def test_a_contender_sleeps_for_all_of_its_workload_and_leaves_no_activation_beh
             made.close()
 
 
+def test_a_device_holds_what_kinds_of_layers_keep_and_says_the_most() -> None:
+    times = {"forward_s": 1e-4, "backward_input_s": 2e-4, "backward_weight_s": 1e-4}
+    kinds = {"kinds": {"n": {"graph_bytes": 40_000}}, "pattern": "n" + "-" * (LAYERS - 1)}
+    work = TimedWorkload(**{**WORKLOAD, **times, **kinds})
+    held = []
+    for recompute, pattern in (("full", None), ("none", None), ("none", "-" * LAYERS)):
+        made = OurContender("tawpipe-spread", work, Topology.grid(1, 1), 0, recompute=recompute, pattern=pattern)
+        made.step()
+        held.append(made.compute.most_bytes)
+        made.close()
+    assert held[1] - held[2] == 40_000 - work.activation_bytes and held[0] <= held[2]
+
+
 # keys and values
 
 

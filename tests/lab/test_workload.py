@@ -16,7 +16,7 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
-from tawpipe_lab.bounds import schedule_bytes, shipped_bounds, workload_costs, workload_model
+from tawpipe_lab.bounds import schedule_bounds, schedule_bytes, shipped_bounds, workload_costs, workload_model
 from tawpipe_lab.mixes import MIXES
 from tawpipe_lab.rivals.stages import balanced_cuts, stages_of
 from tawpipe_lab.rivals.timed_modules import TimedChain, TimedLayer, TimedTask
@@ -119,6 +119,21 @@ def test_layers_that_differ_are_so_for_schedules_clock_and_rivals():
     assert [part.linear_bytes for part in cut.layer_parts] == [24, 24, 0, 0, 0, 0, 24, 24]
     assert UNEVEN.faster(4).compute_s == pytest.approx(UNEVEN.compute_s / 4)
     assert from_spelled_out(json.loads(json.dumps(spell_out(UNEVEN)))) == UNEVEN
+
+
+def test_layers_that_keep_all_keep_their_graph_and_compute_nothing_again():
+    kept = replace(UNEVEN, graph_bytes=2200, kinds={**UNEVEN.kinds, "b": {**UNEVEN.kinds["b"], "graph_bytes": 202}})
+    assert [part.graph_bytes for part in kept.layer_parts] == [2200, 202, 2200, 2200]
+    assert [part.graph_bytes for part in UNEVEN.layer_parts] == [UNEVEN.activation_bytes] * 4
+    blocks = ours.pipeline_costs(kept, "none:2,full").blocks
+    assert [block.kept for block in blocks] == [0, 1, 1, 22, 22, 1]
+    for block, part, again in zip(blocks[1:-1], kept.layer_parts, (1, 1, 0, 0), strict=True):
+        assert block.backward_input == round(1e6 * (part.backward_input_s - (1 - again) * part.forward_s))
+    link, knobs = LinkModel(1e9), {"recompute": "none"}
+    for row in ("1f1b-ours", "zero-bubble"):  # backward passes whole, and in two parts
+        schedule = ours.schedule_of(row, replace(PLAIN, graph_bytes=2200), Topology.grid(2, 1), knobs)
+        bounds = schedule_bounds(schedule, workload_costs(PLAIN, between=link, inside=link))
+        assert bounds.compute_s == pytest.approx(8 * 2 * (0.4 - 0.1))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.keep import Keeping, choose
+from tawpipe.schedule.pipelines.search.keep import choose
+from tawpipe.schedule.pipelines.search.keeping import Annealing, Keeping
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import recompute_of_blocks
 
@@ -46,7 +48,7 @@ def alike(given: dict[str, PipelineCosts]) -> float:
 @pytest.mark.parametrize("memory", [7.0, 40.0, 80.0])
 def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
     given = options(memory)
-    made = choose(given, LAYOUTS, MICRO_BATCHES, orders=20)
+    made = choose(given, LAYOUTS, MICRO_BATCHES, tries=300)
     choice, costs = made.choice, made.costs
     assert all(fits(costs, most) for most in peak(choice.layout, made.order, costs))
     assert made.makespan == makespan(play(choice.layout, made.order, costs)) <= alike(given) * (1 + 1e-9)
@@ -56,6 +58,37 @@ def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
         assert len(set(choice.keeps[1:-1])) > 1 and made.makespan < 0.97 * alike(given)
 
 
+@pytest.mark.parametrize("memory", [7.0, 25.0, 60.0])
+def test_any_draft_has_an_order_within_the_limit(memory):
+    given = options(memory)
+    annealing = Annealing(given, MICRO_BATCHES)
+    draft, shapes = annealing.best(LAYOUTS, 0), set()
+    for _ in range(80):
+        assert draft is not None
+        changed = annealing._changed(draft)
+        if changed is None or (length := annealing.length(changed)) == math.inf:
+            continue
+        draft, choice, costs = changed, changed.choice, changed.choice.costs(given)
+        order = annealing.order(draft)
+        done = Counter((work.kind, work.stage) for works in order.compute for work in works)
+        assert all(done["F", s] == MICRO_BATCHES for s in range(choice.layout.stages))
+        assert all(done["B", s] + done["W", s] == MICRO_BATCHES for s in range(choice.layout.stages))
+        assert makespan(play(choice.layout, order, costs)) <= length * (1 + 1e-9)
+        assert all(fits(costs, most) for most in peak(choice.layout, order, costs))
+        shapes.add((choice.layout.places, choice.keeps, draft.parted))
+    assert len(shapes) > 10 and len({places for places, _, _ in shapes}) > 1
+
+
+def test_annealing_finds_the_same_each_time_and_more_tries_no_longer_a_step():
+    lengths = []
+    for tries in (0, 200, 200):
+        annealing = Annealing(options(40.0), MICRO_BATCHES)
+        best = annealing.best(LAYOUTS, tries)
+        assert best is not None
+        lengths.append(annealing.length(best))
+    assert lengths[0] > lengths[1] == lengths[2]
+
+
 def test_a_choice_is_a_setting():
     choice = Keeping(LAYOUTS[0], ("full", "none", "none", "selective", "full", "none", "none", "full"))
     assert choice.recompute == "none:2,full:1,selective:1,none"
@@ -63,9 +96,9 @@ def test_a_choice_is_a_setting():
 
 
 def test_some_memory_goes_to_a_host_that_is_near():
-    alone = choose(options(30.0), LAYOUTS[:1], MICRO_BATCHES, orders=20)
+    alone = choose(options(30.0), LAYOUTS[:1], MICRO_BATCHES, tries=0)
     given = options(30.0, host=0.2)
-    made = choose(given, [], MICRO_BATCHES, orders=0, with_host=30, begin=alone.choice)
+    made = choose(given, [], MICRO_BATCHES, tries=0, with_host=30, begin=alone)
     assert made.makespan < alone.makespan and made.choice.moving and any(made.order.host)
     assert all(fits(made.costs, most) for most in peak(made.choice.layout, made.order, made.costs))
     assert all(
@@ -75,4 +108,4 @@ def test_some_memory_goes_to_a_host_that_is_near():
 
 def test_memory_for_no_choice_is_refused():
     with pytest.raises(UserError, match="memory of a position"):
-        choose(options(2.0), LAYOUTS[:1], MICRO_BATCHES, orders=5)
+        choose(options(2.0), LAYOUTS[:1], MICRO_BATCHES, tries=5)
