@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from borders import llama, piped
+from schedules import llama as sizes
 from tawpipe.errors import UserError
+from tawpipe.pipeline.schedules import CUT_KEPT, Schedules
+from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import BinsForm
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.topology import Topology
 
 SLOW = pytest.mark.slow
 UNEVEN = "0/0/0,10/20/10,3/6/3,6/12/6,2/4/2,4/8/4,1/4/0"
@@ -66,6 +72,16 @@ def test_a_pipeline_of_one_and_sets_in_a_stage_are_refused():
         piped(llama(), strategy="1f1b", bin_tokens=32)
     with closing(piped(llama(), bin_tokens=32)) as pipeline:
         assert pipeline.deal([3, 4]).stretch == 0
+
+
+def test_of_the_schedules_of_cut_documents_the_latest_are_kept():
+    world = World(Topology.grid(2, 1), 0, torch.device("cpu"), None)
+    schedules = Schedules(ScheduleSettings(strategy="1f1b"), sizes(2), world)
+    whole = schedules.of(BinsForm(0, 4), training=True)
+    forms = [BinsForm(0, 2 + count, ((count,),)) for count in range(2, CUT_KEPT + 3)]
+    first, *_, last = [schedules.of(form, training=False) for form in forms]
+    assert schedules.of(forms[-1], training=False) is last and schedules.of(BinsForm(0, 4), training=True) is whole
+    assert schedules.of(forms[0], training=False) is not first and len(schedules._kept) == CUT_KEPT + 1
 
 
 SLICED = {"bin_tokens": 11}

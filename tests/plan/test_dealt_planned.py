@@ -120,7 +120,7 @@ def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> 
     assert best.bins.positions > 1 and best.seconds < 0.7 * found.strategies["tawpipe-spread"].seconds
     assert any(deal.bins.slices for deal in found.strategies.values())
     assert best.seconds >= best.bins.mean_seconds * 3 / 4  # if layers compute nothing again
-    assert found.chosen in "\n".join(lines(found)) and as_json(found)["lengths"]["chosen"] == found.chosen
+    assert str(found.chosen) in "\n".join(lines(found)) and as_json(found)["lengths"]["chosen"] == found.chosen
 
 
 def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest.MonkeyPatch) -> None:

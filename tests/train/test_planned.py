@@ -18,7 +18,7 @@ from tawpipe.plan.machine import Device
 from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan
-from tawpipe.plan.predict import predict
+from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
@@ -89,6 +89,23 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
     best = found["1f1b"]
     assert best.fits and best.step is not None and not found["solved"].fits
     assert best.seconds == pytest.approx(predict(request, best.step).step_seconds)
+
+
+def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
+    machine = machine_of("2x2@10gbit", device=Device("H100"))
+    asked = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8, "dealt": True}
+    settings, parts = ScheduleSettings(strategy="1f1b"), []
+    for longest, slices in ((64, 2), (640, 10)):
+        request = request_for("tiny", machine, longest_document=longest, **asked)
+        step = request.step(settings)
+        assert step.slices == (tuple(range(slices)),)
+        parts.append(memory_quickly(request, step).parts["activations"])
+    assert parts[1] > 1.5 * parts[0]
+    request = replace(request, longest_document=0)
+    assert (
+        not request.step(settings).slices
+        and memory_quickly(request, request.step(settings)).parts["activations"] < parts[0]
+    )
 
 
 @pytest.mark.usefixtures("few_strategies")

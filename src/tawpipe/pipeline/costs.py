@@ -66,9 +66,11 @@ class StepCosts:
 
 def _at_once(program: Iterable[Action], layers: Collection[int]) -> int:
     """Micro-batches that are between their forward and their backward pass in some of these layers, at most."""
-    held, most = Counter[int](), 1
+    held, flying, most = Counter[int](), 0, 1
     for action in program:
         if action.block in layers and action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
-            held[action.micro_batch] += 1 if action.op is Op.FORWARD else -1
-            most = max(most, sum(count > 0 for count in held.values()))
+            before = held[action.micro_batch]
+            held[action.micro_batch] = after = before + (1 if action.op is Op.FORWARD else -1)
+            flying += (after > 0) - (before > 0)
+            most = max(most, flying)
     return most

@@ -17,14 +17,14 @@ documents are dealt, in a worker beside the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.memory import fits, peak
+from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
@@ -102,7 +102,7 @@ def deal_to_pipelines(
     count = bins_of_a_pipeline(max(map(len, lanes)), size, tokens)
     rounds = zip(*(lane + [Bin(())] * (count - len(lane)) for lane in lanes), strict=True)
     bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=tuple(slices) if any(slices) else ())
-    return _in_their_places(bins, layout, costs, order_of(count))
+    return _in_their_places(bins, layout, costs, order_of(count), cap)
 
 
 def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
@@ -143,7 +143,7 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
         count += 1
 
 
-def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order) -> Bins:
+def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, cap: int) -> Bins:
     """The same with every bin of whole documents where it makes the step short, and how long that is.
 
     Raises:
@@ -156,7 +156,8 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
     lanes, longest = list[list[Bin]](), 0.0
     for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
         of_lane = causal(order, cut)
-        if cut and not all(fits(costs, most) for most in peak(layout, of_lane, costs)):
+        full = [bins.tokens(row) / cap for row in lane]
+        if cut and not all(fits(costs, most) for most in _peaks(layout, of_lane, costs, full)):
             given = f"one in {max(cut)} slices, which stages of a pipeline keep"
             expected = (
                 "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
@@ -168,6 +169,22 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
         lanes.append([lane[number] for number in places])
         longest = max(longest, taken)
     return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even)
+
+
+def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[float]) -> Iterator[float]:
+    """The most memory of every position.
+
+    Args:
+        full: of every bin, its share of what a full one keeps.
+    """
+    table = costs.stages(layout)
+    for place, works in enumerate(order.compute):
+        held = most = table.resident[place]
+        for kind, stage, m in works:
+            held += table.taken[kind, stage] * full[m]
+            most = max(most, held)
+            held -= table.given[kind, stage] * full[m]
+        yield most
 
 
 def _places(
