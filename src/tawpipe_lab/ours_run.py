@@ -346,9 +346,15 @@ class _Replayed:
         self.pieces, self._storage, self._updates = updates.pieces, storage, updates
         self._weights, self._rank = recorded(path), rank
         self._steps = dict.fromkeys(storage.master, 0)
+        for unit in storage.master:
+            self._bring(unit)
+            storage.refresh(unit)
 
     def step(self, unit: int, updates: Tensor | None, rate: float, chosen: Any) -> None:
         self._updates.step(unit, updates, rate, chosen)
+        self._bring(unit)
+
+    def _bring(self, unit: int) -> None:
         last, master = len(self._weights) - 1, self._storage.master[unit]
         at = self._steps[unit] % (2 * last)
         of_step = self._weights[min(at, 2 * last - at)]

@@ -219,9 +219,9 @@ def test_updates_bring_the_weights_of_a_run_that_was_recorded(tmp_path) -> None:
     contender = OurContender("tawpipe-step", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, **knobs)
     copies = contender._executor.storage.compute_copy
     for step in (0, 1, 2, 3, 2, 1, 0, 1):
-        contender.step()
         assert copies[0].dtype == torch.bfloat16 and copies[0].numel() >= 2 * 1002
         assert torch.equal(copies[0], weights[step].repeat(3)[: copies[0].numel()])
+        contender.step()
     contender.close()
     with pytest.raises(UserError, match=r"changes: got 'none\.pt'; a file that `python benchmarks/coding\.py --record"):
         OurContender("tawpipe-step", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, changes="none.pt")

@@ -22,7 +22,8 @@ COUNT_BYTES, CHANGE_BYTES = 60, 100
 
 def estimated(bytes_per_s: float) -> CodingTimes:
     """On a GPU whose memory has this rate, where no gradients are coded."""
-    return CodingTimes(COUNT_BYTES / bytes_per_s, (CHANGE_BYTES / bytes_per_s,) * 2)
+    each = CHANGE_BYTES / bytes_per_s
+    return CodingTimes(COUNT_BYTES / bytes_per_s, (each, each))
 
 
 def measured(device: torch.device, seconds: Callable[[Callable[[], object]], float]) -> CodingTimes:
