@@ -9,7 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
@@ -148,18 +154,41 @@ def test_it_takes_a_third_of_the_bytes(tmp_path: Path) -> None:
     assert sizes["few"] < 0.29 * sizes["hf"]
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def experts(**more: Any) -> Any:
+    few = {"num_experts": 4, "moe_intermediate_size": 128, "num_experts_per_tok": 2, "head_dim": 32}
+    shape: dict[str, Any] = SHAPE | few | more
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
 
-    shape: dict[str, Any] = SHAPE | {
-        "num_experts": 4,
-        "moe_intermediate_size": 128,
-        "num_experts_per_tok": 2,
-        "head_dim": 32,
-    }
-    chain = Chain(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)))
-    with pytest.raises(UserError, match=r"hf for Qwen3MoeForCausalLM: .*experts"):
+
+def test_experts_are_matrices_in_a_folder(tmp_path: Path) -> None:
+    model = experts()
+    values, chain = {name: value.detach() for name, value in model.named_parameters()}, Chain(model)
+    export_hugging_face(chain, tmp_path, values.__getitem__, dtype=torch.float32, format="w4a16", is_writer=True)
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    stands_for = torch.stack([dequantise_rows(*quantise_rows(value, "w4"), torch.float32) for value in values[name]])
+    assert torch.equal(loaded[name], stands_for)
+    source, fresh = SafetensorsSource(chain := Chain(experts()), tmp_path), dict[str, torch.Tensor]()
+    for unit in chain.units:
+        flat = source.unit(unit)
+        fresh |= {slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in unit.slots}
+    assert torch.equal(fresh[name], stands_for)
+    assert torch.equal(fresh["model.layers.1.mlp.gate.weight"], values["model.layers.1.mlp.gate.weight"])
+
+
+@pytest.mark.parametrize(
+    ("format", "more", "said"),
+    [("w8a8", {}, "hf or w4a16"), ("w4a16", {"moe_intermediate_size": 64}, "no stack of matrices with rows of 128")],
+)
+def test_experts_that_transformers_would_not_load_are_refused(
+    tmp_path: Path, format: str, more: dict[str, int], said: str
+) -> None:
+    chain = Chain(experts(**more))
+    with pytest.raises(UserError, match=said):
         export_hugging_face(
-            chain, tmp_path / "few", lambda name: None, dtype=torch.bfloat16, format="w4a16", is_writer=True
+            chain, tmp_path / "few", lambda name: None, dtype=torch.bfloat16, format=format, is_writer=True
         )
     assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.runtime.engine import Engine, load_engine
 from tawpipe.runtime.laps import drawn_message, header_of, read_drawn, read_header
 from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
+from tawpipe.runtime.stage import StayingStage
 
 ROOM = Room(1, 3, 24, 4)
 
@@ -100,6 +101,19 @@ def test_hidden_states_may_travel_in_8_bits(pool: Any) -> None:
     assert [len(ids) for ids in ours] == [len(ids) for ids in expected]
     pairs = [pair for both in zip(ours, expected, strict=True) for pair in zip(*both, strict=True)]
     assert sum(a == b for a, b in pairs) > len(ours)
+
+
+def test_a_stage_draws_behind_the_rows_that_want_it() -> None:
+    stage = StayingStage(staying(Chain(plain_model())), ROOM)
+    given = Pass(0, (Row(0, 0, (5, 6)), Row(1, 0, (7,), Sampling(temperature=0))))
+    hidden, calls = stage.embed(given)
+    assert hidden.shape == (1, 3, 32) and len(calls) == 3
+    for block in (1, 2, 3):
+        hidden = stage.layer(block, hidden, calls)
+    (drawn,) = stage.head(hidden, given)
+    assert (drawn.slot, drawn.position) == (1, 1)
+    # Keys and values of 3 slots x 24 positions, 2 heads of 8, in 3 layers.
+    assert stage.cache.nbytes == 2 * 3 * 24 * 2 * 8 * 3 * 8
 
 
 def test_messages_say_what_they_were_made_of() -> None:

@@ -28,40 +28,52 @@ PER_WORD = 8
 
 
 class FewBitsFolder:
-    """What is different in a folder in few bits.
+    """What is different in a folder in few bits. Experts that are stacked in one parameter are matrices there.
 
     Args:
         model: whose linear layers are meant.
         layers: names of the parameters of its layers.
-        on_disk: gives the name that a parameter has there.
+        split: names of those parameters that are several tensors in a folder.
+        on_disk: gives the name that any other has there.
         dtype: of what stays, and of the scales of w8a8.
 
     Raises:
-        UserError: no linear layer can be in few bits; or experts, which are stacked in one parameter.
+        UserError: no linear layer can be in few bits; or experts, in a form that transformers would not load.
     """
 
     def __init__(
-        self, format: str, model: Any, layers: Set[str], on_disk: Callable[[str], str], dtype: torch.dtype
+        self,
+        format: str,
+        model: Any,
+        layers: Set[str],
+        split: Set[str],
+        on_disk: Callable[[str], str],
+        dtype: torch.dtype,
     ) -> None:
         linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-        linear = {name for name in linear if ".lora_" not in name}
         of_layers = [(name, model.get_parameter(name)) for name in matrices_of(model) & layers]
-        stacked = [name for name, parameter in of_layers if parameter.ndim == 3]
-        chosen = {
-            name
-            for name, parameter in of_layers
-            if name in linear and (format == "w8a8" or parameter.shape[1] % GROUP == 0)
-        }
-        if not chosen or stacked:
-            why = f"{stacked[0]} holds experts, which it does not write" if stacked else "it has no such linear layer"
-            raise UserError("format", format, f"{PLAIN} for {type(model).__name__}: {why}")
-        self._form, self._dtype = FORMATS[format], dtype
+        chosen = {name for name, parameter in of_layers if name in linear and _fits(format, parameter)}
+        experts = {name: parameter for name, parameter in of_layers if parameter.ndim == 3}
+        odd = [name for name, parameter in experts.items() if name not in split or not _fits("w4a16", parameter)]
+        if not chosen or odd or (experts and format != "w4a16"):
+            why = f"{PLAIN} for {type(model).__name__}: it has no such linear layer"
+            if odd:
+                why = f"{PLAIN} for {type(model).__name__}, whose {odd[0]} is no stack of matrices with rows of 128 n"
+            elif chosen:
+                why = f"{PLAIN} or w4a16: transformers loads no other experts in few bits"
+            raise UserError("format", format, why)
+        self._form, self._dtype, self._experts = FORMATS[format], dtype, bool(experts)
         self._names = {on_disk(name) for name in chosen}
-        self._stays = sorted(on_disk(name).removesuffix(WEIGHT) for name in linear - chosen)
+        embeddings = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        self._embeddings = {on_disk(name) for name in embeddings - linear}
+        self._stays = {on_disk(name) for name in linear - chosen if ".lora_" not in name}
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What is written for a tensor: itself, or codes with their scales."""
-        if name not in self._names:
+        matrix = tensor.ndim == 2 and name.endswith(WEIGHT)
+        if name not in self._names and not (matrix and self._experts and ".experts." in name):
+            if matrix and name not in self._embeddings:
+                self._stays.add(name)
             yield name, tensor
             return
         stem = name.removesuffix(WEIGHT)
@@ -77,7 +89,7 @@ class FewBitsFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The ``quantization_config`` of its config.json."""
+        """The ``quantization_config`` of its config.json, when all tensors are written."""
         symmetric = {"type": "int", "symmetric": True}
         if self._form == "w4":
             weights = symmetric | {"num_bits": 4, "strategy": "group", "group_size": GROUP, "dynamic": False}
@@ -91,8 +103,14 @@ class FewBitsFolder:
             "quantization_status": "compressed",
             "format": name,
             "config_groups": {"group_0": group},
-            "ignore": self._stays,
+            "ignore": sorted(name.removesuffix(WEIGHT) for name in self._stays),
         }
+
+
+def _fits(format: str, parameter: Tensor) -> bool:
+    """True if a matrix, or each of some stacked ones whichever way round, can have the format."""
+    sizes = parameter.shape[1:]
+    return format == "w8a8" or all(size % GROUP == 0 for size in sizes)
 
 
 def packed(codes: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def export_hugging_face(
     if format != PLAIN:
         if adapter:
             raise UserError("format", format, f"{PLAIN} for an adapter alone; or merge it")
-        few_bits = FewBitsFolder(format, chain.model, _layer_parameters(chain), _on_disk(chain), dtype)
+        few_bits = _few_bits(format, chain, dtype)
     if merge:
         get_parameter = Merged(chain, get_parameter).parameter
     tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
@@ -266,18 +266,15 @@ def _save_adapter_config(chain: Chain, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _layer_parameters(chain: Chain) -> set[str]:
-    """Names of the parameters of layers: neither the embedding's nor the head's."""
+def _few_bits(format: str, chain: Chain, dtype: torch.dtype) -> FewBitsFolder:
+    from transformers.core_model_loading import WeightConverter, apply_renamings
+
+    groups, renamings = _groups(chain)
+    split = {name for group in groups if isinstance(group.rule, WeightConverter) for name, _ in group.sources}
     ends = {0, len(chain.blocks) - 1}
-    return {slot.name for unit in chain.units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
-
-
-def _on_disk(chain: Chain) -> Callable[[str], str]:
-    """Gives the name that a parameter has in a folder, where it is written as it is."""
-    from transformers.core_model_loading import apply_renamings
-
-    _, renamings = _groups(chain)
-    return lambda name: apply_renamings(base_name(name), renamings)
+    layers = {slot.name for unit in chain.units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
+    on_disk = lambda name: apply_renamings(base_name(name), renamings)  # noqa: E731
+    return FewBitsFolder(format, chain.model, layers, split, on_disk, dtype)
 
 
 def _save_config(chain: Chain, folder: Path, dtype: torch.dtype, few_bits: FewBitsFolder | None) -> None:

@@ -71,11 +71,6 @@ class FewBitsLinear(nn.Module):
                 self.packed = _pack(codes)
                 self.scales_and_zeros = torch.stack([self.scales.T, torch.zeros_like(self.scales.T)], dim=2)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix in all forms that are kept."""
-        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.packed, self.scales_and_zeros))
-
     def matrix(self) -> Tensor:
         """What the codes stand for, [out, in]."""
         if self.form == "int8":
