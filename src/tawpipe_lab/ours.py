@@ -34,7 +34,7 @@ from tawpipe_lab.lengths import DealtWorkload, dealt
 from tawpipe_lab.real_modules import real_model_spec
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
-from tawpipe_lab.workload import ENDS, Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
+from tawpipe_lab.workload import ENDS, Known, LengthsWorkload, RealWorkload, ServingWorkload, TimedWorkload, Workload
 
 
 class NoGrouping(Spread):
@@ -187,6 +187,8 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
         return dealt(work, settings.packing or "in turn", topology, ranks, speeds_of(settings.schedule, topology))
     if settings.packing:
         raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
+    if isinstance(work, ServingWorkload):
+        raise UserError("workload", work.kind, f"timed, lengths or real: {name} trains")
     return work
 
 

@@ -10,7 +10,9 @@ import torch
 from borders import llama, piped
 from schedules import llama as sizes
 from tawpipe.errors import UserError
+from tawpipe.model.chunked import KeyStore
 from tawpipe.pipeline.schedules import CUT_KEPT, Schedules
+from tawpipe.runtime.sliced import HandedOn
 from tawpipe.runtime.world import World
 from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.settings import ScheduleSettings
@@ -125,3 +127,9 @@ def test_slices_with_delays_change_no_bit_and_draw_what_they_drew(pool):
 def test_a_document_that_takes_long_is_cut_though_a_bin_holds_it_where_the_model_was_seen_to_allow_it(pool):
     """As one whose layers call attention twice does not."""
     assert pool.run("piped_documents:cut", 2, 1)[0] == [True, False, False]
+
+
+def test_states_that_are_handed_on_are_of_one_document_and_layer() -> None:
+    one, other = HandedOn(KeyStore(1, 8)), HandedOn(KeyStore(1, 8))
+    one.arrived[1] = {}
+    assert not other.arrived and not other.behind and one != other

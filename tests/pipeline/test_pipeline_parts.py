@@ -21,7 +21,7 @@ from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.optimizer import adamw, whole_matrices
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import LayerKind, LayerTime, deal
+from tawpipe.schedule.balance import BinsForm, LayerKind, LayerTime, deal
 from tawpipe.schedule.pipelines.search.fitting import one_by_one
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.placement import Home
@@ -47,7 +47,7 @@ def test_a_schedule_is_made_once_for_every_number_of_micro_batches() -> None:
     assert len(made.of(7, training=True).micro_batches) == 7
     assert made.shares(7) == made.of(7, training=True).step.micro_batches
     assert [one.training for one in made.samples()] == [True, False]
-    assert made.of((1, 2), training=True).step.shared == 4  # a round of bins of four sets of one
+    assert made.of(BinsForm(1, 2), training=True).step.shared == 4  # a round of bins of four sets of one
 
 
 def test_another_order_holds_for_its_number_of_micro_batches_alone() -> None:
@@ -67,7 +67,7 @@ def test_what_is_no_schedule_for_this_is_refused() -> None:
     with pytest.raises(UserError, match="batch: got '5 micro-batches'; 4 micro-batches, as the schedule"):
         given.of(5, training=True)
     with pytest.raises(UserError, match="schedule: got 'a ready one'"):
-        given.of_bins((0, 1))
+        given.of_bins(BinsForm(0, 1))
     with pytest.raises(UserError, match="one for this model on"):
         Schedules(ready, llama(4), world(2, 2))
     with pytest.raises(UserError, match="one that only goes forward"):

@@ -180,7 +180,7 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
     step = step_of(asked, strategy, micro_batches_per_visit=per_visit, gradients_scope=scope)
     made = predict(asked, step)
     schedule = build(step)
-    whole = _play(asked, schedule)
+    whole = _play(asked, schedule, step)
     assert made.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
     assert made.needs == memory_of(asked, schedule)
     assert memory_quickly(asked, step) == made.needs

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 SIZE = 6
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "tawpipe.pipeline.pipeline"]
@@ -103,7 +103,7 @@ def _work(connection: Connection, port: int) -> None:
             if size > 1:
                 dist.init_process_group(
                     "gloo",
-                    store=dist.PrefixStore(case, server),
+                    store=dist.PrefixStore(case, server),  # pyright: ignore[reportPrivateImportUsage]
                     rank=rank,
                     world_size=size,
                     timeout=timedelta(seconds=60),

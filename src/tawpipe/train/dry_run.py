@@ -118,7 +118,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
     tell_without_effect(prepared.schedule, world, console)
 
     bins = _dealt(prepared, world) if prepared.batch.dealt else None
-    count = -(-prepared.batch.rows // prepared.batch.micro_batch) if bins is None else bins.shape
+    count = -(-prepared.batch.rows // prepared.batch.micro_batch) if bins is None else bins.form
     said = step_costs(
         chain,
         schedules.of(count, training=True),

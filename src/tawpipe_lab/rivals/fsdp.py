@@ -37,7 +37,15 @@ from tawpipe_lab.rivals.fsdp_collectives import (
 )
 from tawpipe_lab.rivals.task import task_of
 from tawpipe_lab.sleeper import BusyTime
-from tawpipe_lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload, check_whole
+from tawpipe_lab.workload import (
+    Known,
+    LengthsWorkload,
+    RealWorkload,
+    ServingWorkload,
+    TimedWorkload,
+    Workload,
+    check_whole,
+)
 
 CONTEXT_PARALLEL = "fsdp2-cp"
 """For timed workloads with keys and values only."""
@@ -103,6 +111,7 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
         workload = dealt(workload, settings.packing, topology)
     elif settings.packing != "in turn":
         raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
+    assert not isinstance(workload, ServingWorkload)
     if settings.keep_weights:
         settings = replace(settings, reshard_after_forward=False)
     if name == CONTEXT_PARALLEL:

@@ -25,7 +25,7 @@ from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.task import task_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
 from tawpipe_lab.sleeper import BusyTime
-from tawpipe_lab.workload import Known, LengthsWorkload, Workload, check_whole
+from tawpipe_lab.workload import Known, LengthsWorkload, ServingWorkload, Workload, check_whole
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
 ZBV_NEEDS = "2.13"
@@ -55,6 +55,7 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     check_clipping(name, workload, knobs)
     if isinstance(workload, LengthsWorkload):
         raise UserError("workload", workload.kind, f"timed or real: {name} has micro-batches of one length")
+    assert not isinstance(workload, ServingWorkload)
     settings = read_settings(PipelineSettings, name, {"stages_per_rank": stages_per_rank(name, {}), **knobs})
     _check(name, settings, workload, topology.world_size)
     return _Pipeline(name, workload, topology, rank, settings)
