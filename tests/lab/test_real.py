@@ -165,8 +165,8 @@ def test_a_cell_says_which_kind_of_workload_it_has():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workload": {**SETTINGS, "kind": "quick"}}, "quick.*timed, lengths, real"),
-        ({"workload": {**SETTINGS, "kind": ["real"]}}, "timed, lengths, real"),
+        ({"workload": {**SETTINGS, "kind": "quick"}}, "quick.*timed, lengths, serving, real"),
+        ({"workload": {**SETTINGS, "kind": ["real"]}}, "timed, lengths, serving, real"),
         ({"workload": {**SETTINGS, "layer_bytes": 4}}, "layer_bytes.*hidden_size"),
         ({"workload": {"kind": "timed", "hidden_size": 32}}, "hidden_size.*layer_bytes"),
         ({"workload": {"kind": "real", "layers": 2}}, "vocabulary"),

@@ -20,7 +20,7 @@ from tawpipe.runtime.world import World
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
-from tawpipe_lab import bounds, ours
+from tawpipe_lab import bounds, ours, serving
 from tawpipe_lab.rivals import deepspeed, fsdp
 from tawpipe_lab.rivals.fsdp_collectives import (
     HierarchicalGather,
@@ -305,7 +305,7 @@ def test_settings_that_cannot_work_are_named(
 
 
 def test_every_name_has_a_maker() -> None:
-    others = {"zbv", fsdp.CONTEXT_PARALLEL, *deepspeed.NAMES, *ours.rows()}
+    others = {"zbv", fsdp.CONTEXT_PARALLEL, *deepspeed.NAMES, *ours.rows(), *serving.ROWS}
     assert {name for name, _ in CONTENDERS.values()} | others == set(makers())
 
 

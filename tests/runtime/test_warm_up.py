@@ -43,6 +43,7 @@ class FakeDist:
     ProcessGroup = Group
     ProcessGroupNCCL = SimpleNamespace(Options=Options)
     P2POp = staticmethod(lambda *of: of)
+    ReduceOp = SimpleNamespace(SUM=0, MAX=1)
 
     def new_group(self, members: list[int], *, group_desc: str, pg_options: Any, **_: Any) -> Group:
         self.groups.append(Group(members, group_desc, pg_options))
@@ -55,7 +56,7 @@ class FakeDist:
         self.seen.add((group.name, what, who))
         return SimpleNamespace(wait=lambda: None)
 
-    def all_reduce(self, _: Any, *, group: Group, **__: Any) -> Any:
+    def all_reduce(self, *_: Any, group: Group, **__: Any) -> Any:
         return self.note(group, "all_reduce")
 
     def reduce(self, _: Any, root: int, *, group: Group, **__: Any) -> Any:
