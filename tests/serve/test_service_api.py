@@ -337,7 +337,7 @@ def test_mixed_requests_get_what_they_should_and_leave_no_slot_in_use() -> None:
 @pytest.mark.slow
 def test_a_thousand_mixed_requests_and_no_memory_is_gained() -> None:
     many(100, 32)
-    before = resident_bytes()
+    before, threads = resident_bytes(), threading.active_count()
     many(1000, 32)
     assert resident_bytes() <= 1.05 * before
-    assert threading.active_count() < 20
+    assert threading.active_count() <= threads + 1
