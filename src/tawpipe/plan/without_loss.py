@@ -40,14 +40,19 @@ def without_loss(plan: Plan) -> Iterator[str]:
 def _coded(
     request: PlanRequest, chosen: Candidate, others: tuple[Candidate, ...]
 ) -> Iterator[tuple[float, float, str]]:
-    """Seconds of what was chosen, and of what keeps all weights for a step, with something coded, seconds without, and
-    settings.
+    """Seconds of what was chosen, and of the fastest other whose copies of weights stay, with something coded; seconds
+    without, and settings.
     """
     options = [{"weights_compression": "exact"}] if request.widths.weight == 2 else []
     if not request.on_cuda:
         gradients = {"gradients_compression": "exact"}
         options += [gradients, *(option | gradients for option in options)]
-    for candidate in (chosen, *(other for other in others if other.strategy == "tawpipe-step" and other is not chosen)):
+    kept = [
+        other
+        for other in others
+        if other is not chosen and other.step is not None and not other.step.strategy.why_not_exact(other.step)
+    ]
+    for candidate in (chosen, *sorted(kept, key=lambda other: other.seconds)[:1]):
         step = candidate.step
         if not candidate.fits or step is None or plays(request, step) > QUICK_PLAYED // 2:  # each takes seconds
             continue
