@@ -91,6 +91,7 @@ def test_a_peak_sees_what_comes_and_goes():
 
 
 def test_on_a_gpu_the_allocator_is_asked(monkeypatch):
+    """What was there before counts as little as on a CPU: weights, and the input of a layer."""
     state = {"now": 100, "most": 900}
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: state["now"])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: state["most"])
@@ -99,7 +100,7 @@ def test_on_a_gpu_the_allocator_is_asked(monkeypatch):
     def part() -> None:
         state.update(most=700, now=300)
 
-    assert peaks([part, part], torch.device("cuda")) == [Peak(100, 700, 300), Peak(300, 700, 300)]
+    assert peaks([part, part], torch.device("cuda")) == [Peak(0, 600, 200), Peak(200, 600, 200)]
 
 
 def test_four_counts_of_what_a_gpu_has_given(monkeypatch):

@@ -93,7 +93,8 @@ def _weigh_embedding(bench: Bench, case: Case) -> dict[str, float]:
         edge = held[-1] or get_gradient_edge(chain.embed(held[0])[0])
         torch.autograd.backward(edge, case.hidden)
 
-    first, *rest = _steady([forward, backward] if spec.needs_backward else [forward], bench.device)
+    parts = [forward, backward] if spec.needs_backward else [forward]
+    first, *rest = _steady([*parts, held.clear], bench.device)[:-1]
     weighed: dict[str, float] = {
         "forward full": first.most - first.after,
         "ctx": first.after - case.hidden.nbytes,

@@ -37,14 +37,18 @@ def peaks(parts: Sequence[Callable[[], object]], device: torch.device) -> list[P
 
     On the CPU, what was allocated before and is freed in a part is not seen: let the first part allocate it.
     """
-    return [_on_cuda(part, device) for part in parts] if device.type == "cuda" else _on_cpu(parts)
+    return _on_cuda(parts, device) if device.type == "cuda" else _on_cpu(parts)
 
 
-def _on_cuda(part: Callable[[], object], device: torch.device) -> Peak:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    part()
-    return Peak(before, torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device))
+def _on_cuda(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
+    there, peaks = torch.cuda.memory_allocated(device), list[Peak]()
+    for part in parts:
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        part()
+        most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        peaks.append(Peak(before - there, most - there, after - there))
+    return peaks
 
 
 def peak_of_step(executor: Executor, step: Callable[[], object]) -> int:
