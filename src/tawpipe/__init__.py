@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tawpipe.extras import VERSION
+
 if TYPE_CHECKING:
     from tawpipe.errors import RunError, UserError
     from tawpipe.model.batch import MicroBatch
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from tawpipe.schedule.weight_strategy import WeightStrategy
     from tawpipe.topology import Topology
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "InitSource": "tawpipe.model.weights",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import importlib.metadata
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from types import ModuleType
 from tawpipe.commands.brought import brought
 from tawpipe.environment import ERROR_PREFIX, USER_ERROR
 from tawpipe.errors import RunError, UserError
+from tawpipe.extras import VERSION
 from tawpipe.launch.torchrun import leave_words, print_refusal
 from tawpipe.launch.workers import print_expected_error
 from tawpipe.options.library import as_option
@@ -117,7 +117,7 @@ def _parser(others: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
         dest="modules",
         help="import a module, or a .py file, that brings strategies; after any command, too",
     )
-    parser.add_argument("--version", action="version", version=f"tawpipe {importlib.metadata.version('tawpipe')}")
+    parser.add_argument("--version", action="version", version=f"tawpipe {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in (COMMANDS | {name: module.LINE for name, module in others.items()}).items():
         commands.add_parser(name, help=line, add_help=False)

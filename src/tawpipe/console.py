@@ -47,7 +47,7 @@ class Console:
         rank: int = 0,
         *,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
         bar: bool = False,
     ) -> None:
         self._stream = lossy(stream or sys.stdout)
@@ -87,6 +87,7 @@ class Console:
         loss: float,
         grad_norm: float,
         tokens_per_second: float,
+        at: float | None = None,
         shares: Mapping[str, Any] | None = None,
         extra: str = "",
         line: bool = True,
@@ -94,23 +95,24 @@ class Console:
         """The numbers of a step. The time left follows from the steps since the first call.
 
         Args:
+            at: the end of the step, by the clock; now by default.
             shares: of what there is that the step has used, by name, for the bar; None for what is not known.
             extra: further words, for example the validation loss; they always get a line.
             line: whether the step gets a line where there is no bar.
         """
         if self._silent:
             return
-        now = self._clock()
+        at = self._clock() if at is None else at
         if self._began is None:
-            self._began = (step, now)
+            self._began = (step, at)
         first, began = self._began
-        left_s = (num_steps - step) * (now - began) / (step - first) if step > first else None
+        left_s = (num_steps - step) * (at - began) / (step - first) if step > first else None
         width = len(str(num_steps))
         head = f"step {step:>{width}}/{num_steps}"
         said = [f"loss {loss:.4f}", f"grad norm {grad_norm:.3g}", f"{tokens_per_second:,.0f} tokens/s"]
         if self._has_bar:
             used = [f"{name} {share:.0%}" for name, share in (shares or {}).items() if share is not None]
-            self._bar.update(step, num_steps, [said[0], said[2], *used], left_s)
+            self._bar.update(step, num_steps, [said[0], said[2], *used], None if left_s is None else at + left_s)
             if self._live is None:
                 # Where standard error is no terminal, it is somebody's file, or the launcher reads it.
                 redirect = sys.stderr.isatty()
@@ -171,9 +173,8 @@ class _Bar:
     said: Sequence[str] = field(default_factory=list)
     ends_at: float | None = None
 
-    def update(self, step: int, num_steps: int, said: Sequence[str], left_s: float | None) -> None:
-        self.step, self.num_steps, self.said = step, num_steps, said
-        self.ends_at = None if left_s is None else self.clock() + left_s
+    def update(self, step: int, num_steps: int, said: Sequence[str], ends_at: float | None) -> None:
+        self.step, self.num_steps, self.said, self.ends_at = step, num_steps, said, ends_at
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         room = max(1, options.max_width - 1)  # a full line would make some terminals begin another one

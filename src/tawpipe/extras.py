@@ -1,10 +1,12 @@
-"""What can be installed besides (the extras of pyproject.toml), and the command for it, here."""
+"""The version of this package; what can be installed besides (the extras of pyproject.toml), and the command for it."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
+VERSION = "0.1.0"
+"""Also of a source tree that is not installed."""
 CLONE = Path(__file__).resolve().parents[2]
 """The repository, where the package is used from one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tawpipe import __version__
 from tawpipe.cli import COMMANDS, main
 from tawpipe.errors import UserError
 from tawpipe.options import describe
@@ -203,4 +205,14 @@ def test_help_and_version_of_the_program(capsys: pytest.CaptureFixture[str]) -> 
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("tawpipe ")
+    assert capsys.readouterr().out == f"tawpipe {__version__}\n"
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    assert main(["--version"]) == 0 and __version__ in capsys.readouterr().out

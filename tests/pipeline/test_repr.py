@@ -35,7 +35,7 @@ def test_the_result_of_a_step_that_failed_says_so() -> None:
         def wait(self) -> None:
             raise RunError("rank 1 is gone")
 
-    assert repr(StepResult(Broken(), None, 0.0)) == "StepResult(failed: rank 1 is gone)"  # type: ignore[arg-type]
+    assert repr(StepResult(Broken(), None, None)) == "StepResult(failed: rank 1 is gone)"  # type: ignore[arg-type]
 
 
 def test_schedules_costs_and_batches_fit_on_a_line(pipeline: Pipeline) -> None:

@@ -1,4 +1,4 @@
-"""Lanes on CUDA, with streams and events that are made up: what the watchdog's thread sees of them."""
+"""Lanes on CUDA, with streams and events that are made up: what the watchdog's thread and results see of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tawpipe.runtime.lanes import CudaLane
+from tawpipe.runtime import lanes
+from tawpipe.runtime.lanes import CudaLane, Moment
 
 
 class Stream:
@@ -74,3 +76,49 @@ def test_a_lane_is_looked_at_while_actions_are_issued(cuda_lane, monkeypatch):
     assert not failures
     cuda_lane.busy_s()
     assert cuda_lane.doing() is None
+
+
+class TimedEvent:
+    """An event in a stream that comes to it at ``device_ms``."""
+
+    device_ms = 0.0
+
+    def __init__(self, **_: bool) -> None: ...
+
+    def record(self) -> None:
+        self.ms = self.device_ms
+
+    def elapsed_time(self, other: TimedEvent) -> float:
+        return other.ms - self.ms
+
+
+def test_a_stream_says_when_it_came_to_a_moment_that_the_host_sees_late(monkeypatch):
+    """Where the host did not wait, the end is as long after the one before as the device says; but not before it was
+    issued, and not still to come.
+    """
+    host = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: host.now))
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    moments: list[Moment] = []
+
+    def issue(host_s: float, device_s: float) -> None:
+        host.now, TimedEvent.device_ms = host_s, 1e3 * device_s
+        moments.append(Moment(torch.device("cuda", 0), moments[-1] if moments else None))
+        moments[-1].note()
+
+    def look(host_s: float, place: int, *, waited: bool = False) -> float:
+        host.now = host_s
+        return moments[place].seconds(waited=waited)
+
+    issue(100.0, 7.0)
+    assert look(101.0, 0, waited=True) == 101.0
+    for number in range(1, 5):  # as fast as they are issued, and read one later
+        issue(101.0 + number, 7.75 + number)
+        if number > 1:
+            assert look(101.0 + number, number - 1) == 100.75 + number
+    assert look(106.0, 4) == 105.75
+    issue(106.0, 8.0)  # a clock that is slow
+    assert look(107.0, 5) == 106.0
+    issue(108.0, 20.0)  # and fast
+    assert look(108.5, 6) == 108.5
+    assert look(200.0, 1) == 102.75, "what has been read stays"

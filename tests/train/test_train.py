@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from processes import wait_for
 from runs import TIMEOUT_S, command, environment, rows, run
 from small import WORDS, make_small
+from tawpipe import Pipeline, StepResult
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
@@ -314,6 +315,23 @@ def test_what_only_shows_the_run_costs_no_more_than_itself_if_it_cannot_be_writt
     said = capsys.readouterr()
     assert "step 1 was not recorded by rank 0, training goes on: [Errno 28] No space left on device" in said.out
     assert "page.html could not be written: " in said.out + said.err and "peak memory per process" in said.out
+
+
+def test_a_rate_is_of_the_time_between_the_ends_of_two_steps(home, monkeypatch):
+    """As on a GPU that is as fast as its host: a step ends before anybody has read the one before it."""
+    results: list[StepResult] = []
+    step = Pipeline.step
+
+    def ended(*given: Any, **named: Any) -> StepResult:
+        results.append(step(*given, **named))
+        results[-1].wait()
+        return results[-1]
+
+    monkeypatch.setattr(Pipeline, "step", ended)
+    assert alone(home, "ended", "--steps", "5", *QUIET) == 0
+    ends, written = [result.ended_s for result in results], rows(home, "ended")
+    assert [row["seconds"] for row in written][2:] == [after - before for before, after in pairwise(ends[1:])]
+    assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(6 * 64) for row in written)
 
 
 def test_a_weight_that_is_not_a_number_is_named(home, capsys):

@@ -31,10 +31,9 @@ class Limits:
         self._apply()
 
     def took(self, seconds: float) -> None:
-        """A step has taken so long; 0 where nobody has waited for it."""
+        """A step has taken so long."""
         before = self.step.seconds
-        if seconds:
-            self.step.took(seconds)
+        self.step.took(seconds)
         if self.step.seconds != before:
             self._apply()
 

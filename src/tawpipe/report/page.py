@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from importlib.metadata import version
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.extras import install_hint
+from tawpipe.extras import VERSION, install_hint
 from tawpipe.report.bars import Bar, first_of_nodes
 from tawpipe.report.describe import describe
 from tawpipe.report.figures import is_timeline, stacked_bars, timeline_figure
@@ -124,7 +123,7 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         f'<header><p class="brand"><b>tawpipe</b> <span>{html.escape(kind)}</span>{INDEX}</p>'
         f"<h1>{html.escape(title)}</h1>{quiet}{contents}</header>\n"
         f'<main id="main">{"".join(parts)}</main>\n'
-        f"<footer>Made by tawpipe {version('tawpipe')}. The page asks no network for anything; {PLOTLY}, which draws "
+        f"<footer>Made by tawpipe {VERSION}. The page asks no network for anything; {PLOTLY}, which draws "
         f"figures, lies beside it.</footer>\n{code}</body></html>\n"
     )
 

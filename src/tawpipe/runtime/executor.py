@@ -8,7 +8,6 @@ strategy is a schedule.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, make_lane
+from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, Moment, make_lane
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.refresh import Refresh
 from tawpipe.runtime.slices import loads_of, squares_of
@@ -85,9 +84,8 @@ VALUES = ("loss", "norm", "tokens", "finite", "alike")
 class StepResult:
     """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
 
-    def __init__(self, event: Event, values: Tensor, begin: float) -> None:
-        self._event, self._values, self._begin = event, values, begin
-        self._took_s: float | None = None
+    def __init__(self, event: Event, values: Tensor, ended: Moment) -> None:
+        self._event, self._values, self._ended = event, values, ended
 
     def __repr__(self) -> str:
         """The numbers, which are waited for; or why there are none."""
@@ -102,8 +100,7 @@ class StepResult:
         """Wait until the numbers are there."""
         waited = not self._event.done
         self._event.wait()
-        if self._took_s is None:
-            self._took_s = time.monotonic() - self._begin if waited else 0.0
+        self._ended.seconds(waited=waited)  # before more time passes
 
     def _read(self, name: str) -> float:
         self.require_alike()
@@ -123,12 +120,17 @@ class StepResult:
             )
 
     @property
-    def took_s(self) -> float:
-        """Seconds from issuing the step until its numbers were there, the rest of the step before it included; 0 if
-        they were there before anybody waited for them.
+    def ended_s(self) -> float:
+        """The moment at which the numbers were there, as a time of ``time.perf_counter``, however much later it is that
+        somebody looks.
         """
         self.wait()
-        return self._took_s or 0.0
+        return self._ended.seconds(waited=False)
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from issuing the step until its numbers were there, the rest of the step before it included."""
+        return self.ended_s - self._ended.issued_s
 
     @property
     def loss(self) -> float:
@@ -179,11 +181,13 @@ class _Step:
         given: of a lap, what its actions share.
         result: on the CPU; NORM leaves ``VALUES`` there: loss, gradient norm, tokens, whether all was finite, and
             whether the ranks were given the same.
+        ended: of a step, the moment after NORM.
     """
 
     given: Any
     rule: UpdateRule
     result: Tensor
+    ended: Moment | None = None
 
 
 @dataclass
@@ -251,6 +255,8 @@ class Executor:
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
+        self._ended: Moment | None = None
+        """The end of the last step that was issued."""
         doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
@@ -302,16 +308,20 @@ class Executor:
         Args:
             recording: takes down when the actions run.
         """
-        begin = time.monotonic()
+        ended = self._ended = Moment(self.device, self._ended)
         on_cuda = self.device.type == "cuda"
         values = torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=on_cuda)
         training = given.seed is not None
         name = f"step {given.step + 1}" if training else "an evaluation"
         issued = self._issue(
-            schedule, _Step(given, rule, values), name, faulty=given.step + 1 if training else 0, recording=recording
+            schedule,
+            _Step(given, rule, values, ended),
+            name,
+            faulty=given.step + 1 if training else 0,
+            recording=recording,
         )
         assert issued.normed is not None
-        return StepResult(issued.normed, values, begin)
+        return StepResult(issued.normed, values, ended)
 
     def loop(self, schedule: Schedule, *, recording: Recording | None = None) -> int:
         """Play laps until one says that it is the last; how many there were. Returns when all of them have ended.
@@ -530,6 +540,8 @@ class Executor:
                 self._updates.copy_(finite * (tokens > 0))
         values = {"loss": losses / tokens, "norm": norm, "tokens": tokens, "finite": finite, "alike": alike}
         step.result.copy_(torch.stack([values[name] for name in VALUES]), non_blocking=True)
+        assert step.ended is not None
+        step.ended.note()
 
     def _squares(self, units: Sequence[int]) -> Tensor:
         """The sums of squares of the gradients of units at home, slice by slice."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import Protocol
 
 import torch
@@ -44,6 +45,46 @@ class Doing:
     label: str
     seconds: float
     waits: bool
+
+
+class Moment:
+    """The end of something that is issued now, as a time of ``time.perf_counter``, whenever it is asked for.
+
+    A stream comes to it while the host is elsewhere. Where the host has waited for it, its own clock says when it was;
+    else the device's clock, how long after the one before.
+
+    Args:
+        before: the last one on the same device, which is past whenever this one is.
+    """
+
+    def __init__(self, device: torch.device, before: Moment | None = None) -> None:
+        on_cuda = device.type == "cuda"
+        self.issued_s, self._seconds = time.perf_counter(), nan
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        self._before = before if on_cuda else None
+
+    def note(self) -> None:
+        """It is now; to be called by what the lane runs."""
+        if self._event is None:
+            self._seconds = time.perf_counter()
+        else:
+            self._event.record()
+
+    def seconds(self, *, waited: bool) -> float:
+        """When it was, once it is past.
+
+        Args:
+            waited: the caller has waited for it until now.
+        """
+        if isnan(self._seconds):
+            now, before, self._before = time.perf_counter(), self._before, None
+            if waited or before is None or isnan(before._seconds):
+                self._seconds = now
+            else:
+                assert self._event is not None and before._event is not None
+                said = before._seconds + before._event.elapsed_time(self._event) / 1e3
+                self._seconds = min(max(said, self.issued_s), now)  # the two clocks drift apart
+        return self._seconds
 
 
 class LaneProtocol(Protocol):

@@ -21,6 +21,7 @@ from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.errors import RunError
+from tawpipe.extras import VERSION
 from tawpipe.launch.launcher import launched_here
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
@@ -190,8 +191,9 @@ class Training:
         evaluate = self.evaluation.due and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
         write = self.texts.due(step + 1) and not last  # which the end of the run does
+        copy = self.saves.memory is not None and _due(config.checkpoint.memory_every, step + 1, last=False)
         # One step stays unread, so that the next one is issued before this one has ended.
-        soon = evaluate or save or write or last or step == self.first
+        soon = evaluate or save or copy or write or last or step == self.first
         self._report(keep=0 if soon else 1, evaluate=evaluate)
         self._limit.follow()
         if step == self.first:
@@ -204,7 +206,9 @@ class Training:
                 for sample in self.write_samples(step + 1):
                     self.console.line(f"step {step + 1}: {sample}")
         best = config.checkpoint.best and self.evaluation.best.step == step + 1
-        self._last += self.saves.after(step + 1, save=save or best)
+        spent_s = self.saves.after(step + 1, save=save or best)
+        if not self._pending:  # else it was in the time of a step under way
+            self._last += spent_s
 
     def _write_recording(self, recording: Recording) -> None:
         """The files of all ranks; on all ranks. Those that a disk does not take are missing."""
@@ -246,9 +250,8 @@ class Training:
             if result.tokens:
                 self._left_out *= skipped
 
-            # Its numbers.
-            now = time.perf_counter()
-            seconds, self._last = now - self._last, now
+            # Its numbers. A device may have ended it, and the next one, by the time at which they are read.
+            seconds, self._last = result.ended_s - self._last, result.ended_s
             # Counts all tokens of the batch: masked ones are computed too.
             per_second = done.given.tokens / seconds
             values: dict[str, Value] = {
@@ -300,6 +303,7 @@ class Training:
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 tokens_per_second=per_second,
+                at=result.ended_s,
                 shares={name: values.get(key) for key, name in SHARES.items()},
                 extra=", ".join(extra),
                 line=done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps),
@@ -368,7 +372,7 @@ class Training:
             lora=adapter_facts(self.pipeline.chain.given),
             freeze=sorted(self.config.freeze),
             settled=settled(self.config),
-            versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
+            versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )
 
     def _link_seconds(self, given: Given) -> float | None:
