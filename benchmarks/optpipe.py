@@ -61,7 +61,7 @@ LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
 TRIES, WITH_HOST = 20_000, 8
 SLOWER, LAB_RATE = {4096: 4, 16384: 1}, 10e6 / 8 * 0.99
 """Of the lab: times as long as on the GPU, by tokens; bytes a second of its links."""
-UNDER_WAY = 10
+UNDER_WAY = 13
 """Boundary activations, of the limit, for what has come before its work starts and what has yet to go."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from tawpipe.console import columns, span
 from tawpipe.errors import UserError
+from tawpipe.model.attention_kernel import FIXED
 from tawpipe.plan.feasible import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
 from tawpipe.plan.plan import held, of_ranks
@@ -258,10 +259,13 @@ class Longest:
 
 
 def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """The longest row that fits, within ``PRECISION``.
+    """The longest row that fits, within ``PRECISION``; a very long one is of a length for which the fastest kernel of
+    attention computes, at less than a hundredth of its tokens.
 
     >>> longest_that(lambda tokens: tokens <= 1000, 2, 1 << 24) in range(994, 1001)
     True
+    >>> longest_that(lambda tokens: tokens <= 177_682, 2, 1 << 24) % FIXED
+    0
 
     Args:
         least: a length that fits.
@@ -270,7 +274,7 @@ def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
     while most - least > max(1, least * PRECISION):
         middle = max(isqrt(least * most), least + 1)  # lengths differ by orders of magnitude: halve their ratio
         least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    return least - least % FIXED * (least >= 100 * FIXED)
 
 
 def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from tawpipe.model.attention_kernel import recurs
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
 from tawpipe.model.flops import attention_width, key_bytes, key_width
@@ -25,7 +26,9 @@ from tawpipe.runtime.split import DeferredProducts
 from tawpipe.schedule.footprint import BlockMemory
 
 MOST_TOKENS = 2048
-"""Longer rows are not run: bytes grow with the tokens alone, because no kernel holds a matrix of scores."""
+"""Longer rows are not run: bytes grow with the tokens alone, because no kernel holds a matrix of scores. Rows whose
+length does not recur are of an odd one here, too: another kernel computes them, which needs more memory.
+"""
 MEASURED_CHUNK = 512
 """Tokens of the chunks of the rows that are run, and twice as many; larger ones follow from the line."""
 DOCUMENTS = 8
@@ -46,7 +49,8 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
     for (kind, *_), blocks in bench.kinds().items():
         if bench.is_packed(blocks[0]):
             unpacking = max(unpacking, _steady([bench.unpack(blocks[0])], bench.device)[0].most)
-        most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
+        most = 2 * bench.chunk if kind == "head" else MOST_TOKENS if recurs(tokens) else MOST_TOKENS - 1
+        most = min(tokens, most)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
         first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))

@@ -47,7 +47,7 @@ from tawpipe.runtime.world import World
 
 LIMIT = 0.03
 """Of bf16: what rounding makes of a gradient that is a small difference of large numbers."""
-BESIDE_LIBRARY = 1.5
+BESIDE_LIBRARY = 2.0
 """Where transformers' own layer in this dtype is further off than ``LIMIT`` divided by this, so many times as much is
 allowed. On an H100 that is so of a mixture's biases, whose gradients are sums over a thousand tokens in bf16.
 """
