@@ -19,6 +19,19 @@ def cache_argument(module: nn.Module) -> str | None:
     return next((name for name in signature(module.forward).parameters if name in CACHES), None)
 
 
+class LayerStates:
+    """The states of a carrier as mixers of transformers before 5.21 look at them: as attributes of any layer."""
+
+    record_past = True
+
+    def __init__(self, before: State) -> None:
+        self.conv_states = {place: state for (kind, place), state in before.items() if kind == "conv"}
+        self.recurrent_states = {place: state for (kind, place), state in before.items() if kind == "recurrent"}
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
+
+
 class Carrier:
     """Stands where a mixer has its cache: gives the states before some tokens, and takes those behind them, both with
     their graph.
@@ -30,6 +43,10 @@ class Carrier:
     def __init__(self, before: State | None = None) -> None:
         self.before: State = before or {}
         self.after: State = {}
+
+    @property
+    def layers(self) -> LayerStates:
+        return LayerStates(self.before)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.before.get(("conv", state_idx))
