@@ -21,6 +21,13 @@ class Sums(nn.Module):
         return sums
 
 
+class NewSums(Sums):
+    """As transformers names it from 5.24 on."""
+
+    def forward(self, hidden_states: Tensor, cache=None) -> Tensor:
+        return super().forward(hidden_states, cache_params=cache)
+
+
 class Layer(nn.Module):
     """A mixer and something that has none."""
 
@@ -32,8 +39,12 @@ class Layer(nn.Module):
         return self.mlp(self.mixer(hidden_states, cache_params=past_key_values))
 
 
-def test_an_argument_that_is_a_cache_has_one_of_three_names():
-    assert cache_argument(Sums()) == "cache_params" and cache_argument(Layer()) == "past_key_values"
+def test_an_argument_that_is_a_cache_has_one_of_a_few_names():
+    assert (
+        cache_argument(NewSums()) == "cache"
+        and cache_argument(Sums()) == "cache_params"
+        and cache_argument(Layer()) == "past_key_values"
+    )
     assert cache_argument(nn.Linear(1, 1)) is None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tawpipe.model.chunked import State
 
-CACHES = "cache_params", "past_key_values", "past_key_value"
+CACHES = "cache", "cache_params", "past_key_values", "past_key_value"
 """What transformers calls the argument of a forward pass that is a cache."""
 
 
