@@ -21,6 +21,13 @@ class Sums(nn.Module):
         return sums
 
 
+class NewSums(Sums):
+    """As transformers names it from 5.24 on."""
+
+    def forward(self, hidden_states: Tensor, cache=None) -> Tensor:
+        return super().forward(hidden_states, cache_params=cache)
+
+
 class Layer(nn.Module):
     """A mixer and something that has none."""
 
@@ -32,8 +39,12 @@ class Layer(nn.Module):
         return self.mlp(self.mixer(hidden_states, cache_params=past_key_values))
 
 
-def test_an_argument_that_is_a_cache_has_one_of_three_names():
-    assert cache_argument(Sums()) == "cache_params" and cache_argument(Layer()) == "past_key_values"
+def test_an_argument_that_is_a_cache_has_one_of_a_few_names():
+    assert (
+        cache_argument(NewSums()) == "cache"
+        and cache_argument(Sums()) == "cache_params"
+        and cache_argument(Layer()) == "past_key_values"
+    )
     assert cache_argument(nn.Linear(1, 1)) is None
 
 
@@ -57,3 +68,24 @@ def test_states_are_kept_in_32_bits_with_their_graph():
 def test_a_mixer_is_what_asks_for_a_state():
     found = mixing_of(Layer(), LayerCall((), {}), torch.randn(1, 5, 4, requires_grad=True))
     assert isinstance(found, Mixing) and found.mixers == ("mixer",) and not found.attention and not found.unknown
+
+
+class OldSums(Sums):
+    """As mixers were before transformers 5.21."""
+
+    def forward(self, hidden_states: Tensor, cache_params=None) -> Tensor:
+        sums = hidden_states.cumsum(1)
+        if cache_params is not None and cache_params.has_previous_state(3):
+            sums = sums + cache_params.layers[3].recurrent_states[0]
+        if cache_params is not None:
+            cache_params.update_recurrent_state(sums[:, -1:], 3)
+        return sums
+
+
+def test_a_mixer_may_look_at_the_layers_of_its_cache():
+    whole, mixer, first = torch.randn(1, 5, 4), OldSums(), Carrier()
+    parts = [mixer(whole[:, :2], first), mixer(whole[:, 2:], Carrier(first.after))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), mixer(whole))
+    layer = Layer()
+    layer.mixer = mixer
+    assert mixing_of(layer, LayerCall((), {}), whole.requires_grad_()).mixers == ("mixer",)

@@ -193,7 +193,7 @@ def _small(kind: type[PreTrainedConfig], depth: int | None, overrides: dict[str,
         found |= {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
     sub_configs: Any = kind.sub_configs
     for name, sub in sub_configs.items():
-        default = kind.sub_configs_defaults.get(name)
+        default = getattr(kind, "sub_configs_defaults", {}).get(name)
         if not issubclass(sub, PreTrainedConfig):
             if default is None:
                 continue

@@ -177,6 +177,14 @@ def keep_fp64(monkeypatch: Any) -> None:
         lambda size, value, **kwargs: full(size, max(value, -3e38) if "dtype" not in kwargs else value, **kwargs),
     )
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor.to(torch.float32))
+    matmul = torch.Tensor.__matmul__
+
+    def product(first: Tensor, second: Tensor) -> Tensor:  # of frequencies with positions, in 5.17
+        if first.dtype != second.dtype:
+            first, second = first.double(), second.double()
+        return matmul(first, second)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
 
 
 def register_dense() -> None:

@@ -328,7 +328,7 @@ def test_a_rate_is_of_the_time_between_the_ends_of_two_steps(home, monkeypatch):
         return results[-1]
 
     monkeypatch.setattr(Pipeline, "step", ended)
-    assert alone(home, "ended", "--steps", "5", *QUIET) == 0
+    assert alone(home, "ended", "--steps", "5", "--check", "never", *QUIET) == 0
     ends, written = [result.ended_s for result in results], rows(home, "ended")
     assert [row["seconds"] for row in written][2:] == [after - before for before, after in pairwise(ends[1:])]
     assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(6 * 64) for row in written)

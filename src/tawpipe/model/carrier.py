@@ -10,13 +10,26 @@ from torch import Tensor, nn
 
 from tawpipe.model.chunked import State
 
-CACHES = "cache_params", "past_key_values", "past_key_value"
+CACHES = "cache", "cache_params", "past_key_values", "past_key_value"
 """What transformers calls the argument of a forward pass that is a cache."""
 
 
 def cache_argument(module: nn.Module) -> str | None:
     """The name of the argument that is a cache; None for a module that takes none."""
     return next((name for name in signature(module.forward).parameters if name in CACHES), None)
+
+
+class LayerStates:
+    """The states of a carrier as mixers of transformers before 5.21 look at them: as attributes of any layer."""
+
+    record_past = True
+
+    def __init__(self, before: State) -> None:
+        self.conv_states = {place: state for (kind, place), state in before.items() if kind == "conv"}
+        self.recurrent_states = {place: state for (kind, place), state in before.items() if kind == "recurrent"}
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
 
 
 class Carrier:
@@ -30,6 +43,10 @@ class Carrier:
     def __init__(self, before: State | None = None) -> None:
         self.before: State = before or {}
         self.after: State = {}
+
+    @property
+    def layers(self) -> LayerStates:
+        return LayerStates(self.before)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.before.get(("conv", state_idx))

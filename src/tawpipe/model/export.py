@@ -174,16 +174,16 @@ class _ShardWriter:
 
 def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
     """(name on disk, tensor) of the whole model; the tensor is None where this rank was not given it."""
-    from transformers.core_model_loading import WeightConverter, apply_renamings
+    from transformers.core_model_loading import WeightConverter
 
-    groups, renamings = _groups(chain)
+    groups, renamed = _groups(chain)
     for group in groups:
         values = [get_parameter(name) for name, _ in group.sources]
         if any(value is None for value in values):
             yield group.target, None
             continue
         for name, value in group.apply(values, chain.model).items():
-            yield apply_renamings(name, renamings) if isinstance(group.rule, WeightConverter) else name, value
+            yield renamed(name) if isinstance(group.rule, WeightConverter) else name, value
 
     declared = getattr(chain.model, "all_tied_weights_keys", {})
     for name, canonical in canonical_names(chain.model).items():
@@ -191,24 +191,18 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
         if (
             name != canonical and name not in declared and canonical not in declared
         ):  # tied by hand: opening the folder would not tie it
-            yield apply_renamings(name, renamings), get_parameter(canonical)
+            yield renamed(name), get_parameter(canonical)
     persistent = persistent_buffers(chain.model)
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
     for name, buffer in chain.model.named_buffers():
         if name in persistent and name not in parameters:
-            yield apply_renamings(base_name(name), renamings), buffer
+            yield renamed(base_name(name)), buffer
 
 
-def _groups(chain: Chain) -> tuple[list[Conversion], list[Any]]:
-    """The conversion of every parameter to its form on disk, as in ``save_pretrained``, and the renamings after it."""
+def _groups(chain: Chain) -> tuple[list[Conversion], Callable[[str], str]]:
+    """The conversion of every parameter to its form on disk, as in ``save_pretrained``, and the renaming after it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        apply_converters,
-        apply_renamings,
-    )
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(chain.model, add_legacy=False)
     reverse = [entry.reverse_transform() for entry in mapping[::-1] if not isinstance(entry, PrefixChange)]
@@ -216,18 +210,21 @@ def _groups(chain: Chain) -> tuple[list[Conversion], list[Any]]:
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
+    def renamed(name: str) -> str:
+        return rename_source_key(name, renamings, [])[0]
+
     groups: dict[str, Conversion] = {}
     for given, _ in chain.model.named_parameters():
         if is_adapter(chain.model, given):
             continue
         name = base_name(given)
-        target, pattern = apply_converters(name, converters)
+        target, pattern = rename_source_key(name, [], converters)
         if pattern is None:
-            target, pattern = apply_renamings(name, renamings), name
+            target, pattern = renamed(name), name
             groups[target] = Conversion(WeightRenaming(name, target), target, [(name, name)])
         else:
             groups.setdefault(target, Conversion(by_pattern[pattern], target, [])).sources.append((name, pattern))
-    return list(groups.values()), renamings
+    return list(groups.values()), renamed
 
 
 def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
@@ -267,14 +264,13 @@ def _save_adapter_config(chain: Chain, folder: Path) -> None:
 
 
 def _few_bits(format: str, chain: Chain, dtype: torch.dtype) -> FewBitsFolder:
-    from transformers.core_model_loading import WeightConverter, apply_renamings
+    from transformers.core_model_loading import WeightConverter
 
-    groups, renamings = _groups(chain)
+    groups, renamed = _groups(chain)
     split = {name for group in groups if isinstance(group.rule, WeightConverter) for name, _ in group.sources}
     ends = {0, len(chain.blocks) - 1}
     layers = {slot.name for unit in chain.units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
-    on_disk = lambda name: apply_renamings(base_name(name), renamings)  # noqa: E731
-    return FewBitsFolder(format, chain.model, layers, split, on_disk, dtype)
+    return FewBitsFolder(format, chain.model, layers, split, lambda name: renamed(base_name(name)), dtype)
 
 
 def _save_config(chain: Chain, folder: Path, dtype: torch.dtype, few_bits: FewBitsFolder | None) -> None:

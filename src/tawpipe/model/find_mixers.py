@@ -55,6 +55,10 @@ class _Asked(Carrier):
         self.states = True
         return super().get_recurrent_state(*args, **kwargs)
 
+    def has_previous_state(self, *args: Any) -> bool:  # what all ask first, before transformers 5.21
+        self.states = True
+        return super().has_previous_state(*args)
+
     def get_linear_cache(self, *_: object) -> None:
         self.states = True
 

@@ -180,8 +180,9 @@ def _by_itself(
     model = inner_model(given)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no fp64
-    attention = chain.own_attention
-    model.set_attn_implementation(attention if attention in ("sdpa", "eager") else "eager")
+    # sdpa leaves soft caps out; transformers 5.17 uses it nevertheless.
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    model.set_attn_implementation("sdpa" if chain.own_attention == "sdpa" and not capped else "eager")
     layers: list[nn.Module] = list(model.get_submodule(chain.path))
     before: list[Tensor] = []
     after: list[Tensor] = []
