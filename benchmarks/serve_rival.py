@@ -175,11 +175,12 @@ def seconds_of(pid: int) -> float:
 
 def turn(service: Service, pid: int, users: int, given: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     """All users ask one service at the same time; what that took, and the texts."""
-    before, own, began = machine_s(), seconds_of(pid) + seconds_of(os.getpid()), time.perf_counter()
+    before, busy, asking = machine_s(), seconds_of(pid), seconds_of(os.getpid())
+    began = time.perf_counter()
     with ThreadPoolExecutor(users) as threads:
         answers = list(threads.map(lambda user: ask(service, user, given.words, given.tokens), range(users)))
     wall = time.perf_counter() - began
-    ours = seconds_of(pid) + seconds_of(os.getpid()) - own
+    busy, asking = seconds_of(pid) - busy, seconds_of(os.getpid()) - asking
     tokens = sum(answer.tokens for answer in answers)
     reading = {
         "tokens": tokens,
@@ -187,7 +188,8 @@ def turn(service: Service, pid: int, users: int, given: argparse.Namespace) -> t
         "seconds": wall,
         "tokens_per_s": tokens / wall,
         "first_s": statistics.median(answer.first_s for answer in answers),
-        "others": max(0.0, machine_s() - before - ours) / wall / (os.cpu_count() or 1),
+        "busy_ms": 1000 * busy / tokens,
+        "others": max(0.0, machine_s() - before - busy - asking) / wall / (os.cpu_count() or 1),
     }
     return reading, [answer.text for answer in answers]
 
@@ -221,12 +223,19 @@ def line_of(row: dict[str, Any], services: Sequence[Service]) -> str:
     readings = [row[service.name] for service in services]
     rates = [[reading["tokens_per_s"] for reading in of_service] for of_service in readings]
     medians = [statistics.median(some) for some in rates]
-    firsts = [statistics.median(reading["first_s"] for reading in of_service) for of_service in readings]
-    busy = max(reading["others"] for of_service in readings for reading in of_service)
+    firsts, work = (
+        [statistics.median(reading[name] for reading in of_service) for of_service in readings]
+        for name in ("first_s", "busy_ms")
+    )
+    others = max(reading["others"] for of_service in readings for reading in of_service)
     cells = [f"{row['users']}"]
     cells += [f"{median:.1f} ({min(some):.1f} to {max(some):.1f})" for median, some in zip(medians, rates, strict=True)]
-    cells += [f"{medians[0] / medians[1]:.2f}", *(f"{seconds:.2f}" for seconds in firsts)]
-    cells += [f"{row['same_texts']} of {row['same_texts'] + row['other_texts']}", f"{busy:.0%}"]
+    cells += [
+        f"{medians[0] / medians[1]:.2f}",
+        *(f"{seconds:.2f}" for seconds in firsts),
+        *(f"{ms:.1f}" for ms in work),
+    ]
+    cells += [f"{row['same_texts']} of {row['same_texts'] + row['other_texts']}", f"{others:.0%}"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -234,7 +243,8 @@ def table(rows: Sequence[dict[str, Any]], services: Sequence[Service], about: di
     """All rows as a page."""
     names = [service.name for service in services]
     rates, firsts = (f"{name}, tokens/s" for name in names), (f"{name}, first token, s" for name in names)
-    heads = ("users", *rates, "ratio", *firsts, "same texts", "others' work")
+    work = (f"{name}, ms of a processor for a token" for name in names)
+    heads = ("users", *rates, "ratio", *firsts, *work, "same texts", "others' work")
     lines = [
         "# One process beside `transformers serve`",
         "",
@@ -266,6 +276,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each service")
     parser.add_argument("--out", type=Path, help="folder for results.json and table.md")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the services end, too
 
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary, "model")

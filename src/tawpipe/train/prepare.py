@@ -216,7 +216,7 @@ def prepare(
         goes_on_saving=_goes_on_saving(config, begins.state.step if begins.state is not None else 0),
         request=followed.request,
         copies=_copies_in_memory(config, world),
-        texts=wanted_texts(config.sample, beginnings(config.sample, data), window),
+        texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
         tell=console.notice,
     )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):

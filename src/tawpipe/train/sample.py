@@ -80,7 +80,7 @@ class Samples:
 
     def write(self, step: int) -> list[Sample]:
         """The texts of the model as it is after ``step``; on all ranks."""
-        wanted = wanted_texts(self._settings, self._asked, self._window)
+        wanted = wanted_texts(self._asked, self._settings.tokens, self._window)
         written = self._pipeline.generate(
             wanted.prompts,
             wanted.tokens,
@@ -139,11 +139,11 @@ def _encoded(prompt: str, tokenizer: Any, *, chat: bool, usual: bool) -> list[in
     return Encoder(tokenizer).beginning(prompt) or [tokenizer.eos_token_id or 0]
 
 
-def wanted_texts(settings: SampleConfig, asked: Mapping[str, Sequence[int]], window: int) -> Wanted:
+def wanted_texts(asked: Mapping[str, Sequence[int]], tokens: int, window: int) -> Wanted:
     """What is to be generated behind some beginnings, which are cut at the front, so that no text has more than
     ``window`` tokens.
     """
-    tokens = min(settings.tokens, window - 1)
+    tokens = min(tokens, window - 1)
     return Wanted([ids[tokens - window :] for ids in asked.values()], tokens, Sampling(), frozenset())
 
 
