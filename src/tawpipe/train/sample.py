@@ -121,7 +121,8 @@ def beginnings(settings: SampleConfig, data: PreparedData) -> dict[str, list[int
     """
     if not settings.tokens:
         return {}
-    chat, tokenizer = through_template(settings, data), data.tokenizer
+    chat = through_template(settings, data)
+    tokenizer: Any = data.tokenizer
     usual = settings.prompt == SampleConfig().prompt  # nobody has asked this
     if chat and usual and (ids := first_question(data.some_text)):
         return {tokenizer.decode(ids, skip_special_tokens=True).strip(): ids}
