@@ -11,8 +11,9 @@ from transformers import GPT2Config
 from tawpipe.cli import main
 from tawpipe.commands.plan_serve import request_for
 from tawpipe.commands.plan_words import parse, plan_parser
+from tawpipe.model.lowbit import FewBitsLinear
 from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.serving import ServePlan
+from tawpipe.plan.serving import ServePlan, ServeRequest
 from tawpipe.simulate import LinkModel
 
 WORDS = ["plan", "--serve", "--model", "llama-8b", "--device-name", "H100", "--users", "64", "--context", "4096"]
@@ -39,6 +40,8 @@ def test_the_command_says_which_way(capsys):
         (["--serve", "--users", "4", "--context", "64", "--global-batch", "4"], "--global-batch"),
         (["--users", "4", "--sequence-length", "64", "--global-batch", "4"], "--users"),
         (["--serve", "--users", "4", "--context", "64", "--longest"], "--longest"),
+        (["--weights", "w4", "--sequence-length", "64", "--global-batch", "4"], "--weights"),
+        (["--serve", "--users", "4", "--context", "64", "--weights", "w5"], "--weights"),
     ],
 )
 def test_words_that_do_not_go_together_are_refused(words, setting, capsys):
@@ -46,30 +49,51 @@ def test_words_that_do_not_go_together_are_refused(words, setting, capsys):
     assert setting in capsys.readouterr().err
 
 
-def test_blocks_are_measured_on_this_machine():
-    words = [
-        "--serve",
-        "--model",
-        "tiny",
-        "--vocab-size",
-        "500",
-        "--users",
-        "3",
-        "--context",
-        "64",
-        "--topology",
-        "2x1@1gbit",
-    ]
+def test_few_bits_need_fewer_machines(capsys):
+    told = {}
+    for weights in ("auto", "none", "w4", "int8"):
+        words = [*WORDS, "--topology", "2x1@25gbit", "--memory", "12", "--users", "1", "--json", "--weights", weights]
+        assert main(words) == 0
+        told[weights] = json.loads(capsys.readouterr().out)
+    assert told["auto"] == told["none"] and told["w4"]["costs"].endswith("weights in w4")
+    assert told["none"]["verdict"] == "pipeline"
+    assert told["w4"]["verdict"] == told["int8"]["verdict"] == "one machine"
+    alone = {weights: plan["ways"][0] for weights, plan in told.items()}
+    assert alone["w4"]["memory_bytes"] < 0.7 * alone["none"]["memory_bytes"]
+    assert alone["w4"]["token_s"] < 0.5 * alone["none"]["token_s"] < 0.5 * alone["int8"]["token_s"], "no kernel there"
+
+
+def measured(*more: str, dtype: torch.dtype = torch.float32) -> ServeRequest:
+    words = ["--serve", "--model", "tiny", "--vocab-size", "500", "--users", "3", "--context", "64"]
+    words += ["--topology", "2x1@1gbit", *more]
     machine = uniform(2, 1, between=LinkModel(1e8), inside=LinkModel(1e9), device=Device("CPU"))
-    asked = request_for(
-        parse(plan_parser(), words), machine, here=torch.device("cpu"), dtype=torch.float32, tell=lambda _: None
-    )
+    return request_for(parse(plan_parser(), words), machine, here=torch.device("cpu"), dtype=dtype, tell=lambda _: None)
+
+
+@pytest.mark.parametrize("form", ["w4", "int8"])
+def test_blocks_in_few_bits_are_measured(form, monkeypatch):
+    rows, real = set[int](), FewBitsLinear.forward
+
+    def forward(self: FewBitsLinear, given: torch.Tensor) -> torch.Tensor:
+        assert self.form == form
+        rows.add(given.numel() // self.in_features)
+        return real(self, given)
+
+    monkeypatch.setattr(FewBitsLinear, "forward", forward)
+    asked = measured("--weights", form, dtype=torch.bfloat16)
+    assert asked.source == f"measured on CPU; weights in {form}" and rows == {1, 4, 16, 64, 256}
+    layer = asked.model.blocks[1].units[0]
+    assert asked.weight_bytes[layer] < 1.5 and asked.weight_bytes[0] == 2
+
+
+def test_blocks_are_measured_on_this_machine():
+    asked = measured()
     assert asked.source == "measured on CPU"
     assert len(asked.costs) == len(asked.model.blocks)
     for cost in asked.costs:
         assert all(seconds > 0 for _, seconds in cost.points)
     assert asked.costs[1].key_s > 0
-    assert (asked.boundary_bytes, asked.key_bytes, asked.weight_bytes) == (4 * 256, 4 * 2 * 4 * 32, 4)
+    assert (asked.boundary_bytes, asked.key_bytes, *set(asked.weight_bytes)) == (4 * 256, 4 * 2 * 4 * 32, 4)
     assert ServePlan.of(asked).chosen is not None
 
 

@@ -23,9 +23,10 @@ from tawpipe.model.compressed import packed, unpacked
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.lowbit import FewBitsLinear, dequantise_rows, quantise_rows
 from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.serving import form_there
 from tawpipe.runtime.engine import load_engine
 from tawpipe.runtime.passes import Drawn, Room, Sampling
-from tawpipe.serve.slots import Question, Slots
+from tawpipe.runtime.requests import Question, Slots
 
 SHAPE = {
     "vocab_size": 300,
@@ -112,6 +113,7 @@ def test_we_read_it_as_the_matrices_that_it_stands_for(tmp_path: Path, format: s
     model = exported(tmp_path / "few", format, shard=shard)
     chain = Chain(LlamaForCausalLM(config()))
     source = SafetensorsSource(chain, tmp_path / "few")
+    assert form_there(chain, source.codes) == ("w4" if format == "w4a16" else "int8")
     for unit in chain.units:
         flat = source.unit(unit)
         for slot in unit.slots:

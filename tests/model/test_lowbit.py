@@ -11,7 +11,7 @@ from served_families import plain_model, staying
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.lowbit import FEW, FewBitsLinear, dequantise_rows, quantise_rows
-from tawpipe.model.serving import hold_weights
+from tawpipe.model.serving import WeightBytes, hold_weights
 from tawpipe.model.weights import ModuleSource
 from tawpipe.runtime.engine import Engine
 from tawpipe.runtime.passes import Pass, Room, Row, Sampling
@@ -53,6 +53,27 @@ def test_a_product_is_that_with_what_the_codes_stand_for(
     expected = given.double() @ matrix.T + bias.double()
     error = (layer(given).double() - expected).abs().max() / expected.abs().max()
     assert error < {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float64: 1e-12}[dtype]
+
+
+@pytest.mark.parametrize("form", ["none", *FORMS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_that_are_held(form: str, dtype: torch.dtype) -> None:
+    chain = Chain(wide(tie_word_embeddings=False))
+    said = WeightBytes.of(chain, form, dtype, "cpu")
+    staying(chain, dtype, form=form)
+    few = [module for module in chain.model.modules() if isinstance(module, FewBitsLinear)]
+    tensors = [value for module in few for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    slots = {slot.name for unit in chain.units for slot in unit.slots}
+    tensors += [value for name, value in chain.model.named_parameters() if name in slots]
+    held = sum(width * unit.numel for width, unit in zip(said.held, chain.units, strict=True))
+    assert held == sum(tensor.nbytes for tensor in tensors) and bool(few) == (form != "none")
+    layer = chain.blocks[1].units[0]
+    if form == "none":
+        assert said.held == said.few == said.many == (dtype.itemsize,) * len(chain.units)
+    elif dtype == torch.bfloat16:
+        assert said.few[layer] < 0.6 * dtype.itemsize < 2 * dtype.itemsize < said.many[layer]
+    else:
+        assert said.few[layer] == said.many[layer], "no kernel"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -10,9 +10,18 @@ import pytest
 
 from schedules import llama
 from tawpipe.errors import UserError
+from tawpipe.model.serving import WeightBytes
 from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.pass_costs import estimated_passes
-from tawpipe.plan.serving import PassCost, ServePlan, ServeRequest, ServeWay, best_chunk, lap_seconds
+from tawpipe.plan.serving import (
+    PassCost,
+    ServePlan,
+    ServeRequest,
+    ServeWay,
+    best_chunk,
+    fullest_bytes,
+    lap_seconds,
+)
 from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
@@ -131,6 +140,11 @@ def shape(layers: int, layer: float, ends: float) -> ModelSpec:
     return ModelSpec(blocks, tuple(UnitSpec(int(size), False, (number,)) for number, size in enumerate(sizes)))
 
 
+def in_16_bits(model: ModelSpec) -> WeightBytes:
+    widths = (2.0,) * len(model.units)
+    return WeightBytes(widths, widths, widths)
+
+
 MODELS = {  # in bf16: 2.5, 16 and 141 GB; keys and values of a layer and token: 2, 4 and 4 kB
     "1B": (shape(16, 61e6, 263e6), 2048, 2048),
     "8B": (shape(32, 218e6, 525e6), 4096, 4096),
@@ -167,7 +181,7 @@ def test_verdicts_that_were_written_down_before(model, device, devices, users, c
     flops, rate, gib = DEVICES[device]
     asked = ServeRequest(
         spec,
-        estimated_passes(spec, flops=flops, memory_rate=rate, width=2.0, key_width=keys),
+        estimated_passes(spec, flops=flops, memory_rate=rate, weights=in_16_bits(spec), key_width=keys),
         machine(devices, 0.1 * MS, 1.25e9),
         users,
         context,
@@ -187,11 +201,31 @@ def test_memory_is_weights_caches_and_rooms():
 
 
 def test_costs_from_a_data_sheet_read_weights_until_multiplying_takes_longer():
-    costs = estimated_passes(llama(1), flops=2e6, memory_rate=1e6, width=2.0, key_width=7.0)
+    costs = estimated_passes(llama(1), flops=2e6, memory_rate=1e6, weights=in_16_bits(llama(1)), key_width=7.0)
     assert costs[1].seconds(1) == pytest.approx(333 * 2 / 0.7e6)
     assert costs[1].seconds(64) == pytest.approx(2 * 333 * 64 / 1e6)
     assert costs[1].seconds(1, 100) - costs[1].seconds(1) == pytest.approx(100 * 7 / 0.7e6)
     assert costs[0].seconds(64) == 0
+
+
+def test_few_bits_are_read_sooner_by_few_tokens_and_dequantised_for_many():
+    units = len(llama(1).units)
+    few = WeightBytes(*((width,) * units for width in (1.0, 0.5, 4.5)))
+    wide, costs = (
+        estimated_passes(llama(1), flops=1e12, memory_rate=1e6, weights=weights, key_width=0.0)[1]
+        for weights in (in_16_bits(llama(1)), few)
+    )
+    for tokens in (1, 8, 16):
+        assert costs.seconds(tokens) == pytest.approx(wide.seconds(tokens) / 4)
+    for tokens in (17, 64, 4096):
+        assert costs.seconds(tokens) == pytest.approx(wide.seconds(tokens) * 4.5 / 2)
+
+
+def test_memory_has_the_bytes_of_each_unit():
+    asked, way = request(), Layout.even(6, 1)
+    widths = tuple(float(place) for place in range(len(asked.model.units)))
+    numbers = [sum(unit.numel * width for unit, width in zip(asked.model.units, widths, strict=True)), 4 * 1000.0]
+    assert sum(numbers) <= fullest_bytes(asked.model, way, widths, 1000.0) <= 1.1 * sum(numbers)
 
 
 def test_numbers_that_cannot_be_are_refused():

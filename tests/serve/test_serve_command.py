@@ -210,11 +210,16 @@ def test_stages_on_several_processes_answer_the_same_also_after_being_idle(folde
         assert running.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("killed", [1, 0])
+@pytest.mark.parametrize(
+    ("killed", "nproc"), [(1, 3), (0, 2), *(pytest.param(killed, 3, marks=pytest.mark.slow) for killed in (0, 2, None))]
+)
 def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is_left(
-    folder: Path, killed: int
+    folder: Path, killed: int | None, nproc: int
 ) -> None:
-    words = ["--model", str(folder), "--nproc", "2", "--slots", "10"]
+    """As the others notice it, not when the time that they wait is over, which is ten minutes here. None is the
+    launcher, with which the kernel ends them all.
+    """
+    words = ["--model", str(folder), "--nproc", str(nproc), "--slots", "10", "--timeout-s", "600"]
     with serving(words) as running:
         client, began = running.client(), threading.Semaphore(0)
 
@@ -229,11 +234,11 @@ def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is
         with ThreadPoolExecutor(20) as threads:
             reading = [threads.submit(read) for _ in range(20)]
             assert all(began.acquire(timeout=60) for _ in reading)
-            os.kill(workers[killed], signal.SIGKILL)
+            os.kill(running.process.pid if killed is None else workers[killed], signal.SIGKILL)
             for reader in reading:
                 reader.result(60)  # an end with an error, long before the limits of requests and of the client
-        assert running.process.wait(30) == 1
-        assert not [worker for worker in workers if is_alive(worker)]
+        assert running.process.wait(30) == (1 if killed is not None else -signal.SIGKILL)
+        assert wait_for(lambda: not any(map(is_alive, workers)), 10)
         port = int(running.address().rpartition(":")[2].split("/")[0])
         bound_socket("127.0.0.1", port).close()
 

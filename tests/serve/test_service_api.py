@@ -19,7 +19,7 @@ from processes import wait_for
 from scripted_engine import LOGPROB
 from served import LIMITS, NAME, Served, resident_bytes, served, tokenizer_of_bytes
 from tawpipe.runtime.passes import Room, Sampling
-from tawpipe.serve.slots import Question
+from tawpipe.runtime.requests import Question
 
 EMOJI = "so \U0001f469‍\U0001f680 naïve \U0001f44d\U0001f3fd"
 

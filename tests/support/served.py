@@ -16,9 +16,9 @@ from openai import OpenAI
 from scripted_engine import ScriptedEngine
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.runtime.passes import Room, Sampling
+from tawpipe.runtime.requests import Slots
 from tawpipe.serve.api import RequestLimits, Service
 from tawpipe.serve.engine import FAILED, HttpThread, bound_socket
-from tawpipe.serve.slots import Slots
 from tawpipe.serve.text import Prompts
 
 NAME = "parrot"

@@ -21,9 +21,10 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.serving import hold_weights, refuse_serving
 from tawpipe.model.weights import ModuleSource
-from tawpipe.pipeline.generate import GrowingTexts, Wanted
+from tawpipe.pipeline.generate import Continuation, GrowingTexts, Wanted
 from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
 from tawpipe.runtime.passes import Pass, Room, Sampling
+from tawpipe.runtime.requests import Slots
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
 
@@ -48,21 +49,26 @@ class Served:
     staged: str = ""
 
 
-class Joining(GrowingTexts):
-    """Texts that begin to wait only after some passes."""
+class Joining(Slots):
+    """Texts that are asked for only after some passes."""
 
     def __init__(self, wanted: Wanted, room: Room, join: Sequence[int] = JOIN) -> None:
-        super().__init__(wanted, room)
+        super().__init__(room, waiting=len(wanted.prompts), idle_s=0)
+        self._texts = GrowingTexts(wanted)
         self._later = list(zip(join, range(len(wanted.prompts)), strict=True))
-        self._waiting.clear()
         self._fed = 0
+
+    @property
+    def continuations(self) -> list[Continuation]:
+        return self._texts.continuations
 
     def feed(self, group: int) -> Pass:
         while self._later and self._later[0][0] <= self._fed:
-            self._waiting.append(self._later.pop(0)[1])
+            self._texts.ask(self, self._later.pop(0)[1])
+        if not self._later:
+            self.drain()
         self._fed += 1
-        fed = super().feed(group)
-        return Pass(fed.group, fed.rows, last=fed.last and not self._later)
+        return super().feed(group)
 
 
 def plain_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> Any:

@@ -13,10 +13,12 @@ import torch
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.pipeline.generate import Wanted
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Device, Machine
-from tawpipe.plan.measure import Asked
+from tawpipe.plan.measure import Asked, request_of
 from tawpipe.plan.would_fit import WouldFit
+from tawpipe.runtime.passes import Sampling
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -48,13 +50,19 @@ def chain() -> Chain:
 
 
 def check(
-    monkeypatch, chain: Chain, *, memory_bytes: int, schedule: ScheduleSettings = CONFIG.schedule
+    monkeypatch,
+    chain: Chain,
+    *,
+    memory_bytes: int,
+    schedule: ScheduleSettings = CONFIG.schedule,
+    texts: Wanted | None = None,
 ) -> memory.Needs | None:
     machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
     asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure")
     planning = Planning(ALONE, chain, asked)
-    return memory.check_memory(planning, schedule, BATCH, others=lambda short: WouldFit(short, CONFIG, no_other))[0]
+    others = lambda short: WouldFit(short, CONFIG, no_other)  # noqa: E731
+    return memory.check_memory(planning, schedule, BATCH, others=others, texts=texts)[0]
 
 
 def no_other(config: TrainConfig) -> Any:
@@ -84,6 +92,49 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
     said = str(refused.value)
     assert said.startswith("memory: got 'a run that needs ") and "working" in said and "on every device" in said
     assert "--schedule.recompute full: " in said and "s a step" in said
+
+
+def test_texts_that_the_model_writes_are_counted(monkeypatch, chain):
+    real, asked = Planning.ask, []
+
+    def ask(*args: Any, **rest: Any) -> Any:
+        """Measured once."""
+        asked.append(real(*args, **rest) if not asked else asked[0])
+        return asked[-1]
+
+    monkeypatch.setattr(Planning, "ask", ask)
+    step = check(monkeypatch, chain, memory_bytes=0)
+    assert step is not None and "texts" not in step.parts
+    few, many = (Wanted([[1] * 8] * count, 2000, Sampling(), frozenset()) for count in (1, 64))
+    short = check(monkeypatch, chain, memory_bytes=0, texts=few)
+    assert short is not None and short.parts["texts"] == 0, "less than what a step has given back"
+    needs = check(monkeypatch, chain, memory_bytes=0, texts=many)
+    assert needs is not None and needs.parts["texts"] > 0
+    room, layers, config = many.room(1), len(chain.blocks) - 2, chain.config
+    keys = 2 * config.num_key_value_heads * config.head_dim * 4
+    cache = room.groups * room.slots * room.context * keys * layers
+    assert cache == 64 * 2008 * keys * layers
+    given_back = step.parts["activations"] + step.parts["working"]
+    assert cache - given_back < needs.parts["texts"] < 1.5 * cache - given_back, "and a pass"
+    assert memory.said_bytes(needs, torch.device("cpu")) == needs.device - needs.parts["texts"]
+
+    limit = needs.device - needs.parts["texts"] // 2
+    assert check(monkeypatch, chain, memory_bytes=limit, texts=few) is not None
+    with pytest.raises(UserError, match="fewer prompts: texts take") as refused:
+        check(monkeypatch, chain, memory_bytes=limit, texts=many)
+    assert (refused.value.setting, refused.value.value) == ("--sample.tokens", 2000)
+
+
+def test_texts_on_several_processes_take_a_stage_of_the_weights(chain):
+    machine = Machine((1, 1), FREE, FREE, device=Device("CPU", 0))
+    asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure", timed=False)
+    request = request_of(chain, machine, asked, here=torch.device("cpu"))
+    texts = Wanted([[1] * 8], 8, Sampling(), frozenset())
+    alone, stage = (memory.texts_bytes(chain, texts, request, CONFIG.schedule, ranks) for ranks in (1, 2))
+    half = sum(unit.numel for unit in chain.units if {*range(5)}.intersection(unit.blocks))  # keys and values besides
+    assert len(chain.blocks) == 10 and 4 * half < stage < 4 * half + alone
+    assert memory.texts_bytes(chain, texts, request, CONFIG.schedule, 9) == 0, "more than layers: by evaluation"
+    assert memory.texts_bytes(chain, replace(texts, tokens=0), request, CONFIG.schedule, 2) == 0
 
 
 def test_settings_that_cannot_work_are_left_to_those_who_know(monkeypatch, chain):

@@ -46,6 +46,7 @@ def _run(words: PlanWords) -> int:
 
     from tawpipe.model.attention_kernel import activate_flash
     from tawpipe.model.build import text_config_of
+    from tawpipe.model.lowbit import EXACT
     from tawpipe.pipeline.refuse import refuse_settings
     from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.measure import device_name
@@ -64,6 +65,7 @@ def _run(words: PlanWords) -> int:
     machine = _machine(words, here, measured)
     same, kind = device_name(here) == machine.device.name, "cpu" if machine.device.name == "CPU" else "cuda"
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
+    fast |= words.serve and words.weights not in (None, AUTO, EXACT)  # kernels for few bits multiply in it
     dtype, why = (config.dtype, "as --dtype says") if config.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
     if words.serve:

@@ -40,12 +40,14 @@ def request_for(
     from tawpipe.model.build import PRESETS, build_model
     from tawpipe.model.chain import Chain
     from tawpipe.model.flops import KNOWN_DEVICES, key_bytes, memory_rate, peak_flops
-    from tawpipe.model.serving import refuse_serving
+    from tawpipe.model.lowbit import AUTO, EXACT
+    from tawpipe.model.serving import WeightBytes, form_there, refuse_serving
     from tawpipe.plan.measure import USABLE, device_name, system_of
     from tawpipe.plan.pass_costs import estimated_passes, measured_passes
     from tawpipe.plan.serving import ServeRequest
 
     config, device = words.config, machine.device
+    measures = words.profile == "measure" or (words.profile == "auto" and device_name(here) == device.name)
     assert words.users is not None and words.context is not None
     built = build_model(
         config.model,
@@ -57,17 +59,20 @@ def request_for(
     )
     chain = Chain(built.model)
     refuse_serving(chain, words.context)
+    form, kind = words.weights or AUTO, "cpu" if device.name == "CPU" else "cuda"
+    if form == AUTO:
+        form = form_there(chain, getattr(built.source(chain, seed=0), "codes", lambda name: None))
+    weights = WeightBytes.of(chain, form, dtype, kind)
     width, keys = dtype.itemsize, key_bytes(chain.config.get_text_config(), dtype)[0]
     boundary, model = chain.config.get_text_config().hidden_size * width, chain.spec
-    measures = words.profile == "measure" or (words.profile == "auto" and device_name(here) == device.name)
     flops = device.flops or peak_flops(device.name, str(dtype).removeprefix("torch."))
     rate = memory_rate(device.name)
     if measures:
         with chain.borrowed():
-            costs = measured_passes(chain, dtype=dtype, device=here, tell=tell)
+            costs = measured_passes(chain, dtype=dtype, device=here, form=form, weights=weights, tell=tell)
         source = f"measured on {device_name(here)}"
     elif flops and rate:
-        costs = estimated_passes(model, flops=flops, memory_rate=rate, width=width, key_width=keys)
+        costs = estimated_passes(model, flops=flops, memory_rate=rate, weights=weights, key_width=keys)
         source = f"estimated from {device.name}'s {flops / 1e12:.3g} TFLOP/s and {rate / 1e12:.3g} TB/s"
     else:
         known = f"{', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype), or CPU to measure on this machine's processors"
@@ -81,9 +86,9 @@ def request_for(
         words.context,
         boundary,
         keys,
-        weight_bytes=width,
+        weight_bytes=weights.held,
         memory_bytes=int(limit),
         system_bytes=system_of(machine, here)[0],
-        source=source,
+        source=source if form == EXACT else f"{source}; weights in {form}",
         why_not_staged=chain.why_not_staged,
     )

@@ -6,11 +6,12 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from tawpipe.errors import UserError
 from tawpipe.options import CommandParser, Leaf, Open, first_sentence
 from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED, ScheduleSettings, chosen_by_hand
+from tawpipe.serve.settings import WeightForm
 from tawpipe.train.checks import check_plannable
 from tawpipe.train.config import TrainConfig, train_options
 from tawpipe.train.names import ELSEWHERE
@@ -61,6 +62,7 @@ class PlanWords:
         topology, device_name: of the machines.
         longest: the longest row is asked for.
         serve: how so many users, of so many tokens each (``context``), are served is asked for.
+        weights: of what is served, as ``tawpipe serve`` takes the word; None if nobody has said one.
         lengths: of documents.
         memory: GiB of a device.
         profile, explain, report, save: as the help says.
@@ -78,6 +80,7 @@ class PlanWords:
     serve: bool
     users: int | None
     context: int | None
+    weights: str | None
     lengths: str | None
     memory: float | None
     profile: str
@@ -131,7 +134,7 @@ class PlanWords:
                 if value is None:
                     raise UserError(name, "nothing", "a number: of users served at once, and of a user's tokens")
         else:
-            given = (("--users", self.users), ("--context", self.context))
+            given = (("--users", self.users), ("--context", self.context), ("--weights", self.weights))
             conflicts += [(name, value, "nothing without --serve") for name, value in given]
         if self.longest:
             conflicts += [
@@ -247,6 +250,11 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--users", type=int, metavar="U", help="with --serve, users whose tokens come at the same time")
     parser.add_argument("--context", type=int, metavar="C", help="with --serve, tokens of a user's prompt and answer")
+    parser.add_argument(
+        "--weights",
+        choices=get_args(WeightForm),
+        help="with --serve, few bits for the matrices of layers, as `tawpipe serve` has them (default: auto)",
+    )
     parser.add_argument(
         "--lengths",
         metavar="TOKENS,...|corpus|FILE|lognormal:MU,SIGMA",

@@ -7,7 +7,7 @@ the matrix is dequantised for the time of the product.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ class FewBitsLinear(nn.Module):
         super().__init__()
         self.form, self.dtype, self.bias = form, dtype, bias
         self.out_features, self.in_features = codes.shape
-        self.kernel, self.scales = has_kernel(form, codes, dtype), scales.to(dtype)
+        self.kernel, self.scales = has_kernel(form, codes.shape, dtype, codes.device.type), scales.to(dtype)
         self.codes, self.packed, self.scales_and_zeros = codes, codes[:0], self.scales[:0]
         if form == "w4":
             low, high = (codes[:, at::2].view(torch.uint8) & 15 for at in (0, 1))
@@ -95,14 +95,29 @@ class FewBitsLinear(nn.Module):
         return output.view(*given.shape[:-1], self.out_features)
 
 
-def has_kernel(form: str, codes: Tensor, dtype: torch.dtype) -> bool:
-    """True if torch multiplies with such a matrix on its device, and faster than with what it stands for: a CPU's
-    kernels are many times slower in fp32.
+def has_kernel(form: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> bool:
+    """True if torch multiplies with such a matrix on this type of device, and faster than with what it stands for: a
+    CPU's kernels are many times slower in fp32.
     """
-    out, inner = codes.shape
-    if codes.device.type == "cpu":
+    out, inner = shape
+    if device == "cpu":
         return dtype in HALF and out % 16 == 0 and inner % 32 == 0
     return form == "w4" and dtype == torch.bfloat16 and out % 8 == 0 and inner % 1024 == 0
+
+
+def matrix_bytes(form: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> tuple[int, int, int]:
+    """Bytes that a matrix [out, in] in few bits holds, that a product with up to ``FEW`` tokens reads of it, and that
+    one with more reads and writes, for which it is dequantised.
+    """
+    out, inner = shape
+    numbers, width = out * inner, dtype.itemsize
+    codes, scales = (numbers, out * width) if form == "int8" else (numbers // 2, numbers // GROUP * width)
+    many = codes + scales + 2 * numbers * width
+    if not has_kernel(form, shape, dtype, device):
+        return codes + scales, many, many
+    if form == "int8":
+        return codes + scales, codes + scales, many
+    return 2 * codes + 3 * scales, codes + 2 * scales, many  # the kernel has its own codes, and scales with zeros
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from tawpipe.model.lowbit import (
     check_weights_form,
     few_bits_modules,
     form_of,
+    matrix_bytes,
     put_few_bits,
     quantise_rows,
 )
@@ -52,6 +54,56 @@ def longest_context(chain: Chain) -> int:
     return min((limit for limit in limits if limit), default=2**31)
 
 
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of an element of each unit, of weights that stay.
+
+    Attributes:
+        held: in memory.
+        few: that a pass of up to ``FEW`` tokens reads.
+        many: that any other pass reads and writes.
+    """
+
+    held: tuple[float, ...]
+    few: tuple[float, ...]
+    many: tuple[float, ...]
+
+    @classmethod
+    def of(cls, chain: Chain, form: str, dtype: torch.dtype, device: str) -> WeightBytes:
+        """Those of ``hold_weights`` on a type of device.
+
+        Raises:
+            UserError: nothing could have the form.
+        """
+        modules, units = _modules_of(chain, form, chain.units), list[tuple[float, ...]]()
+        for unit in chain.units:
+            slots = [
+                matrix_bytes(form, slot.shape, dtype, device)
+                if slot.name in modules
+                else (slot.numel * dtype.itemsize,) * 3
+                for slot in unit.slots
+            ]
+            units.append(tuple(sum(sizes) / unit.numel for sizes in zip(*slots, strict=True)))
+        return cls(*zip(*units, strict=True))
+
+
+def form_there(chain: Chain, codes: Callable[[str], tuple[Tensor, Tensor] | None]) -> str:
+    """The form of the matrices of a folder, which is that of the first with codes; ``none`` if there is no such one."""
+    names = (slot.name for unit in chain.units for slot in unit.slots)
+    return next((form_of(pair[1]) for pair in map(codes, names) if pair is not None), EXACT)
+
+
+def _modules_of(chain: Chain, form: str, units: Iterable[Unit]) -> dict[str, str]:
+    """Weights of some units that can be in few bits -> the modules that they are of."""
+    check_weights_form(form)
+    ends = {0, len(chain.blocks) - 1}
+    names = {slot.name for unit in units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
+    modules = {} if form == EXACT else few_bits_modules(chain.model, form, names)
+    if names and form not in (AUTO, EXACT) and not modules:
+        raise UserError("weights", form, f"{EXACT} for {chain.name}, which has no linear layer that can be in few bits")
+    return modules
+
+
 @torch.no_grad()
 def hold_weights(
     chain: Chain,
@@ -72,13 +124,9 @@ def hold_weights(
     Raises:
         UserError: no such form, or nothing that could have it.
     """
-    check_weights_form(form)
-    wanted, ends = set(blocks), {0, len(chain.blocks) - 1}
+    wanted = set(blocks)
     units = [unit for unit in chain.units if wanted.intersection(unit.blocks)]
-    names = {slot.name for unit in units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
-    modules = {} if form == EXACT else few_bits_modules(chain.model, form, names)
-    if names and form not in (AUTO, EXACT) and not modules:
-        raise UserError("weights", form, f"{EXACT} for {chain.name}, which has no linear layer that can be in few bits")
+    modules = _modules_of(chain, form, units)
     for unit in units:
         flat = values(unit).to(chain.device, chain.dtype)
         coded = dict[str, tuple[Tensor, Tensor]]()

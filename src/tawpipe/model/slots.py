@@ -154,7 +154,11 @@ class LayerSlots:
             # What is left of another request is hidden, but hidden numbers that are not finite would still show.
             for slot, end in documents.leftover.items():
                 held[slot, :, :end].zero_()
-            held[slots, :, positions] = new[0].transpose(0, 1)
+            if len(documents.parts) == 1:  # a copy is sooner than an index
+                (part,) = documents.parts
+                held[part.slot, :, part.first : part.end] = new[0]
+            else:
+                held[slots, :, positions] = new[0].transpose(0, 1)
 
 
 class SlotCache:

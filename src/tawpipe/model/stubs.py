@@ -71,8 +71,10 @@ def taken_by(model: nn.Module, arguments: dict[str, Any], *, alone: bool) -> dic
     """Arguments of a model's forward pass; if documents are ``alone``, without those that it does not take: it counts
     positions by itself then, or needs no mask.
     """
+    if not alone:
+        return arguments
     known = signature(model.forward).parameters
-    if not alone or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return arguments
     needed = "input_ids", "inputs_embeds"
     return {name: value for name, value in arguments.items() if name in known or name in needed}
@@ -123,9 +125,10 @@ class Recorder(Stub):
         tape: Tape = self.__dict__["tape"]
         hidden, call = LayerCall.take(args, kwargs)
         assert len(tape.calls) == self.index, "the layers are not called in their order"
-        assert all(leaf is not NOTHING for leaf in tree_leaves((call.args, call.kwargs))), (
-            "a layer is given more of the one before it than hidden states"
-        )
+        if tape.returns > 1:  # the only place that ``NOTHING`` comes from; looking for it takes long
+            assert all(leaf is not NOTHING for leaf in tree_leaves((call.args, call.kwargs))), (
+                "a layer is given more of the one before it than hidden states"
+            )
         assert tape.hidden is None or (hidden is tape.hidden and hidden._version == tape.version), (
             "the model changes the hidden states between two layers"
         )

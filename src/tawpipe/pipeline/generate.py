@@ -6,7 +6,6 @@ take an evaluation for every token instead, in which all weights travel as they 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,8 +21,9 @@ from tawpipe.model.units import Unit
 from tawpipe.runtime.drawing import draw
 from tawpipe.runtime.engine import Engine, StagesEngine
 from tawpipe.runtime.measures import Head, Measure
-from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
+from tawpipe.runtime.passes import Drawn, Room, Sampling
 from tawpipe.runtime.placing import placed_weights
+from tawpipe.runtime.requests import End, Question, Slots
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World
@@ -73,6 +73,12 @@ class Wanted:
         """Tokens of the longest text, at most."""
         return max(map(len, self.prompts), default=0) + self.tokens
 
+    def room(self, ranks: int) -> Room:
+        """The slots in which they grow on so many processes."""
+        texts = max(1, len(self.prompts))
+        groups = min(ranks, texts)
+        return Room(groups, min(MOST_SLOTS, -(-texts // groups)), self.longest, min(CHUNK, self.longest))
+
     def sampling_of(self, number: int) -> Sampling:
         """How the tokens behind a prompt are drawn."""
         return replace(self.sampling, seed=self.sampling.seed + number)
@@ -100,22 +106,12 @@ class Wanted:
 
 
 class GrowingTexts:
-    """The texts that are wanted, as they grow: all of them, or in the slots of an engine (``PassFeeder``)."""
+    """The texts that are wanted, as they grow."""
 
-    def __init__(self, wanted: Wanted, room: Room) -> None:
-        self._wanted, self._room = wanted, room
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
         self.texts = [list(prompt) for prompt in wanted.prompts]
         self._logprobs: list[list[float]] = [[] for _ in wanted.prompts]
-        self._waiting = deque(range(len(self.texts)) if wanted.tokens else ())
-        self._in: dict[int, int] = {}
-        """Slot -> the text that grows there."""
-        self._given = [0] * len(self.texts)
-        """Tokens that were in passes."""
-
-    @property
-    def open(self) -> list[int]:
-        """Numbers of texts that grow, or wait for a slot."""
-        return sorted([*self._waiting, *self._in.values()])
 
     @property
     def continuations(self) -> list[Continuation]:
@@ -128,34 +124,33 @@ class GrowingTexts:
         self._logprobs[number].append(logprob)
         return len(self._logprobs[number]) < self._wanted.tokens and token not in self._wanted.stops
 
-    def feed(self, group: int) -> Pass:
-        slots = range(group * self._room.slots, (group + 1) * self._room.slots)
-        for slot in slots:
-            if slot not in self._in and self._waiting:
-                self._in[slot] = self._waiting.popleft()
-        rows = [self._row(slot, 1) for slot in slots if slot in self._in and self._left(slot) == 1]
-        several = next((slot for slot in self._in if self._left(slot) > 1), None)
-        if several is not None:
-            rows.append(self._row(several, self._room.chunk))
-        return Pass(group, tuple(rows), last=not self._in and not self._waiting)
+    def ask(self, slots: Slots, number: int) -> None:
+        """Have a text grow in one of an engine's slots."""
 
-    def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        for token in drawn:
-            if not self.add(self._in[token.slot], token.token, token.logprob):
-                del self._in[token.slot]
+        def tell(drawn: Drawn | None, end: End, words: str) -> None:
+            if drawn is not None:
+                self.add(number, drawn.token, drawn.logprob)
 
-    def _left(self, slot: int) -> int:
-        """Tokens of a slot's text that were in no pass; none while the next one is drawn."""
-        number = self._in[slot]
-        return len(self.texts[number]) - self._given[number]
+        wanted = self._wanted
+        question = Question(tuple(wanted.prompts[number]), wanted.tokens, wanted.sampling_of(number), wanted.stops)
+        slots.ask(question, tell)
 
-    def _row(self, slot: int, most: int) -> Row:
-        number = self._in[slot]
-        first, text = self._given[number], self.texts[number]
-        tokens = tuple(text[first : first + most])
-        self._given[number] += len(tokens)
-        complete = self._given[number] == len(text)
-        return Row(slot, first, tokens, self._wanted.sampling_of(number) if complete else None)
+    def in_slots(self, room: Room) -> Slots:
+        """All of them in the slots of an engine, which has computed them when its last pass is over."""
+        slots = Slots(room, waiting=len(self.texts))
+        if self._wanted.tokens:
+            for number in range(len(self.texts)):
+                self.ask(slots, number)
+        slots.drain()
+        return slots
+
+
+def why_by_evaluation(chain: Chain, ranks: int) -> str:
+    """The reason why every token takes an evaluation on so many processes; empty if weights stay."""
+    layers = len(chain.blocks) - 2
+    if ranks > max(1, layers):
+        return f"{layers} layers are too few for {ranks} stages"
+    return why_not_served(chain) or (chain.why_not_staged if ranks > 1 else "")
 
 
 class Generator:
@@ -169,32 +164,20 @@ class Generator:
         self._chain, self._storage, self._world = chain, storage, world
         self._transport: Transport | None = None
 
-    @property
-    def why_by_evaluation(self) -> str:
-        """The reason why every token takes an evaluation; empty if weights stay."""
-        layers = len(self._chain.blocks) - 2
-        if self._world.size > max(1, layers):
-            return f"{layers} layers are too few for {self._world.size} stages"
-        staged = self._chain.why_not_staged if self._world.size > 1 else ""
-        return why_not_served(self._chain) or staged
-
     def run(self, wanted: Wanted) -> list[Continuation]:
         """With nothing under way; on all ranks, which all get the same. Afterwards the chain has no weights again."""
         world, size = self._world, self._world.size
-        groups = min(size, max(1, len(wanted.prompts)))
-        slots = min(MOST_SLOTS, -(-max(1, len(wanted.prompts)) // groups))
-        room = Room(groups, slots, wanted.longest, min(CHUNK, wanted.longest))
-        texts = GrowingTexts(wanted, room)
+        room, texts = wanted.room(size), GrowingTexts(wanted)
         with torch.compiler.set_stance("force_eager"):  # passes have many lengths, and layers are compiled for rows
             try:
                 if size == 1:
                     copies = self._storage.compute_copy
                     blocks = range(len(self._chain.blocks))
                     hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
-                    Engine(self._chain, room).run(texts)
+                    Engine(self._chain, room).run(texts.in_slots(room))
                     return texts.continuations
                 engine = self._staged(room)
-                engine.run(texts if world.rank == 0 else None)
+                engine.run(texts.in_slots(room) if world.rank == 0 else None)
             finally:
                 for unit in self._chain.units:
                     self._chain.release(unit.index)
@@ -243,8 +226,8 @@ class Evaluating(Protocol):
 
 def by_evaluation(pipeline: Evaluating, wanted: Wanted) -> list[Continuation]:
     """The same by an evaluation for every token, on all ranks."""
-    texts = GrowingTexts(wanted, Room(1, 1, wanted.longest, 1))
-    growing = texts.open
+    texts = GrowingTexts(wanted)
+    growing = [*range(len(texts.texts))] if wanted.tokens else []
     while growing:
         seen = [texts.texts[number] for number in growing]
         length = min(-(-max(map(len, seen)) // ROUNDED) * ROUNDED, wanted.longest)

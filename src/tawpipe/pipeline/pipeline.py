@@ -35,7 +35,7 @@ from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import check_on_rank_0, is_tested, slices_of_documents
 from tawpipe.pipeline.costs import StepCosts
-from tawpipe.pipeline.generate import Continuation, Generator, Wanted, by_evaluation
+from tawpipe.pipeline.generate import Continuation, Generator, Wanted, by_evaluation, why_by_evaluation
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy, refuse_values
@@ -447,7 +447,7 @@ class Pipeline:
         wanted.check(self.chain)
         self.drain()
         self._state.require_whole()
-        if self._generator.why_by_evaluation:
+        if why_by_evaluation(self.chain, self.world.size):
             return by_evaluation(self, wanted)
         return self._generator.run(wanted)
 

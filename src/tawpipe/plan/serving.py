@@ -80,7 +80,7 @@ class ServeRequest:
         context: tokens of a user's prompt and answer.
         boundary_bytes: of a token between two stages.
         key_bytes: of a layer's keys and values of a token.
-        weight_bytes: of an element of a weight.
+        weight_bytes: of an element of each unit; 2 where it is empty.
         memory_bytes: of a device; 0 for no limit.
         system_bytes: of a device that the driver and libraries take, or of a process.
         source: of ``costs``, in words.
@@ -94,7 +94,7 @@ class ServeRequest:
     context: int
     boundary_bytes: float
     key_bytes: float
-    weight_bytes: float = 2.0
+    weight_bytes: tuple[float, ...] = ()
     memory_bytes: int = 0
     system_bytes: int = 0
     source: str = ""
@@ -115,6 +115,22 @@ class ServeRequest:
         else:
             links = [machine.between_of.get(node, machine.between) for node in ends]
         return max(1 / link.bytes_per_s for link in links), max(link.latency_s for link in links)
+
+
+def fullest_bytes(model: ModelSpec, stages: Layout, weight_bytes: Sequence[float], cache_bytes: float) -> float:
+    """Weights, and keys and values, of the stage that has most of both.
+
+    Args:
+        weight_bytes: of an element of each unit.
+        cache_bytes: of a layer.
+    """
+    homes, most = Laps(stages).place(model, Topology.grid(stages.stages, 1)), 0.0
+    for rank in range(stages.stages):
+        widths = zip(homes, weight_bytes, strict=True)
+        weights = sum(home.padded * width for home, width in widths if home.index(rank) is not None)
+        layers = sum(model.blocks[block].kind == "layer" for block in stages.blocks_of(rank))
+        most = max(most, weights + layers * cache_bytes)
+    return most
 
 
 def lap_seconds(stages: Sequence[float], messages: Sequence[float], latencies: Sequence[float], groups: int) -> float:
@@ -196,17 +212,11 @@ class ServeWay:
     @cached_property
     def memory_bytes(self) -> int:
         """Of the fullest device: weights, caches of all its slots, and rooms of passes."""
-        request, most = self.request, 0.0
-        size = self.stages.stages
-        homes = Laps(self.stages).place(request.model, Topology.grid(size, 1))
-        places = self.groups * self.slots * request.context * request.key_bytes
+        request, room = self.request, self.groups * self.slots * self.request.context
         rooms = ROOMS * self.groups * (self.slots + self.chunk) * request.boundary_bytes
-        for rank in range(size):
-            weights = sum(home.padded for home in homes if home.index(rank) is not None) * request.weight_bytes
-            blocks = self.stages.blocks_of(rank)
-            layers = sum(request.model.blocks[block].kind == "layer" for block in blocks)
-            most = max(most, weights + layers * places + rooms)
-        return math.ceil(most) + request.system_bytes
+        widths = request.weight_bytes or (2.0,) * len(request.model.units)
+        held = fullest_bytes(request.model, self.stages, widths, room * request.key_bytes)
+        return math.ceil(held + rooms) + request.system_bytes
 
     @property
     def fits(self) -> bool:

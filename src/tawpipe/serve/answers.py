@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tawpipe.runtime.passes import Drawn
+from tawpipe.runtime.requests import End, Ended, NoRoom, Question, Slots
 from tawpipe.serve.fields import ChatAsked, Refusal
-from tawpipe.serve.slots import End, Ended, NoRoom, Question, Slots
 from tawpipe.serve.text import BROKEN, AnswerText, StopStrings, TextPieces
 
 WAIT_S = 2

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tawpipe.data.messages import Malformed
 from tawpipe.runtime.passes import Sampling
+from tawpipe.runtime.requests import Question, Slots
 from tawpipe.serve.answers import Answering, EventStream
 from tawpipe.serve.fields import ChatAsked, Refusal, read_asked
-from tawpipe.serve.slots import Question, Slots
 from tawpipe.serve.text import Prompts
 
 BODY_S = 30.0

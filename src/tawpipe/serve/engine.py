@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from tawpipe.environment import SECOND_S
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.passes import PassFeeder
-from tawpipe.serve.slots import Slots
+from tawpipe.runtime.requests import Slots
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 64

@@ -12,6 +12,8 @@ from tawpipe.errors import UserError
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.runtime.passes import IDLE_S
 
+WeightForm = Literal["auto", "none", "int8", "w4"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
@@ -35,7 +37,7 @@ class ServeConfig:
     chat_template: str | None = None
     """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own."""
 
-    weights: Literal["auto", "none", "int8", "w4"] = "auto"
+    weights: WeightForm = "auto"
     """Few bits for the matrices of layers. auto: as the folder has them. none: as dtype says. int8: a scale for each
     row. w4: 4 bits, a scale for each 128 numbers of a row."""
 

@@ -17,12 +17,12 @@ from tawpipe.model.build import longest_allowed, text_config_of
 from tawpipe.options import Open
 from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
 from tawpipe.runtime.passes import Room
+from tawpipe.runtime.requests import Slots
 from tawpipe.runtime.world import World, connect
 from tawpipe.serve.api import RequestLimits, Service
 from tawpipe.serve.engine import bound_socket, ignore_signals, run_service
 from tawpipe.serve.fields import with_defaults
 from tawpipe.serve.settings import ServeConfig, read_key
-from tawpipe.serve.slots import Slots
 from tawpipe.serve.text import Prompts
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.pipeline.generate import Wanted, why_by_evaluation
 from tawpipe.plan.feasible import shortage
 from tawpipe.plan.measure import system_of
 from tawpipe.plan.predict import Needs, memory_quickly, predict, state_bytes
 from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
+from tawpipe.plan.serving import fullest_bytes
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.train.decided import BatchShape
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
     from tawpipe.plan.request import PlanRequest
     from tawpipe.plan.would_fit import WouldFit
 
+LOGITS = 8
+"""Bytes of a logit besides itself, while a token is drawn: in fp32, and its logarithm."""
+
 
 def check_memory(
     planning: Planning,
@@ -39,6 +47,7 @@ def check_memory(
     goes_on_saving: bool = True,
     request: PlanRequest | None = None,
     copies: int = 0,
+    texts: Wanted | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Needs | None, PlanRequest | None]:
     """What a process will hold, and a node's host, and the request that says so; None where that could not be found
@@ -50,6 +59,7 @@ def check_memory(
         goes_on_saving: steps follow a save, and so run while it is being written.
         request: what was measured for a plan, if anything was.
         copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
+        texts: that the model is to write between steps, or after them.
 
     Raises:
         UserError: it is more than there is; on all ranks. It says what would fit.
@@ -73,6 +83,7 @@ def check_memory(
         return None, measured
     if copies:
         machine = _beside(machine, measured, schedule, copies)
+    given_back = needs.parts["activations"] + needs.parts["working"]  # between steps
     if not measured.has_host:  # no two processes have loaded and read as much
         give_back(world.device)
         loaded, _ = system_of(machine, world.device)  # a plan may have loaded the solver's libraries, 90 MiB
@@ -80,24 +91,53 @@ def check_memory(
         measured = replace(measured, system_bytes=int(system))
         parts = dict(needs.parts) | {"system": int(system)}
         if not goes_on_saving:  # the last copy takes the place of what computing has given back
-            parts["saving"] = max(0, parts["saving"] - parts["activations"] - parts["working"])
+            saving = parts["saving"]
+            parts["saving"], given_back = max(0, saving - given_back), max(0, given_back - saving)
         needs = replace(needs, parts=parts)
-    lacking = bool(shortage(_all_of(machine, measured), needs))
-    if any(world.gather_numbers(float(lacking))):
+    if _lacks(world, machine, measured, needs):
         if request is None:
             timed, _ = planning.ask(planning.measure(world))
             measured = timed or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
+    if texts is not None:
+        besides = texts_bytes(planning.chain, texts, measured, schedule, world.size) - given_back
+        needs = replace(needs, parts={**needs.parts, "texts": max(0, besides)})
+        if _lacks(world, machine, measured, needs):
+            expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, and so much is not there"
+            raise UserError("--sample.tokens", texts.tokens, expected)
     return needs, measured
 
 
+def texts_bytes(chain: Chain, texts: Wanted, request: PlanRequest, schedule: ScheduleSettings, ranks: int) -> int:
+    """What the process which has most of it takes for texts (``pipeline.generate``): weights of its stage, where its
+    home is not what computes; keys and values; a pass. Where every token takes an evaluation, nothing: a step has it.
+    """
+    if not texts.prompts or not texts.tokens or why_by_evaluation(chain, ranks):
+        return 0
+    room, memory, width = texts.room(ranks), request.profile.memory, request.widths.weight
+    staying = ranks > 1 or request.step(schedule).copies_in_host
+    units, config = request.model.units, chain.config.get_text_config()
+    widths = [width * unit.parameters / unit.numel if staying or unit.packed else 0.0 for unit in units]
+    cache = room.groups * room.slots * room.context * memory.keys
+    held = fullest_bytes(request.model, Layout.even(len(chain.blocks), ranks), widths, cache)
+    tokens = room.slots + room.chunk
+    fixed, per_token = memory.working.get("layer", {}).get("forward full", (0, 0.0))
+    logits = (room.slots + 1) * config.vocab_size * (width + LOGITS)
+    return ceil(held + 2 * tokens * memory.boundary + max(fixed + per_token * tokens, logits))
+
+
+def _lacks(world: World, machine: Machine, request: PlanRequest, needs: Needs) -> bool:
+    """True if some rank has not so much memory; on all ranks."""
+    return any(world.gather_numbers(float(bool(shortage(_all_of(machine, request), needs)))))
+
+
 def said_bytes(needs: Needs | None, device: torch.device) -> int:
-    """What was said of the memory that ``peak_memory_bytes`` measures: on a GPU tensors alone; 0 if nothing was, or
-    only a limit.
+    """What was said of the memory that ``peak_memory_bytes`` measures in steps: on a GPU tensors alone; 0 if nothing
+    was, or only a limit.
     """
     if needs is None or "kept" in needs.parts:
         return 0
-    beside = ("system", "apart", "saving", "host") if device.type == "cuda" else ()
+    beside = ("texts", *(("system", "apart", "saving", "host") if device.type == "cuda" else ()))
     return needs.device - sum(needs.parts.get(name, 0) for name in beside)
 
 

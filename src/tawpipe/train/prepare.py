@@ -23,6 +23,7 @@ from tawpipe.model.build import BuiltModel
 from tawpipe.model.chain import Chain
 from tawpipe.model.missing import mixer_words
 from tawpipe.model.rope import rope_words
+from tawpipe.model.serving import longest_context
 from tawpipe.options import Open
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
 from tawpipe.plan.measure import Asked
@@ -46,6 +47,7 @@ from tawpipe.train.planned import Planning, probed
 from tawpipe.train.recipe import RECIPES, settle
 from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.sample import beginnings, wanted_texts
 from tawpipe.train.start import check_start, documents_of, start_of, typical_lengths
 from tawpipe.train.words import batch_words, device_name, memory_rows, step_rows, without_effect
 
@@ -205,6 +207,7 @@ def prepare(
         asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=factory_of(other))
         return replace(planning, chain=chain, asked=asked).ask_alone(followed.machine or machine_unprobed(world))
 
+    window = min(batch.document_tokens, longest_context(chain))
     needs, request = check_memory(
         planning,
         schedule,
@@ -213,6 +216,7 @@ def prepare(
         goes_on_saving=_goes_on_saving(config, begins.state.step if begins.state is not None else 0),
         request=followed.request,
         copies=_copies_in_memory(config, world),
+        texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
         tell=console.notice,
     )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from tawpipe.data.tokenizer import stops_of
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE
 from tawpipe.model.serving import longest_context
+from tawpipe.pipeline.generate import Wanted
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.passes import Sampling
 from tawpipe.train.config import SampleConfig
 from tawpipe.train.metrics import cut_after
 
@@ -63,14 +66,7 @@ class Samples:
     ) -> None:
         self._settings, self._console, self._pipeline, self._seed = settings, console, pipeline, seed
         self._tokenizer: Any = data.tokenizer
-        self._asked = dict[str, list[int]]()
-        """By what is said of them, beginnings that are tokens already."""
-        self._chat = {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
-        taken = settings.tokens and self._chat and settings.prompt == SampleConfig().prompt
-        if taken and (ids := first_question(data.some_text)):
-            self._asked[self._tokenizer.decode(ids, skip_special_tokens=True).strip()] = ids
-        if settings.tokens and not self._asked:
-            self._asked = {prompt: self._encode(prompt) for prompt in settings.prompt}
+        self._chat, self._asked = through_template(settings, data), beginnings(settings, data)
         self._stops = stops_of(pipeline.chain.model, self._tokenizer)
         self._window = min(window, longest_context(pipeline.chain))
         self._path = folder / FILE
@@ -84,10 +80,10 @@ class Samples:
 
     def write(self, step: int) -> list[Sample]:
         """The texts of the model as it is after ``step``; on all ranks."""
-        tokens = min(self._settings.tokens, self._window - 1)
+        wanted = wanted_texts(self._asked, self._settings.tokens, self._window)
         written = self._pipeline.generate(
-            [ids[tokens - self._window :] for ids in self._asked.values()],
-            tokens,
+            wanted.prompts,
+            wanted.tokens,
             temperature=self._settings.temperature,
             top_k=CHOICES,
             seed=self._seed,
@@ -106,22 +102,50 @@ class Samples:
                 self._console.notice(f"step {step}: samples were not written, training goes on: {error}")
         return self.last
 
-    def _encode(self, prompt: str) -> list[int]:
-        if self._chat:
-            try:
-                question = ChatRenderer(self._tokenizer).question(prompt)
-            except Malformed as error:
-                if self._settings.prompt == SampleConfig().prompt:  # nobody has asked this
-                    return Encoder(self._tokenizer).beginning(prompt)
-                expected = f"one that the chat template takes ({error}); or --sample.chat off"
-                raise UserError("--sample.prompt", prompt, expected) from error
-            return self._tokenizer.encode(question, add_special_tokens=False)
-        return Encoder(self._tokenizer).beginning(prompt) or [self._tokenizer.eos_token_id or 0]
-
     def _written(self, ids: list[int], prompt: int) -> str:
         """What was added, in the place where it stands: some tokenizers spell a beginning otherwise."""
         whole, before = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:prompt]))
         return whole.removeprefix(before).strip() if self._chat else whole.removeprefix(before)
+
+
+def through_template(settings: SampleConfig, data: PreparedData) -> bool:
+    """True if prompts are what a user asks."""
+    return {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
+
+
+def beginnings(settings: SampleConfig, data: PreparedData) -> dict[str, list[int]]:
+    """The beginnings of texts that the settings ask for, as tokens, by what is said of them.
+
+    Raises:
+        UserError: a prompt that the chat template does not take.
+    """
+    if not settings.tokens:
+        return {}
+    chat = through_template(settings, data)
+    tokenizer: Any = data.tokenizer
+    usual = settings.prompt == SampleConfig().prompt  # nobody has asked this
+    if chat and usual and (ids := first_question(data.some_text)):
+        return {tokenizer.decode(ids, skip_special_tokens=True).strip(): ids}
+    return {prompt: _encoded(prompt, tokenizer, chat=chat, usual=usual) for prompt in settings.prompt}
+
+
+def _encoded(prompt: str, tokenizer: Any, *, chat: bool, usual: bool) -> list[int]:
+    if chat:
+        try:
+            return tokenizer.encode(ChatRenderer(tokenizer).question(prompt), add_special_tokens=False)
+        except Malformed as error:
+            if not usual:
+                expected = f"one that the chat template takes ({error}); or --sample.chat off"
+                raise UserError("--sample.prompt", prompt, expected) from error
+    return Encoder(tokenizer).beginning(prompt) or [tokenizer.eos_token_id or 0]
+
+
+def wanted_texts(asked: Mapping[str, Sequence[int]], tokens: int, window: int) -> Wanted:
+    """What is to be generated behind some beginnings, which are cut at the front, so that no text has more than
+    ``window`` tokens.
+    """
+    tokens = min(tokens, window - 1)
+    return Wanted([ids[tokens - window :] for ids in asked.values()], tokens, Sampling(), frozenset())
 
 
 def first_question(documents: PackedDataset) -> list[int]:

@@ -86,6 +86,7 @@ PARTS = {
     "activations": "kept for backward passes",
     "working": "while a layer computes",
     "system": "libraries, the driver, what was read and planned",
+    "texts": "weights, keys and values for the texts that it writes",
     "saving": "the copy that a checkpoint is written from",
     "apart": "what the allocator holds besides",
     "host": "inputs of layers that wait",

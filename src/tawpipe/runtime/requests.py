@@ -1,7 +1,7 @@
-"""The requests of a service in the slots of its groups: who comes in, what each pass computes, who has ended.
+"""Requests in the slots of an engine's groups: who comes in, what each pass computes, who has ended.
 
-HTTP asks from one thread and the engine feeds from another. A request that is given up has left its slot when the next
-pass is fed. Without torch.
+They may be asked from one thread, as HTTP does it, and the engine feeds from another. A request that is given up has
+left its slot when the next pass is fed. Without torch.
 """
 
 from __future__ import annotations

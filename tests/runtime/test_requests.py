@@ -11,7 +11,7 @@ import pytest
 
 from scripted_engine import ScriptedEngine
 from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
-from tawpipe.serve.slots import End, Ended, NoRoom, Question, Slots
+from tawpipe.runtime.requests import End, Ended, NoRoom, Question, Slots
 
 STOP = 9
 ROOM = Room(groups=2, slots=3, context=32, chunk=4)
