@@ -216,7 +216,7 @@ def test_stages_on_several_processes_answer_the_same_also_after_being_idle(folde
         assert running.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("killed", [1, 0])
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is_left(
     folder: Path, killed: int
 ) -> None:
@@ -252,6 +252,7 @@ def test_it_starts_again_after_a_process_has_died(folder: Path) -> None:
         assert ask(running.client(after=1), max_tokens=3).choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands(ROOT / "docs" / "serving.md"), ids=lambda command: command.text)
 def test_commands_of_the_page_run(folder: Path, command: Any) -> None:
     words = shlex.split(command.text.replace("tuned", str(folder)))[1:]
