@@ -12,7 +12,8 @@ COMPILED := .venv/.compiled
 IMPORTED := import tawpipe.train.run, tawpipe.plan.search, transformers.models.llama.modeling_llama
 # Many tests are several processes that wait for each other: three at a time keep two cores busy.
 TEST_PROCESSES ?= 3
-PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# What is translated once is kept, whatever the environment says: tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
 # A torch that is installed already, new enough and made for this GPU, is used as it is.
@@ -20,7 +21,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-of test-slow hunt count lint format docs wheel try-wheel clean
+.PHONY: help train test test-of test-slow test-all hunt count lint format docs wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,6 +38,9 @@ test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src
 
 test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among them
 	@$(PYTEST) -m slow $(ARGS)
+
+test-all: $(COMPILED)  ## run both in one
+	@$(PYTEST) -m '' $(ARGS)
 
 hunt: $(TESTED)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
 	@PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/hunt.py $(ARGS)
@@ -96,5 +100,5 @@ $(TESTED): $(READY)
 # pip would translate 17,000 modules one by one before the first run, which needs a sixth of them: the line above makes
 # these. Tests import many more; here all processors translate what is left.
 $(COMPILED): $(TESTED)
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib src tests/support benchmarks || true
 	@touch $(COMPILED)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tawpipe import garbage
 from tawpipe.files import REPLACED, checksum, replace_folder, replace_text, sync
-from tawpipe.garbage import RARELY, rarely_collected
+from tawpipe.garbage import RARELY, leave_imports_alone, rarely_collected
 
 
 def test_a_text_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(tmp_path: Path, monkeypatch) -> None:
@@ -87,3 +89,13 @@ def test_collecting_is_as_it_was_after_an_error() -> None:
         assert gc.get_threshold() == RARELY  # of the outer one
         raise RuntimeError
     assert gc.get_threshold() == before
+
+
+def test_imports_are_left_alone_once(monkeypatch) -> None:
+    """Later there may be pipelines among what would be kept for ever."""
+    frozen: list[bool] = []
+    given = SimpleNamespace(get_freeze_count=lambda: len(frozen), freeze=lambda: frozen.append(True))
+    monkeypatch.setattr(garbage, "gc", given)
+    leave_imports_alone()
+    leave_imports_alone()
+    assert frozen == [True]

@@ -109,7 +109,9 @@ def test_strategies_alone_and_their_timelines(tmp_path):
 )
 def test_every_suite_can_be_read_and_bounded(name):
     suite = load_suite(name)
-    for cell in {cell.name: cell for cell in (suite.cells[0], suite.cells[-1])}.values():
+    least = min(suite.cells, key=lambda cell: cell.nodes * cell.local)
+    cells = (least,) if name in LARGE else (suite.cells[0], suite.cells[-1])
+    for cell in {cell.name: cell for cell in cells}.values():
         for entry in cell.strategies or suite.strategies:
             try:
                 bounds = bounds_of(cell, entry, link_of(cell))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+import pytest
 
 from plan_requests import plan_request, profile
 from schedules import llama
@@ -36,7 +39,12 @@ def least(request: PlanRequest) -> int:
     return min(one.prediction.peak_bytes for one in search(request) if one.prediction is not None)
 
 
-NOTHING = small(memory=least(small()) * 2 // 3)
+@cache
+def nothing() -> PlanRequest:
+    """Of which nothing fits."""
+    return small(memory=least(small()) * 2 // 3)
+
+
 NAMED = re.compile(r"(.+): ([\d.]+ (?:ms|s|h)) a step \(([\w-]+), [\d.]+ GiB\)(?: of (?:as many|fewer) rows)?")
 
 
@@ -45,7 +53,9 @@ def ask(config: TrainConfig) -> PlanRequest:
     if config.schedule.sequence_chunk:
         raise UserError("schedule.sequence_chunk", 2048, "0, for whole rows")
     share = 4 if config.quantize == "nf4" else 2
-    return replace(NOTHING, widths=Widths(2 // min(2, share), 4 // share, 4 // share, 1), memory_bytes=1, machine=None)
+    return replace(
+        nothing(), widths=Widths(2 // min(2, share), 4 // share, 4 // share, 1), memory_bytes=1, machine=None
+    )
 
 
 def said_of(request: PlanRequest, config: TrainConfig | None = None) -> list[tuple[str, str, str]]:
@@ -55,27 +65,30 @@ def said_of(request: PlanRequest, config: TrainConfig | None = None) -> list[tup
     return [(one[1], one[2], one[3]) for one in named if one]
 
 
+@pytest.mark.usefixtures("few_strategies")
 def test_single_changes_are_planned_in_order_and_then_come_machines():
-    assert Plan.of(NOTHING, search(NOTHING)).chosen is None
-    said = said_of(NOTHING)
+    assert Plan.of(nothing(), search(nothing())).chosen is None
+    said = said_of(nothing())
     assert [words for words, _, _ in said[:2]] == ["--lora.rank 16", "--lora.rank 16 --quantize nf4"] and len(said) == 3
-    request = replace(ask(TrainConfig()), machine=NOTHING.machine, memory_bytes=NOTHING.memory_bytes)
+    request = replace(ask(TrainConfig()), machine=nothing().machine, memory_bytes=nothing().memory_bytes)
     chosen = Plan.of(request, search(request)).chosen
     assert chosen is not None and (said[0][1], said[0][2]) == (span(chosen.seconds), chosen.strategy)
     machines = re.fullmatch(r"(\d+) machines of 2 devices each", said[2][0])
     assert machines
     for nodes, good in ((int(machines[1]), True), (int(machines[1]) - 1, False)):
-        assert some_fit(replace(NOTHING, machine=replace(NOTHING.machine, nodes=(2,) * nodes))) == good, nodes
+        assert some_fit(replace(nothing(), machine=replace(nothing().machine, nodes=(2,) * nodes))) == good, nodes
 
 
+@pytest.mark.usefixtures("few_strategies")
 def test_what_the_user_has_chosen_is_not_said_again(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     adapter = replace(TrainConfig(), lora=LoraSettings(rank=8))
-    assert [words for words, _, _ in said_of(NOTHING, adapter)][:1] == ["--quantize nf4"]
+    assert [words for words, _, _ in said_of(nothing(), adapter)][:1] == ["--quantize nf4"]
     whole = replace(adapter, quantize="nf4", schedule=replace(adapter.schedule, sequence_chunk=0))
-    assert not any("chunk" in words for words, _, _ in said_of(NOTHING, whole))  # it cannot run so
+    assert not any("chunk" in words for words, _, _ in said_of(nothing(), whole))  # it cannot run so
 
 
+@pytest.mark.usefixtures("few_strategies")
 def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     long = small(sequence_length=1024, size=size_of([1024]))
@@ -84,11 +97,12 @@ def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
     assert "--sequence-length 512" in [words for words, _, _ in said], said
 
 
+@pytest.mark.usefixtures("few_strategies")
 def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     monkeypatch.setattr(would_fit, "some_fit", lambda request: request.global_batch <= 2)
     monkeypatch.setattr(WouldFit, "_planned", lambda self, request, words: words)
-    lines = list(WouldFit(replace(NOTHING, micro_batch=4), TrainConfig(), ask).lines())
+    lines = list(WouldFit(replace(nothing(), micro_batch=4), TrainConfig(), ask).lines())
     assert "--micro-batch 2 --global-batch 2 of fewer rows" in lines
 
 

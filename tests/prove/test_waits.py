@@ -20,7 +20,12 @@ from tawpipe.runtime import layer
 from toy_allocator import Driver
 
 
-def test_no_step_waits_for_the_device() -> None:
+@pytest.mark.parametrize("left_out", [("chunks", "offloading"), pytest.param((), marks=pytest.mark.slow)])
+def test_no_step_waits_for_the_device(left_out, monkeypatch) -> None:
+    """Chunks and offloading together, and each by itself."""
+    every = waits.ways
+    some = lambda layers: {name: way for name, way in every(layers).items() if name not in left_out}  # noqa: E731
+    monkeypatch.setattr(waits, "ways", some)
     with fake_cuda() as ledger:
         found = waits.waits(alone(DEVICE))
     assert found.holds, found.note

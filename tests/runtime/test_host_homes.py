@@ -45,7 +45,7 @@ def test_no_bit_depends_on_where_homes_are_in_any_two_choices(pool) -> None:
     """
     cases = pairwise(every_case(), pairs=lambda *names: "strategy" not in names or "host_homes" in names)
     assert 20 < len(cases) < 40
-    check(pool, [case | {"steps": 3} for case in cases])
+    check(pool, [case | {"steps": 2} for case in cases])
 
 
 OTHERS = {
@@ -81,7 +81,7 @@ def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str)
     for nodes, local, level in ((2, 2, "all"), (1, 1, "state")):
         if (nodes, local) == (1, 1) and name in ("sets", "messages in 8 bits", "adapters"):
             continue
-        cases = [{"steps": 3, **OTHERS[name], "host_homes": level}]
+        cases = [{"steps": 2, **OTHERS[name], "host_homes": level}]
         for found in pool.run("host_homes:compared", nodes, local, cases=cases):
             assert found and not any(found)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from given_time import GivenTime, given_time
 from schedules import llama
 from tawpipe.errors import RunError
 from tawpipe.model.units import ParameterSlot, Unit
@@ -139,21 +139,25 @@ def test_a_stage_that_fails_ends_the_loop_on_every_rank(pool):
 
 
 class IdlePasses(CountedPasses):
-    """Waits for requests before each lap."""
+    """Waits for requests before each lap, for two thirds of the watchdog's limit."""
+
+    time: GivenTime
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
         if action.block == action.micro_batch == 0:
-            time.sleep(0.2)
+            self.time.looked()
+            self.time.now += 0.6
+            self.time.looked()
         super().forward(action, buffers, given)
 
 
-def test_an_idle_loop_stays_within_the_watchdogs_limit_however_long_it_takes():
+def test_an_idle_loop_stays_within_the_watchdogs_limit_however_long_it_takes(monkeypatch):
     schedule, ended = build_laps(llama(1), Topology.grid(1, 1), 2), list[str]()
     world = World(schedule.topology, 0, torch.device("cpu"), None)
-    executor = executor_of(world, schedule, IdlePasses(schedule, 13))
+    passes = IdlePasses(schedule, 13)
+    passes.time = given_time(monkeypatch)
+    executor = executor_of(world, schedule, passes)
     executor.watchdog.limit_s, executor.watchdog._own_end = 0.9, lambda: ended.append("ended")
-    begin = time.monotonic()
     assert executor.loop(schedule) == 8
-    assert time.monotonic() - begin > 0.9
-    assert ended == []
+    assert passes.time.now > 4 and ended == []
     executor.close()

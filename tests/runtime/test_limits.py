@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
+from given_time import given_time
 from states import BATCHES, make, stepped
-from tawpipe.runtime import watchdog
 from tawpipe.runtime.limits import FACTOR, StepLimit, estimate_s
 from tawpipe.runtime.watchdog import Watchdog
 from tawpipe.train.step_limit import FollowedLimit
@@ -55,16 +55,6 @@ def test_a_long_row_on_a_cpu_is_waited_for():
     assert FACTOR * estimate_s(8e13, 0, device_name="cpu", dtype="float32") > 3600
 
 
-class Clock:
-    """Time that passes only when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Step:
     def __init__(self) -> None:
         self.done = False
@@ -73,19 +63,19 @@ class Step:
 @pytest.mark.parametrize("known_s", [0.0, 400.0])
 def test_the_watchdog_lets_a_healthy_long_step_live_and_ends_one_that_hangs(monkeypatch, known_s):
     """Five rows of 128 K tokens: 350 s and more, beyond the usual limit of 300 s."""
-    clock, looks = Clock(), threading.Semaphore(0)
-    monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
+    clock = given_time(monkeypatch)
     said, ended = io.StringIO(), threading.Event()
     limit = StepLimit(300)
     limit.predicted_s = known_s
-    dog = Watchdog(lambda: looks.release() or {}, "rank 0", limit_s=limit.seconds, stream=said, end=ended.set)
+    dog = Watchdog(dict, "rank 0", limit_s=limit.seconds, stream=said, end=ended.set)
     step = Step()
     dog.watch("step 2", step)
     clock.now = 450.0
-    assert ended.wait(3) is (known_s == 0)
-    clock.now = FACTOR * 400 + 1
-    assert ended.wait(10)
+    if known_s:
+        clock.looked()
+        assert not ended.is_set() and not said.getvalue()
+        clock.now = FACTOR * 400 + 1
+    assert ended.wait(60)
     assert "step 2 has taken" in said.getvalue() and f"the limit is {limit.seconds:.0f} s" in said.getvalue()
 
 

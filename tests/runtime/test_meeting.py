@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from tawpipe.errors import RunError
 from tawpipe.runtime.meeting import PREFIX, agree_on_name
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 def start(store, world_size: int, late: dict[int, float] | None = None) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from processes import wait_for
 from scripted_engine import ScriptedEngine
 from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
 from tawpipe.runtime.requests import End, Ended, NoRoom, Question, Slots
@@ -193,20 +194,22 @@ def test_a_failure_is_told_to_all_those_that_are_open_or_wait() -> None:
     assert slots.counts.ends == {"error": 2, "given up": 1} and slots.feed(0).last
 
 
-def test_idle_laps_are_slow_and_a_request_ends_the_wait() -> None:
-    slots = Slots(ROOM, waiting=5, idle_s=0.2)
+def test_idle_laps_wait_and_a_request_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, waited = Slots(ROOM, waiting=5, idle_s=0.01), list[float]()
+    wait = slots._changed.wait
+    monkeypatch.setattr(slots._changed, "wait", lambda seconds: waited.append(seconds) or wait(seconds))
     engine = ScriptedEngine(ROOM, counting)
     running = threading.Thread(target=engine.run, args=(slots,))
     running.start()
-    threading.Event().wait(1.0)
-    assert 2 <= len(engine.passes) <= 14  # two groups in each of at most seven laps
-    slots._idle_s = 100.0
-    threading.Event().wait(0.5)
+    assert wait_for(lambda: len(waited) > 5)
+    slots._idle_s = 1000.0
+    assert wait_for(lambda: waited[-1] == 1000)
+    assert len(engine.passes) == ROOM.groups * (len(waited) - 1), "before every lap"
     told = Told()
     slots.ask(question(2, 3), told)
-    assert told.over.wait(10)
+    assert told.over.wait(60)
     slots.drain()
-    running.join(10)
+    running.join(60)
     assert not running.is_alive()
 
 

@@ -6,10 +6,12 @@ import io
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
+from given_time import given_time
+from processes import wait_for
+from tawpipe.runtime import watchdog
 from tawpipe.runtime.lanes import Doing
 from tawpipe.runtime.watchdog import Watchdog, write_record
 from tawpipe.schedule.actions import Lane
@@ -22,12 +24,13 @@ class Never:
         raise AssertionError
 
 
-def test_a_step_that_takes_too_long_is_reported():
+def test_a_step_that_takes_too_long_is_reported(monkeypatch):
+    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
     said, ended = io.StringIO(), threading.Event()
     doing = {Lane.COMPUTE: Doing("FORWARD b3", 4.0, True), Lane.INTER_W: Doing("EXCHANGE <1:u7", 31.0, False)}
     dog = Watchdog(lambda: doing, "rank 3 (node 1)", limit_s=0.1, stream=said, end=ended.set)
     dog.watch("step 7", Never())
-    assert ended.wait(10)
+    assert ended.wait(60)
     text = said.getvalue()
     assert "tawpipe: stuck: rank 3 (node 1): step 7 has taken" in text
     assert "INTER_W is in EXCHANGE <1:u7, 31 s" in text and "COMPUTE waits to begin FORWARD b3" in text
@@ -41,9 +44,11 @@ def test_it_watches_where_errors_have_no_descriptor():
             sys.executable,
             "-c",
             "import io, sys, time; sys.stderr = io.StringIO()\n"
-            "from tawpipe.runtime.watchdog import Watchdog\n"
+            "from tawpipe.runtime import watchdog\n"
             "class Never: done = False\n"
-            "Watchdog(dict, 'rank 0', limit_s=0.2, stream=sys.stdout).watch('step 7', Never()); time.sleep(60)",
+            "watchdog.LAST_WORDS_S = 0.1\n"
+            "watchdog.Watchdog(dict, 'rank 0', limit_s=0.2, stream=sys.stdout).watch('step 7', Never())\n"
+            "time.sleep(60)",
         ],
         capture_output=True,
         text=True,
@@ -57,14 +62,14 @@ def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
     c10d, asked = sys.modules["torch._C._distributed_c10d"], []
     dump = lambda **how: asked.append(how) or b"record"  # noqa: E731
     monkeypatch.setattr(c10d, "_dump_nccl_trace", dump, raising=False)
-    monkeypatch.setattr("tawpipe.runtime.watchdog.LAST_WORDS_S", 3.0)
+    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.1)
     said, ended = io.StringIO(), threading.Event()
     dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
     dog.last_words = lambda step: write_record(tmp_path / "flight", 3)
     dog.watch("step 7", Never())
-    assert ended.wait(10)
+    assert ended.wait(60)
+    assert wait_for(lambda: f"rank 3: the flight record is in {tmp_path}" in said.getvalue())
     assert (tmp_path / "flight" / "rank_3").read_bytes() == b"record" and asked[0]["includeStackTraces"] is False
-    assert f"rank 3: the flight record is in {tmp_path}" in said.getvalue()
     (tmp_path / "file").touch()
     assert "could not be written" in write_record(tmp_path / "file", 3)
     monkeypatch.delattr(c10d, "_dump_nccl_trace")
@@ -74,7 +79,7 @@ def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
     dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
     dog.last_words = lambda step: str(threading.Event().wait(60))
     dog.watch("step 7", Never())
-    assert ended.wait(10)
+    assert ended.wait(60)
 
 
 @pytest.mark.parametrize("doing", [{}, {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False)}])
@@ -83,15 +88,16 @@ def test_the_rank_that_others_wait_for_says_so(doing):
     assert any("waits for nobody" in line for line in dog.report("step 1", 9))
 
 
-def test_a_step_that_ends_in_time_is_not_reported():
+def test_a_step_that_ends_in_time_is_not_reported(monkeypatch):
     class Now(Never):
         done = True
 
-    said = io.StringIO()
+    said, clock = io.StringIO(), given_time(monkeypatch)
     dog = Watchdog(dict, "rank 0", limit_s=0.3, stream=said, end=lambda: None)
     for _ in range(4):
         dog.watch("step", Now())
-        time.sleep(0.2)
+        clock.looked()
+        clock.now += 0.2
     dog.close()
     assert not said.getvalue()
 

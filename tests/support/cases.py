@@ -6,7 +6,6 @@ import functools
 import math
 import random
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipelines import make_pipeline
+from processes import wait_for
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.quantized import NF4
 from tawpipe.model.units import Unit
@@ -106,7 +106,7 @@ def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
 
 @functools.lru_cache(maxsize=32)
 def plain_loop(
-    dtype: torch.dtype, tied: bool, rows: int, clip: float | None
+    dtype: torch.dtype, tied: bool, rows: int, clip: float | None, steps: int
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, gradient norms, the first step's gradients (clipped), and the weights after all steps."""
     model = llama(dtype, tied=tied)
@@ -115,7 +115,7 @@ def plain_loop(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=EPS)
     losses, norms, gradients = [], [], {}
-    for batch in batches(rows):
+    for batch in batches(rows, steps):
         logits = model(batch["input_ids"]).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
         loss.backward()
@@ -146,6 +146,7 @@ def _exact(
     delays: float = 0.0,
     evaluate_first: bool = False,
     reorder: str = "",
+    steps: int = 2,
     **knobs: Any,
 ) -> float:
     """As ``exact``; a pipeline's order is another one, as text, from the third step on."""
@@ -162,9 +163,9 @@ def _exact(
         **knobs,
     )
     clip = knobs.get("clip_norm", 1.0)
-    expected_losses, expected_norms, expected_gradients, expected_weights = plain_loop(kind, tied, rows, clip)
+    expected_losses, expected_norms, expected_gradients, expected_weights = plain_loop(kind, tied, rows, clip, steps)
     worst = 0.0
-    for step, batch in enumerate(batches(rows)):
+    for step, batch in enumerate(batches(rows, steps)):
         if evaluate_first:
             pipeline.evaluate(batch)
         if step == 2 and reorder:
@@ -203,7 +204,7 @@ def weights_after(
     )
     if reorder:
         pipeline.reorder(rows, Order.parse(reorder))
-    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(rows)]]
+    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(rows, 2)]]
     pipeline.drain()
     weights = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
     pipeline.close()
@@ -516,10 +517,8 @@ def weights_read_together(world: World, *, folder: str) -> bool:
     class Slow(InitSource):
         def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
             (folder_of_flags / f"rank-{world.rank}").touch()
-            end = time.monotonic() + 30
-            while len(list(folder_of_flags.iterdir())) < world.size:
-                assert time.monotonic() < end, "the other ranks wait for this one"
-                time.sleep(0.01)
+            all_have_begun = lambda: len(list(folder_of_flags.iterdir())) == world.size  # noqa: E731
+            assert wait_for(all_have_begun), "the other ranks wait for this one"
             return super().unit(unit, dtype=dtype)
 
     make_pipeline(llama(torch.float32), world=world, weights=lambda chain: Slow(chain, 0)).close()
@@ -615,8 +614,11 @@ def memory_of_steps(world: World, *, steps: int) -> list[int]:
     return sizes
 
 
-def failing_compute(world: World) -> tuple[str, float]:
-    """A loss that raises on one rank in the middle of a step: the error there, and how long it took to come out."""
+def failing_compute(world: World, *, folder: str) -> str:
+    """A loss that raises on one rank in the middle of a step: the error there, which comes out while the others, whose
+    lanes still hold the connections, wait for it.
+    """
+    out = Path(folder) / "out"
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         if world.rank == 1:
@@ -624,13 +626,13 @@ def failing_compute(world: World) -> tuple[str, float]:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
     pipeline = make_pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
-    begin = time.perf_counter()
     try:
         pipeline.step(batches(8, 1)[0])
         if world.rank == 1:
             pipeline.drain()
-            return "nothing", 0.0
-        time.sleep(3)  # this rank waits for rank 1, whose lanes still hold the connections
+            return "nothing"
+        return "waited until it was out" if wait_for(out.exists, 30) else "it did not come out"
     except RuntimeError as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", [])]), time.perf_counter() - begin
-    return "", 0.0
+        if world.rank == 1:
+            out.touch()
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -197,11 +197,14 @@ def long_run(world: World, steps: int, folder: str, **knobs: Any) -> tuple[list[
     return numbers, state
 
 
-def long_runs(world: World, *, steps: int, folder: str, coded: Mapping[str, Any]) -> list[str]:
-    """What is not equal in every bit on this rank after long runs with and without ``coded``."""
-    plain, exact = (long_run(world, steps, f"{folder}/{len(how)}", **how) for how in ({}, coded))
-    here = [] if str(plain[0]) == str(exact[0]) else ["losses or norms"]
-    return here + [name for name in plain[1] if not torch.equal(plain[1][name], exact[1][name])]
+def long_runs(world: World, *, steps: int, folder: str, coded: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is not equal in every bit on this rank after a long run and after those with each of ``coded``."""
+    plain, *others = (long_run(world, steps, f"{folder}/{number}", **how) for number, how in enumerate(({}, *coded)))
+    found = []
+    for how, exact in zip(coded, others, strict=True):
+        found += [] if str(plain[0]) == str(exact[0]) else [f"losses or norms under {how}"]
+        found += [f"{name} under {how}" for name in plain[1] if not torch.equal(plain[1][name], exact[1][name])]
+    return found
 
 
 def moved(world: World, *, coded: Mapping[str, Any], lr: float) -> tuple[float, float, float, float, float]:

@@ -4,45 +4,62 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from given_time import GivenTime
 from states import ALONE
 from tawpipe.checkpoint.names import MARKER
 from tawpipe.cli import main
 from tawpipe.commands import train as commands
 from tawpipe.errors import RunError
+from tawpipe.train import stopping
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.going_on import how_to_go_on
 from tawpipe.train.stopping import STOPPING, StopRequest
 
 
-def test_a_signal_is_agreed_on_and_said_once(capfd):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> GivenTime:
+    """Time in which signals come."""
+    given = GivenTime()
+    monkeypatch.setattr(stopping, "time", given)
+    return given
+
+
+def test_a_signal_is_agreed_on_and_said_once(clock, capfd):
     with StopRequest(ALONE) as stop:
         assert stop.agreed() is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.01)
+        signal.raise_signal(signal.SIGUSR1)
         assert stop.agreed() is signal.SIGUSR1
-        os.kill(os.getpid(), signal.SIGINT)  # within a second: the same one
+        clock.now += 0.9
+        signal.raise_signal(signal.SIGINT)  # within a second: the same one
         assert stop.agreed() is signal.SIGUSR1
     assert capfd.readouterr().err == f"tawpipe: {STOPPING}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_second_signal_ends_at_once(number):
-    child = "import os, time; from tawpipe.train.stopping import StopRequest\n"
-    child += "from states import ALONE\n"
-    child += f"with StopRequest(ALONE, lambda: 'step 4 is saved'):\n    os.kill(os.getpid(), {int(number)})\n"
-    child += f"    os.kill(os.getpid(), {int(number)})\n    time.sleep(1.1)\n"
-    child += f"    os.kill(os.getpid(), {int(number)})\n    time.sleep(9)\n"
-    support = Path(__file__).parents[1] / "support"
-    done = subprocess.run([sys.executable, "-c", child], cwd=support, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 128 + number
-    assert done.stderr == f"tawpipe: {STOPPING}\ntawpipe: ended at once; step 4 is saved\n"
+class Ended(BaseException):
+    """This process would have ended."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(number, clock, monkeypatch, capfd):
+    codes = list[int]()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    with StopRequest(ALONE, lambda: "step 4 is saved"):
+        for _ in range(2):
+            signal.raise_signal(number)
+        clock.now += 1.1
+        with pytest.raises(Ended):
+            signal.raise_signal(number)
+    assert codes == [128 + number]
+    assert capfd.readouterr().err == f"tawpipe: {STOPPING}\ntawpipe: ended at once; step 4 is saved\n"
 
 
 def test_how_to_go_on_is_said_from_what_is_there(tmp_path: Path):

@@ -476,7 +476,7 @@ def test_a_run_that_dies_says_what_is_saved(trained):
 def test_part_of_the_matrix_of_faults(tmp_path):
     cases = ("kill:push",)
     root = Path(__file__).parents[2]
-    words = ["matrix", "--topologies", "2 x 2", "--out", str(tmp_path / "out"), "--cases", *cases]
+    words = ["matrix", "--topologies", "2 x 1", "--out", str(tmp_path / "out"), "--cases", *cases]
     command = [sys.executable, str(root / "benchmarks" / "faults.py"), *words]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from tawpipe.commands.plan_serve import serve
 from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse, schedule_of
 from tawpipe.commands.plan_words import plan_parser as _parser
 from tawpipe.errors import UserError
-from tawpipe.garbage import rarely_collected
+from tawpipe.garbage import leave_imports_alone, rarely_collected
 from tawpipe.options.library import as_option
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def _run(words: PlanWords) -> int:
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.world import pick_device
 
+    leave_imports_alone()
     config, talk = words.config, not words.json
     # Before this process looks for a GPU: links are measured as in a run, whose processes each begin with their own.
     measured = probe_machine(config.device) if words.topology == PROBE else None

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
+from tawpipe.garbage import leave_imports_alone
 from tawpipe.launch.forked import import_once
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
@@ -100,6 +101,7 @@ def _train_here(config: TrainConfig) -> int:
     """One process of the run, under the variables of a launcher."""
     from tawpipe.train.run import run as train
 
+    leave_imports_alone()
     return train(config)
 
 
