@@ -139,8 +139,7 @@ def _request(
         settings=schedule_of(config),
         quantize=config.quantize,
         compiled=config.compile,
-        dealt=corpus is not None,
-        longest_document=corpus.most if corpus is not None else 0,
+        dealt=corpus.step if corpus is not None else (),
         optimizer=factory_of(config),
         learning_rate=float(config.learning_rate),
     )
@@ -277,6 +276,7 @@ class _Corpus:
         tokens: of a step.
         row: tokens of a full bin.
         documents: that fill one.
+        step: the documents of one, the longest of all among them.
     """
 
     lengths: Lengths
@@ -284,6 +284,7 @@ class _Corpus:
     tokens: int
     row: int
     documents: list[int]
+    step: list[int]
 
     @classmethod
     def of(cls, words: PlanWords, world_size: int) -> _Corpus:
@@ -309,7 +310,9 @@ class _Corpus:
         documents[0] = min(documents[0], row)
         while (left := row - sum(documents)) > 0:
             documents.append(min(left, most))
-        return cls(lengths, most, step, row, documents)
+        dealt = lengths.step(step, 0)
+        dealt[dealt.index(max(dealt))] = lengths.longest
+        return cls(lengths, most, step, row, documents, dealt)
 
     def say(self, request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
         """Print the foresight; the exit code."""

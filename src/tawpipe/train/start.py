@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from statistics import fmean
 
 from tawpipe.checkpoint.format import Manifest
 from tawpipe.checkpoint.resume import RunState, refuse_other_trained
@@ -29,7 +30,7 @@ from tawpipe.train.evaluation import check_best
 from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
 from tawpipe.train.run_model import RunModel
 
-ROWS_LOOKED_AT = 15
+ROWS_LOOKED_AT = STEPS_LOOKED_AT = 15
 
 
 def start_of(config: TrainConfig) -> str:
@@ -128,3 +129,20 @@ def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
         rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
     rows = [[*documents, row - sum(documents)] if sum(documents) < row else documents for documents in rows]
     return sorted(rows, key=lambda documents: sum(length * length for length in documents))[len(rows) // 2]
+
+
+def typical_documents(data: PreparedData, batch: BatchShape) -> tuple[int, ...]:
+    """Lengths of the documents in one of the first steps, whose attention is nearest to the mean's, with the longest of
+    all in the place of its longest; none where documents are not dealt.
+    """
+    if not batch.dealt:
+        return ()
+    first, steps = 0, list[list[int]]()
+    for _ in range(1 if data.report.streamed else STEPS_LOOKED_AT):
+        steps.append(list(data.train.step(first, batch.step_tokens).lengths))
+        first += len(steps[-1])
+    squares = [sum(length * length for length in lengths) for lengths in steps]
+    mean = fmean(squares)
+    _, typical = min(zip(squares, steps, strict=True), key=lambda pair: abs(pair[0] - mean))
+    typical[typical.index(max(typical))] = max(*typical, data.longest)
+    return tuple(typical)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
@@ -55,6 +56,48 @@ def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
     return positions * max(-(-needed // positions), min(range(BINS, MOST_BINS + 1), key=beside_even))
 
 
+class Lane(NamedTuple):
+    """What one pipeline is dealt.
+
+    Args:
+        bins: as they come, slices of documents first.
+        slices: of every document that is cut how many.
+    """
+
+    bins: list[Bin]
+    slices: tuple[int, ...]
+
+
+def lanes_of(
+    lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
+) -> tuple[list[Lane], int]:
+    """What every pipeline of so many positions is dealt, and the bins that each has room for, of which some may be left
+    empty; arguments as of ``deal_to_pipelines``.
+
+    Raises:
+        UserError: as of ``deal``.
+    """
+    of = work.of
+    if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
+        deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
+    tokens = sum(lengths) / pipelines
+    least = bins_of_a_pipeline(0, positions, tokens)
+    mean = sum(map(of, lengths)) / least / pipelines
+    lanes = list[Lane]()
+    for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
+        most = math.inf if cuts is None else cuts * mean
+        cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
+        parts = sorted(((n, slices_of(lengths[n], cap, mean, work)) for n in cut), key=lambda pair: -len(pair[1]))
+        bins = [Bin((n,), part=part) for n, spans in parts for part in spans]
+        whole = [n for n in numbers if n not in cut]
+        if whole:
+            rounds = min(len(whole), max(1, least - len(bins)))
+            dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
+            bins += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
+        lanes.append(Lane(bins, tuple(len(spans) for _, spans in parts)))
+    return lanes, bins_of_a_pipeline(max(len(lane.bins) for lane in lanes), positions, tokens)
+
+
 def deal_to_pipelines(
     lengths: Sequence[int],
     *,
@@ -79,29 +122,11 @@ def deal_to_pipelines(
     Raises:
         UserError: as of ``deal``; or slices for which stages have no memory.
     """
-    size, of = layout.size, work.of
-    if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
-        deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
-    tokens = sum(lengths) / pipelines
-    least = bins_of_a_pipeline(0, size, tokens)
-    mean = sum(map(of, lengths)) / least / pipelines
-    lanes = list[list[Bin]]()
-    slices = list[tuple[int, ...]]()
-    for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
-        most = math.inf if cuts is None else cuts * mean
-        cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
-        parts = sorted(((n, slices_of(lengths[n], cap, mean, work)) for n in cut), key=lambda pair: -len(pair[1]))
-        lane = [Bin((n,), part=part) for n, spans in parts for part in spans]
-        slices.append(tuple(len(spans) for _, spans in parts))
-        whole = [n for n in numbers if n not in cut]
-        if whole:
-            rounds = min(len(whole), max(1, least - len(lane)))
-            dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
-            lane += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
-        lanes.append(lane)
-    count = bins_of_a_pipeline(max(map(len, lanes)), size, tokens)
-    rounds = zip(*(lane + [Bin(())] * (count - len(lane)) for lane in lanes), strict=True)
-    bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=tuple(slices) if any(slices) else ())
+    size = layout.size
+    lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=cuts)
+    rounds = zip(*(lane.bins + [Bin(())] * (count - len(lane.bins)) for lane in lanes), strict=True)
+    slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
+    bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
     return _in_their_places(bins, layout, costs, order_of(count), cap)
 
 

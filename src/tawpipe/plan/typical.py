@@ -1,0 +1,161 @@
+"""A step of documents that are dealt by their time, as plans price and weigh it: its micro-batches and their sizes.
+
+Where weights travel, all micro-batches are taken for alike: as large as the mean bin, and larger by as much as the
+longest bin of a round takes longer. Pipelines side by side are all taken for the one that has most slices. Its slices
+have the sizes that they have; what is whole is dealt evenly, so that the mean bin stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+
+from tawpipe.schedule.activations import Shares
+from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.dealing import LONG, lanes_of
+from tawpipe.simulate import MicroBatchSize, size_of, slice_of
+
+OF_DOCUMENT = frozenset((Kind.CONTEXT, Kind.KEYS, Kind.KEY_GRADIENTS))
+"""What a stage has for a whole document as long as any of its slices is under way: it comes with the first of them, and
+goes with it."""
+OF_TOKENS = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT, Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR))
+
+
+@dataclass(frozen=True)
+class TypicalStep:
+    """The micro-batches of a step.
+
+    Args:
+        count: over all devices.
+        size: of a micro-batch that is no slice.
+        mean: of all micro-batches.
+        largest: tokens of the largest bin of whole documents.
+        cut: the documents that every pipeline cuts; of each its slices, first token and end.
+        numbers: of the micro-batches that are these slices, for every pipeline and document.
+    """
+
+    count: int
+    size: MicroBatchSize
+    mean: MicroBatchSize
+    largest: int = 0
+    cut: tuple[tuple[tuple[int, int], ...], ...] = ()
+    numbers: tuple[tuple[int, ...], ...] = ()
+
+    def numbered(self, numbers: tuple[tuple[int, ...], ...]) -> TypicalStep:
+        """The same for a schedule that gives the slices these numbers."""
+        return replace(self, numbers=numbers)
+
+    @property
+    def slices(self) -> Mapping[int, tuple[int, int]]:
+        """Of every micro-batch that is a slice, the first token and the end."""
+        each = [(number, self.cut[at % len(self.cut)]) for at, number in enumerate(self.numbers)] if self.cut else []
+        return {m: span for numbers, spans in each for m, span in zip(numbers, spans, strict=True)}
+
+    def sizes(self, windows: Sequence[int]) -> dict[int, MicroBatchSize]:
+        """Of every micro-batch that is a slice."""
+        return {m: slice_of(*span, windows) for m, span in self.slices.items()}
+
+    def held(self, micro_batches: Iterable[int], tokens: float) -> Shares:
+        """Of what pipelines keep of micro-batches: the share of what one of so many tokens would take. Any that is
+        whole may be the largest.
+        """
+        slices, shares = self.slices, dict[tuple[Kind, int], float]()
+        for m in micro_batches:
+            begin, end = slices.get(m, (0, self.largest))
+            shares |= {(kind, m): (end - begin) / tokens for kind in (*OF_TOKENS, *OF_DOCUMENT)}
+        for at, numbers in enumerate(self.numbers):
+            length = self.cut[at % len(self.cut)][-1][1]
+            shares |= {
+                (kind, m): (length / tokens if m == numbers[0] else 0.0) for kind in OF_DOCUMENT for m in numbers
+            }
+        return shares
+
+
+def slices_in(shares: Iterable[tuple[int, ...]], typical: TypicalStep) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the micro-batches that are slices, of every pipeline and document that it cuts.
+
+    Args:
+        shares: of every rank, the micro-batches of its pipeline.
+    """
+    of_pipelines = map(iter, dict.fromkeys(shares))
+    return tuple(tuple(islice(numbers, len(spans))) for numbers in of_pipelines for spans in typical.cut)
+
+
+@lru_cache(maxsize=16)
+def typical_of_ranks(
+    lengths: tuple[int, ...],
+    *,
+    work: LayerTime,
+    windows: tuple[int, ...],
+    cap: int,
+    world_size: int,
+    ranks: int,
+    speeds: tuple[float, ...],
+) -> TypicalStep:
+    """A step whose bins are dealt to ranks.
+
+    Args:
+        lengths: of its documents, in tokens.
+        cap: tokens of a bin, for each of the ranks that compute it.
+        ranks: of a set.
+        speeds: of all ranks, see ``Bins``.
+
+    Raises:
+        UserError: as of ``deal``.
+    """
+    bins = deal(lengths, world_size=world_size, cap=cap, work=work, ranks=ranks, speeds=speeds)
+    count = sum(bins.shape) * world_size // ranks
+    mean = _whole(bins, [bin for row in (*bins.shared, *bins.single) for bin in row], count, windows)
+    mean = mean.times(bins.seconds / bins.mean_seconds)
+    return TypicalStep(count, mean, mean, max(map(bins.tokens, (bin for row in bins.single for bin in row)), default=0))
+
+
+@lru_cache(maxsize=16)
+def typical_of_pipelines(
+    lengths: tuple[int, ...],
+    *,
+    work: LayerTime,
+    windows: tuple[int, ...],
+    cap: int,
+    pipelines: int,
+    positions: int,
+    cuts: bool,
+) -> TypicalStep:
+    """A step whose bins are dealt to pipelines.
+
+    Args:
+        cuts: documents may be cut into slices.
+
+    Raises:
+        UserError: as of ``deal``.
+    """
+    given = {"pipelines": pipelines, "positions": positions, "cap": cap, "work": work}
+    lanes, count = lanes_of(lengths, **given, cuts=LONG if cuts else None)
+    as_dealt = Bins((), (), 1, lengths, work)
+    most = max(lanes, key=lambda lane: (sum(lane.slices), sum(map(as_dealt.time, lane.bins))))
+    parts, whole = most.bins[: sum(most.slices)], most.bins[sum(most.slices) :]
+    spans, cut = iter([part.part or (0, 0) for part in parts]), list[tuple[tuple[int, int], ...]]()
+    for number in most.slices:
+        cut.append(tuple(next(spans) for _ in range(number)))
+    return TypicalStep(
+        count * pipelines,
+        _whole(as_dealt, whole, max(1, count - len(parts)), windows),
+        _whole(as_dealt, most.bins, count, windows),
+        max(map(as_dealt.tokens, whole or parts)),
+        tuple(cut),
+    )
+
+
+def _whole(bins: Bins, some: Sequence[Bin], count: int, windows: Sequence[int]) -> MicroBatchSize:
+    """What some bins are together, as one of so many micro-batches."""
+    sizes = [slice_of(*bin.part, windows) for bin in some if bin.part]
+    sizes += [
+        size_of([bins.lengths[n] for n in bin.documents], windows) for bin in some if bin.documents and not bin.part
+    ]
+    within = tuple((window, sum(dict(size.within)[window] for size in sizes) / count) for window in windows)
+    calls = round(sum(size.lengths for size in sizes) / max(1, len(sizes)))
+    tokens, pairs = sum(size.tokens for size in sizes) / count, sum(size.pairs for size in sizes) / count
+    return MicroBatchSize(tokens, pairs, within, max(1, calls))
