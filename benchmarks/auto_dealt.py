@@ -2,8 +2,8 @@
 
     python benchmarks/auto_dealt.py --out benchmarks/results/DATE-auto-dealt
 
-A setting is a model, a cluster of H100s, links and the lengths of a corpus. The search is given what a run with ``--plan
-auto`` gives it: a typical step of the corpus. Then other steps are drawn, dealt for the settings of every candidate as
+A setting is a model, a cluster of H100s, links and the lengths of a corpus. The search is given what a run gives it: a
+typical step of the corpus. Then other steps are drawn, dealt for the settings of every candidate as
 the run would deal them, and played bin by bin. Right is a choice within 3 % of the fastest. Writes ``table.md``
 and ``results.json``.
 """
@@ -42,7 +42,7 @@ from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
 
 GOOD = 0.03
-MOST_S = 8.0
+MOST_S = 6.0
 """For which a plan is looked for."""
 FAR = 1.5
 """Multiple of the choice's seconds beyond which a candidate is not played: predictions are not that wrong."""

@@ -261,8 +261,9 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     Args:
         recompute: what layers compute again.
     """
-    dealt = request.dealt_over(positions.size) if request.dealt else None
-    costs, memory, blocks = replace(request, typical=dealt).mean_costs, request.profile.memory, []
+    costs, memory, blocks = request.costs, request.profile.memory, []
+    if request.dealt:
+        costs = replace(costs, size=request.mean_bin(positions.size)[1])
     boundary, passing = memory.boundary * request.size.tokens, memory.boundary * costs.size.tokens
     room, resident = _room(request, positions, recompute)
     for number, (block, taken) in enumerate(zip(request.model.blocks, resident, strict=True)):

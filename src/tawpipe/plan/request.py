@@ -11,11 +11,12 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
-from tawpipe.plan.typical import TypicalStep, slices_in, typical_of_pipelines, typical_of_ranks
+from tawpipe.plan.typical import TypicalStep, mean_bin, slices_in, typical_of_pipelines, typical_of_ranks
 from tawpipe.schedule.activations import ALIKE, Shares
 from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import ModelSpec
@@ -108,7 +109,11 @@ class PlanRequest:
         Raises:
             UserError: a document that no bin holds.
         """
-        return self.dealt_by(strategy).count if self.dealt else self.micro_batches
+        if not self.dealt:
+            return self.micro_batches
+        if not strategy.axis:
+            return self.dealt_by(strategy).count
+        return self.mean_bin(strategy.divided_over(self.topology))[0]
 
     def dealt_by(self, strategy: Strategy) -> TypicalStep:
         """The micro-batches of documents that are dealt, under a strategy.
@@ -116,19 +121,18 @@ class PlanRequest:
         Raises:
             UserError: a document that no bin holds.
         """
-        if strategy.axis:
-            return self.dealt_over(strategy.divided_over(self.topology))
-        ranks, world = self.settings.sequence_ranks or 1, self.topology.world_size
+        ranks, topology = self.settings.sequence_ranks or 1, self.topology
         given = {"work": self.deals_by, "windows": self.profile.windows, "cap": self.sequence_length // ranks}
-        return typical_of_ranks(
-            self.dealt, **given, world_size=world, ranks=ranks, speeds=speeds_of(self.settings, self.topology)
-        )
+        if isinstance(strategy, ActivationPipeline):
+            laid_out = {"strategy": strategy, "model": self.model, "topology": topology}
+            return typical_of_pipelines(self.dealt, **given, **laid_out, cuts=self.cuts)
+        speeds = speeds_of(self.settings, topology)
+        return typical_of_ranks(self.dealt, **given, world_size=topology.world_size, ranks=ranks, speeds=speeds)
 
-    def dealt_over(self, positions: int) -> TypicalStep:
-        """The same under pipelines of so many positions."""
-        given = {"work": self.deals_by, "windows": self.profile.windows, "cap": self.sequence_length}
-        pipelines = self.topology.world_size // positions
-        return typical_of_pipelines(self.dealt, **given, pipelines=pipelines, positions=positions, cuts=self.cuts)
+    def mean_bin(self, positions: int) -> tuple[int, MicroBatchSize]:
+        """The number of micro-batches under pipelines of so many positions, about, and the size of the mean one."""
+        given = {"cap": self.sequence_length, "windows": self.profile.windows}
+        return mean_bin(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **given)
 
     @cached_property
     def deals_by(self) -> LayerTime:
@@ -202,6 +206,7 @@ class PlanRequest:
         """The cost model of the clock. Where there are peers, some transfer is under way or waited for all the time."""
         machine, profile = self.machine, self.profile
         slower = machine.device.beside if machine.world_size > 1 else 1.0
+        slower *= self.typical.uneven if self.typical else 1.0
         return CostModel(
             tuple(block.times(slower) for block in profile.blocks) if slower != 1 else profile.blocks,
             machine.between,
@@ -273,8 +278,9 @@ class PlanRequest:
         configured = (strategy or find(settings.strategy)).configured(settings)
         binned = bool(self.dealt and configured.axis)  # every pipeline has as many bins, however fast it is
         alike = replace(settings, device_speeds="") if binned else settings
-        shares = shares_of(self.micro_batches_of(configured), self.topology, alike, strategy)
-        slices = slices_in(shares, self.dealt_by(configured)) if binned else ()
+        typical = self.dealt_by(configured) if self.dealt else None
+        shares = shares_of(typical.count if typical else self.micro_batches, self.topology, alike, strategy)
+        slices = slices_in(shares, typical) if typical else ()
         dealt = {"shared": 0, "slices": slices} if binned else {}
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy, **dealt)
         why = self.why_not_staged if step.strategy.axis else ""

@@ -1,8 +1,9 @@
 """A step of documents that are dealt by their time, as plans price and weigh it: its micro-batches and their sizes.
 
-Where weights travel, all micro-batches are taken for alike: as large as the mean bin, and larger by as much as the
-longest bin of a round takes longer. Pipelines side by side are all taken for the one that has most slices. Its slices
-have the sizes that they have; what is whole is dealt evenly, so that the mean bin stands for it.
+Where weights travel, the mean bin stands for all. Pipelines side by side are all taken for the one that has most
+slices: these have the sizes that they have, and the mean bin stands for all that are whole. Computing takes longer by
+as much as it does because bins are no more even than they are: the longest one of every round is waited for, or a
+pipeline's order waits for them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from itertools import islice
 from tawpipe.schedule.activations import Shares
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.dealing import LONG, lanes_of
+from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline, deal_to_pipelines, even_s
+from tawpipe.schedule.pipelines.orders import causal
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.work import makespan, play
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.simulate import MicroBatchSize, size_of, slice_of
+from tawpipe.topology import Topology
 
 OF_DOCUMENT = frozenset((Kind.CONTEXT, Kind.KEYS, Kind.KEY_GRADIENTS))
 """What a stage has for a whole document as long as any of its slices is under way: it comes with the first of them, and
@@ -32,9 +38,10 @@ class TypicalStep:
         count: over all devices.
         size: of a micro-batch that is no slice.
         mean: of all micro-batches.
-        largest: tokens of the largest bin of whole documents.
+        largest: tokens of the largest bin of a pipeline.
         cut: the documents that every pipeline cuts; of each its slices, first token and end.
         numbers: of the micro-batches that are these slices, for every pipeline and document.
+        uneven: how many times as long computing takes as if bins of whole documents were alike.
     """
 
     count: int
@@ -43,6 +50,7 @@ class TypicalStep:
     largest: int = 0
     cut: tuple[tuple[tuple[int, int], ...], ...] = ()
     numbers: tuple[tuple[int, ...], ...] = ()
+    uneven: float = 1.0
 
     def numbered(self, numbers: tuple[tuple[int, ...], ...]) -> TypicalStep:
         """The same for a schedule that gives the slices these numbers."""
@@ -109,19 +117,19 @@ def typical_of_ranks(
     bins = deal(lengths, world_size=world_size, cap=cap, work=work, ranks=ranks, speeds=speeds)
     count = sum(bins.shape) * world_size // ranks
     mean = _whole(bins, [bin for row in (*bins.shared, *bins.single) for bin in row], count, windows)
-    mean = mean.times(bins.seconds / bins.mean_seconds)
-    return TypicalStep(count, mean, mean, max(map(bins.tokens, (bin for row in bins.single for bin in row)), default=0))
+    return TypicalStep(count, mean, mean, uneven=bins.seconds / bins.mean_seconds)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def typical_of_pipelines(
     lengths: tuple[int, ...],
     *,
+    strategy: ActivationPipeline,
+    model: ModelSpec,
+    topology: Topology,
     work: LayerTime,
     windows: tuple[int, ...],
     cap: int,
-    pipelines: int,
-    positions: int,
     cuts: bool,
 ) -> TypicalStep:
     """A step whose bins are dealt to pipelines.
@@ -130,23 +138,39 @@ def typical_of_pipelines(
         cuts: documents may be cut into slices.
 
     Raises:
-        UserError: as of ``deal``.
+        UserError: as of ``deal_to_pipelines``.
     """
-    given = {"pipelines": pipelines, "positions": positions, "cap": cap, "work": work}
-    lanes, count = lanes_of(lengths, **given, cuts=LONG if cuts else None)
-    as_dealt = Bins((), (), 1, lengths, work)
-    most = max(lanes, key=lambda lane: (sum(lane.slices), sum(map(as_dealt.time, lane.bins))))
-    parts, whole = most.bins[: sum(most.slices)], most.bins[sum(most.slices) :]
-    spans, cut = iter([part.part or (0, 0) for part in parts]), list[tuple[tuple[int, int], ...]]()
-    for number in most.slices:
-        cut.append(tuple(next(spans) for _ in range(number)))
+    shape = strategy.shape(model, topology)
+    layout, costs = shape.layout, shape.costs
+    given = {"layout": layout, "costs": costs, "order_of": shape.order_of, "cap": cap, "work": work}
+    bins = deal_to_pipelines(lengths, pipelines=shape.positions.replicas, **given, cuts=LONG if cuts else None)
+    count, slices = len(bins.single), bins.slices or ((),) * bins.world_size
+    lanes = [bins.of(pipeline) for pipeline in range(bins.world_size)]
+    times = [sum(map(bins.time, lane)) for lane in lanes]
+    most = max(range(len(lanes)), key=lambda pipeline: (sum(slices[pipeline]), times[pipeline]))
+    parts, whole = lanes[most][: sum(slices[most])], lanes[most][sum(slices[most]) :]
+    even = [*map(bins.time, parts), *[sum(map(bins.time, whole)) / max(1, len(whole))] * len(whole)]
+    order, mean = causal(shape.order_of(count), slices[most]), bins.mean_seconds * layout.size / count
+    taken = makespan(play(layout, order, costs, lambda work: even[work.micro_batch] / mean))
+    uneven = bins.stretch * even_s(layout, costs, count) / taken
+    spans = iter([part.part or (0, 0) for part in parts])
     return TypicalStep(
-        count * pipelines,
-        _whole(as_dealt, whole, max(1, count - len(parts)), windows),
-        _whole(as_dealt, most.bins, count, windows),
-        max(map(as_dealt.tokens, whole or parts)),
-        tuple(cut),
+        count * bins.world_size,
+        _whole(bins, whole, max(1, len(whole)), windows),
+        _whole(bins, lanes[most], count, windows),
+        max(map(bins.tokens, whole or parts)),
+        tuple(tuple(islice(spans, number)) for number in slices[most]),
+        uneven=uneven,
     )
+
+
+def mean_bin(
+    lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, windows: Sequence[int]
+) -> tuple[int, MicroBatchSize]:
+    """How many bins pipelines of so many positions have, about, and the size of the mean one."""
+    needed = -(-sum(lengths) // (cap * pipelines))
+    count = pipelines * bins_of_a_pipeline(needed, positions, sum(lengths) / pipelines)
+    return count, size_of(lengths, windows).times(1 / count)
 
 
 def _whole(bins: Bins, some: Sequence[Bin], count: int, windows: Sequence[int]) -> MicroBatchSize:

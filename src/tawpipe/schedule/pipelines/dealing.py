@@ -37,6 +37,8 @@ OVERHEAD = 128
 """Tokens that take as long as what a bin costs besides its own: calls, and messages."""
 LONG = 3 / 2
 """Time of a document that is cut though a bin holds it, in that of the mean bin."""
+TRIED = (1, 2, 2 / 3)
+"""Multiples of that limit that are tried."""
 MOST_PLAYED = 30_000
 """Works that are played to find a place for every bin, over all pipelines: some tenths of a second."""
 
@@ -122,12 +124,24 @@ def deal_to_pipelines(
     Raises:
         UserError: as of ``deal``; or slices for which stages have no memory.
     """
-    size = layout.size
-    lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=cuts)
-    rounds = zip(*(lane.bins + [Bin(())] * (count - len(lane.bins)) for lane in lanes), strict=True)
-    slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
-    bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
-    return _in_their_places(bins, layout, costs, order_of(count), cap)
+    size, deals = layout.size, list[Bins]()
+    limits = (None,) if cuts is None else (cuts,) if math.isinf(cuts) else tuple(cuts * times for times in TRIED)
+    for limit in limits:
+        lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=limit)
+        rounds = zip(*(lane.bins + [Bin(())] * (count - len(lane.bins)) for lane in lanes), strict=True)
+        slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
+        bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
+        if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
+            deals.append(bins)
+    placed, refused = list[Bins](), list[UserError]()
+    for bins in deals:
+        try:
+            placed.append(_in_their_places(bins, layout, costs, order_of(len(bins.single)), cap))
+        except UserError as error:
+            refused.append(error)
+    if not placed:
+        raise refused[0]
+    return min(placed, key=lambda bins: (bins.stretch, sum(map(sum, bins.slices))))
 
 
 def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
@@ -176,8 +190,6 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
     """
     count, pipelines = len(bins.single), len(bins.single[0])
     mean = sum(map(bins.work.of, bins.lengths)) / count / pipelines
-    seconds = costs.stages(layout).seconds
-    even = count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
     lanes, longest = list[list[Bin]](), 0.0
     for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
         of_lane = causal(order, cut)
@@ -193,7 +205,13 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
         places, taken = _places(layout, of_lane, costs, times, sum(cut), MOST_PLAYED // pipelines)
         lanes.append([lane[number] for number in places])
         longest = max(longest, taken)
-    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even)
+    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even_s(layout, costs, count))
+
+
+def even_s(layout: Layout, costs: PipelineCosts, count: int) -> float:
+    """Time in which all positions compute so many mean bins, if none ever waits."""
+    seconds = costs.stages(layout).seconds
+    return count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
 
 
 def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[float]) -> Iterator[float]:
