@@ -28,6 +28,7 @@ import torch
 from plans import MODELS, model_folder
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
+from tawpipe.model.flops import work_of
 from tawpipe.plan.dealt import BALANCED, played
 from tawpipe.plan.devices import Device
 from tawpipe.plan.lengths import Lengths, lengths_of
@@ -35,6 +36,7 @@ from tawpipe.plan.measure import Asked, machine_of, request_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
+from tawpipe.plan.typical import typical_documents
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import StepSpec
@@ -44,7 +46,7 @@ from tawpipe.train.decided import BatchShape
 GOOD = 0.03
 MOST_S = 6.0
 """For which a plan is looked for."""
-FAR = 1.5
+FAR = 1.25
 """Multiple of the choice's seconds beyond which a candidate is not played: predictions are not that wrong."""
 LOOKED_AT, FIRST_PLAYED = 15, 100
 """Steps of which the typical one is given to the search, and the first one that is played."""
@@ -99,10 +101,7 @@ def asked(setting: Setting, lengths: Lengths) -> PlanRequest:
     config = TrainConfig(tokens_per_step=setting.tokens, max_document=setting.max_document)
     batch = BatchShape.of(config, "balanced", machine.world_size)
     steps = [lengths.step(setting.tokens, number) for number in range(LOOKED_AT)]
-    squares = [sum(length**2 for length in step) for step in steps]
-    mean = statistics.fmean(squares)
-    _, typical = min(zip(squares, steps, strict=True), key=lambda pair: abs(pair[0] - mean))
-    typical[typical.index(max(typical))] = lengths.longest
+    typical = typical_documents(steps, lengths.longest, work_of(chain_of(setting.model)))
     row = [min(typical[0], batch.row_tokens)]
     while (left := batch.row_tokens - sum(row)) > 0:
         row.append(min(left, typical[len(row) % len(typical)]))
@@ -196,7 +195,7 @@ def page(rows: list[dict[str, Any]], seed: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--settings", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=3, help="that every candidate is played for")
+    parser.add_argument("--steps", type=int, default=8, help="that every candidate is played for")
     parser.add_argument("--seed", type=int, default=38)
     parser.add_argument("--only", type=int, help="number of a setting")
     parser.add_argument("--out", type=Path)

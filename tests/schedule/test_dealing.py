@@ -16,6 +16,7 @@ from tawpipe.schedule.actions import Op
 from tawpipe.schedule.balance import Bins, BinsForm, LayerKind, LayerTime
 from tawpipe.schedule.buffers import Kind, keys
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
+from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
@@ -127,6 +128,18 @@ def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> Non
     schedule = schedule_of(use, topology, bins)
     verify(schedule, one_thread=True)
     assert seconds_of(schedule, bins) == pytest.approx(bins.seconds, rel=0.02)
+
+
+def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(4, 1)
+    steps = [[*lengths_of(seed, 30), 1500, 900, 700] for seed in range(5)]
+    by = dealing_of(use, topology, cuts=LONG)
+    chosen = [by(lengths).stretch for lengths in steps]
+    alone = []
+    for times in dealing.TRIED:
+        monkeypatch.setattr(dealing, "TRIED", (times,))
+        alone.append([by(lengths).stretch for lengths in steps])
+    assert chosen == [min(tried) for tried in zip(*alone, strict=True)] and chosen != alone[0]
 
 
 def test_slices_go_forward_in_order_and_come_back_in_reverse_and_stages_hold_their_keys() -> None:

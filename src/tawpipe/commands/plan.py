@@ -123,9 +123,12 @@ def _request(
     """
     from tawpipe.model.build import PRESETS, build_model
     from tawpipe.model.chain import Chain
+    from tawpipe.model.flops import work_of
     from tawpipe.model.refuse import settle_mtp
     from tawpipe.pipeline.refuse import refuse_cut_rows
+    from tawpipe.plan.dealt import STEPS
     from tawpipe.plan.measure import Asked, request_of
+    from tawpipe.plan.typical import typical_documents
     from tawpipe.train.optimizers import factory_of
 
     asked = Asked(
@@ -139,7 +142,6 @@ def _request(
         settings=schedule_of(config),
         quantize=config.quantize,
         compiled=config.compile,
-        dealt=corpus.step if corpus is not None else (),
         optimizer=factory_of(config),
         learning_rate=float(config.learning_rate),
     )
@@ -154,6 +156,9 @@ def _request(
         trust_remote_code=config.trust_remote_code,
     )
     chain = Chain(built.model)
+    if corpus is not None:
+        steps = (corpus.lengths.step(corpus.tokens, number) for number in range(STEPS))
+        asked = replace(asked, dealt=typical_documents(steps, corpus.most, work_of(chain)))
     if config.without_mtp:
         settle_mtp(chain.model, without=True)
     refuse_cut_rows(chain, config.schedule)
@@ -276,7 +281,6 @@ class _Corpus:
         tokens: of a step.
         row: tokens of a full bin.
         documents: that fill one.
-        step: the documents of one, the longest of all among them.
     """
 
     lengths: Lengths
@@ -284,7 +288,6 @@ class _Corpus:
     tokens: int
     row: int
     documents: list[int]
-    step: list[int]
 
     @classmethod
     def of(cls, words: PlanWords, world_size: int) -> _Corpus:
@@ -310,9 +313,7 @@ class _Corpus:
         documents[0] = min(documents[0], row)
         while (left := row - sum(documents)) > 0:
             documents.append(min(left, most))
-        dealt = lengths.step(step, 0)
-        dealt[dealt.index(max(dealt))] = lengths.longest
-        return cls(lengths, most, step, row, documents, dealt)
+        return cls(lengths, most, step, row, documents)
 
     def say(self, request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
         """Print the foresight; the exit code."""

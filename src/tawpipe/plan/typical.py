@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from statistics import fmean
 
 from tawpipe.schedule.activations import Shares
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
@@ -80,6 +81,25 @@ class TypicalStep:
                 (kind, m): (length / tokens if m == numbers[0] else 0.0) for kind in OF_DOCUMENT for m in numbers
             }
         return shares
+
+
+def typical_documents(steps: Iterable[Sequence[int]], longest: int, work: LayerTime) -> tuple[int, ...]:
+    """Of the documents of some steps those of the one that does about as much as they do in the mean, with the longest
+    of all in the place of its longest.
+
+    Args:
+        steps: lengths of the documents of each, in tokens.
+        longest: of the corpus.
+
+    >>> from tawpipe.schedule.balance import LayerKind
+    >>> typical_documents([[1, 9], [4, 4], [6, 5]], 9, LayerTime((LayerKind(1, 1.0, 0.0),)))
+    (1, 9)
+    """
+    given = [list(lengths) for lengths in steps]
+    mean = fmean(sum(map(work.of, lengths)) for lengths in given)
+    for lengths in given:
+        lengths[lengths.index(max(lengths))] = max(*lengths, longest)
+    return tuple(min(given, key=lambda lengths: abs(sum(map(work.of, lengths)) - mean)))
 
 
 def slices_in(shares: Iterable[tuple[int, ...]], typical: TypicalStep) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from statistics import fmean
 
 from tawpipe.checkpoint.format import Manifest
 from tawpipe.checkpoint.resume import RunState, refuse_other_trained
@@ -23,6 +22,7 @@ from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
 from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
+from tawpipe.plan.typical import typical_documents
 from tawpipe.runtime.world import World
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
@@ -131,18 +131,12 @@ def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
     return sorted(rows, key=lambda documents: sum(length * length for length in documents))[len(rows) // 2]
 
 
-def typical_documents(data: PreparedData, batch: BatchShape) -> tuple[int, ...]:
-    """Lengths of the documents in one of the first steps, whose attention is nearest to the mean's, with the longest of
-    all in the place of its longest; none where documents are not dealt.
-    """
+def documents_of_a_step(data: PreparedData, batch: BatchShape, chain: Chain) -> tuple[int, ...]:
+    """Lengths of the documents of a typical one of the first steps; none where documents are not dealt."""
     if not batch.dealt:
         return ()
     first, steps = 0, list[list[int]]()
     for _ in range(1 if data.report.streamed else STEPS_LOOKED_AT):
         steps.append(list(data.train.step(first, batch.step_tokens).lengths))
         first += len(steps[-1])
-    squares = [sum(length * length for length in lengths) for lengths in steps]
-    mean = fmean(squares)
-    _, typical = min(zip(squares, steps, strict=True), key=lambda pair: abs(pair[0] - mean))
-    typical[typical.index(max(typical))] = max(*typical, data.longest)
-    return tuple(typical)
+    return typical_documents(steps, data.longest, work_of(chain))

@@ -4,8 +4,8 @@ What has to be equal is the time of all bins (balance.py): none makes others wai
 so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
 longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
 each is a bin of its own, all go to one pipeline one behind the other (``orders.causal``), and they come first, those of
-the document with most slices ahead, so that steps are of few forms. Documents go to pipelines so that these compute
-equally long.
+the document with most slices ahead, so that steps are of few forms. How much longer is tried: slices are even, but hold
+up what is behind them. Documents go to pipelines so that these compute equally long.
 
 A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
 of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
