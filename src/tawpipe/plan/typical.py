@@ -172,7 +172,7 @@ def typical_of_pipelines(
     even = [*map(bins.time, parts), *[sum(map(bins.time, whole)) / max(1, len(whole))] * len(whole)]
     order, mean = causal(shape.order_of(count), slices[most]), bins.mean_seconds * layout.size / count
     taken = makespan(play(layout, order, costs, lambda work: even[work.micro_batch] / mean))
-    uneven = bins.stretch * even_s(layout, costs, count) / taken
+    uneven = bins.stretch * even_s(layout, costs, count) / taken if taken else 1.0
     spans = iter([part.part or (0, 0) for part in parts])
     return TypicalStep(
         count * bins.world_size,

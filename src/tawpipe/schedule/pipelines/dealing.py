@@ -205,7 +205,8 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
         places, taken = _places(layout, of_lane, costs, times, sum(cut), MOST_PLAYED // pipelines)
         lanes.append([lane[number] for number in places])
         longest = max(longest, taken)
-    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even_s(layout, costs, count))
+    even = even_s(layout, costs, count)  # 0 of a model so small that its blocks take no microsecond
+    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even if even else 1.0)
 
 
 def even_s(layout: Layout, costs: PipelineCosts, count: int) -> float:
