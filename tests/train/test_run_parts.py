@@ -31,6 +31,7 @@ from tawpipe.train.optimizers import factory_of
 from tawpipe.train.run import _same_tokens
 from tawpipe.train.sample import Samples
 from tawpipe.train.saves import LOOK_EVERY, Saves
+from tawpipe.train.start import typical_lengths
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
@@ -288,6 +289,13 @@ def test_pipelines_have_bins_and_others_rounds() -> None:
     piped = replace(dealt, single=(*parts, whole), positions=2, slices=((2,),))
     words = "3 documents in 3 bins for each pipeline (2 slices of long documents in all), bins of at most 300 tokens"
     assert words in batch_words(batch, piped, None) and "round" not in batch_words(batch, piped, None)
+
+
+def test_a_plan_is_asked_for_full_bins_though_documents_are_longer() -> None:
+    words = ["--bin-tokens", "60", "--max-document", "200", "--tokens-per-step", "600", "--schedule.strategy", "1f1b"]
+    train = SimpleNamespace(step=lambda *_: SimpleNamespace(lengths=[20, 171, 30, 9]))
+    data: Any = SimpleNamespace(train=train, longest=200, report=SimpleNamespace(streamed=True))
+    assert sum(typical_lengths(data, BatchShape.of(load_config(words), "balanced", 2))) == 60
 
 
 def test_memory_is_said_part_by_part_and_the_hosts_with_it() -> None:

@@ -120,10 +120,12 @@ def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
 
 
 def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
-    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work."""
+    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work; no
+    longer than a row, which those are that pass a pipeline in slices.
+    """
     row = batch.row_tokens
     if batch.dealt:
-        lengths = iter(data.train.step(0, max(batch.step_tokens, row)).lengths)
+        lengths = iter([min(length, row) for length in data.train.step(0, max(batch.step_tokens, row)).lengths])
         rows = [take(chain([first], lengths), row) for first in lengths][:ROWS_LOOKED_AT]
     else:
         rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
