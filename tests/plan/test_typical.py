@@ -14,6 +14,7 @@ from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.plan_file import record_of, request_from
 from tawpipe.plan.predict import memory_of, predict, short_schedule
 from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.actions import Action
 from tawpipe.schedule.balance import Bins, deal
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import held
@@ -79,17 +80,17 @@ def test_where_weights_travel_the_longest_bin_of_every_round_is_waited_for() -> 
         assert tried is not None and predict(request, step).step_seconds == pytest.approx(tried.seconds, rel=0.05)
 
 
-def shares(step: StepSpec, bins: Bins) -> dict[tuple[Kind, int], float]:
+def shares_of(step: StepSpec, bins: Bins) -> dict[tuple[Kind, int], float]:
     """Of a full bin, what every bin that was dealt keeps; of keys the first slice has those of its document."""
     numbers = dict(zip(step.strategy.dealt_to(step.topology), step.micro_batches, strict=True))
-    found: dict[tuple[Kind, int], float] = {}
+    shares: dict[tuple[Kind, int], float] = {}
     for pipeline, share in numbers.items():
         for m, bin in zip(share, bins.of(pipeline), strict=True):
-            found |= {(kind, m): bins.tokens(bin) / CAP for kind in Kind}
+            shares |= {(kind, m): bins.tokens(bin) / CAP for kind in Kind}
             if bin.part:
                 whole = 0 if bin.part[0] else bins.lengths[bin.documents[0]]
-                found |= {(kind, m): whole / CAP for kind in (Kind.KEYS, Kind.KEY_GRADIENTS, Kind.CONTEXT)}
-    return found
+                shares |= {(kind, m): whole / CAP for kind in (Kind.KEYS, Kind.KEY_GRADIENTS, Kind.CONTEXT)}
+    return shares
 
 
 @pytest.mark.parametrize("stages", ["world", "nodes"])
@@ -99,12 +100,12 @@ def test_memory_is_that_of_the_slices_as_they_are(stages: str) -> None:
     step = step_of(request, "1f1b", stages=stages)
     bins = dealt(request, step)
     as_run = build(step_of_bins(step.model, request.topology, step.settings, bins.form, strategy=step.strategy))
-    given, memory = shares(as_run.step, bins), request.profile.memory
+    given, memory = shares_of(as_run.step, bins), request.profile.memory
 
     def working(schedule: Schedule) -> int:
         sizes = memory.activations(CAP)
 
-        def of(action: object) -> int:
+        def of(action: Action) -> int:
             return memory.working_of(schedule, action, round(CAP * given.get((Kind.INPUT, action.micro_batch), 1.0)))
 
         said = held(schedule, request.widths, activation_bytes=sizes, working=of, shares=given)

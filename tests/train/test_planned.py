@@ -98,7 +98,7 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
 
 def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
     machine = machine_of("2x2@10gbit", device=Device("H100"))
-    asked = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8}
+    asked: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8}
     settings, parts = ScheduleSettings(strategy="1f1b"), []
     for longest, least, most in ((64, 2, 4), (640, 10, 40)):
         request = request_for("tiny", machine, dealt=[longest, *[8] * 48], **asked)

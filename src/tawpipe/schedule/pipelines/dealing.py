@@ -58,7 +58,7 @@ def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
     return positions * max(-(-needed // positions), min(range(BINS, MOST_BINS + 1), key=beside_even))
 
 
-class Lane(NamedTuple):
+class LaneBins(NamedTuple):
     """What one pipeline is dealt.
 
     Args:
@@ -72,7 +72,7 @@ class Lane(NamedTuple):
 
 def lanes_of(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
-) -> tuple[list[Lane], int]:
+) -> tuple[list[LaneBins], int]:
     """What every pipeline of so many positions is dealt, and the bins that each has room for, of which some may be left
     empty; arguments as of ``deal_to_pipelines``.
 
@@ -85,7 +85,7 @@ def lanes_of(
     tokens = sum(lengths) / pipelines
     least = bins_of_a_pipeline(0, positions, tokens)
     mean = sum(map(of, lengths)) / least / pipelines
-    lanes = list[Lane]()
+    lanes = list[LaneBins]()
     for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
         most = math.inf if cuts is None else cuts * mean
         cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
@@ -96,7 +96,7 @@ def lanes_of(
             rounds = min(len(whole), max(1, least - len(bins)))
             dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
             bins += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
-        lanes.append(Lane(bins, tuple(len(spans) for _, spans in parts)))
+        lanes.append(LaneBins(bins, tuple(len(spans) for _, spans in parts)))
     return lanes, bins_of_a_pipeline(max(len(lane.bins) for lane in lanes), positions, tokens)
 
 
