@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
+from runs import TIMEOUT_S, environment
 from tawpipe.cli import main
 from tawpipe.commands.plan import _vocabulary
 from tawpipe.commands.plan_words import PlanWords, parse, plan_parser, schedule_of
@@ -95,6 +98,56 @@ def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(mon
     words = ["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run", "--plan", "plan.yaml"]
     assert main(words) == 0, "the run takes the plan for its own"
     assert "assumed" in stated and "assumed" not in capsys.readouterr().out, "of links, for a plan that is made now"
+
+
+UNEQUAL: dict[str, Any] = {
+    "format": 1,
+    "nodes": [2],
+    "inside": {"gbyte_per_s": 2},
+    "devices": {
+        "new": {"name": "CPU", "memory_gib": 6},
+        "old": {"name": "CPU", "memory_gib": 6, "speed": 0.5},
+    },
+    "device_of": ["new", "old"],
+}
+"""Two processes of one machine; the second takes twice as long."""
+
+
+@pytest.mark.usefixtures("few_strategies")
+def test_a_run_takes_the_plan_for_devices_of_two_speeds_for_its_own(capsys) -> None:
+    Path("two.yaml").write_text(yaml.safe_dump(UNEQUAL))
+    assert main(["plan", "--config", "run.yaml", "--topology", "two.yaml", "--save", "plan.yaml"]) == 0
+    capsys.readouterr()
+    assert yaml.safe_load(Path("plan.yaml").read_text())["schedule"]["device_speeds"] == "1,0.5"
+    words = ["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run", "--plan", "plan.yaml"]
+    assert main(words) == 0
+    assert "would run:" in capsys.readouterr().out
+    assert main([*words, "--schedule.device-speeds", "1,1"]) == 2
+    assert "--schedule.device-speeds: got '1,1'; 1,0.5, as in the plan" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_strategies")
+def test_a_run_that_follows_a_plan_for_two_speeds_learns_what_it_would_alone() -> None:
+    """And goes on by the plan of its checkpoint."""
+    Path("two.yaml").write_text(yaml.safe_dump(UNEQUAL))
+    more = {"dtype": "float64", "micro_batch": 1, "global_batch": 12, "evaluation": {"every": 0}}
+    more |= {"sample": {"tokens": 0}, "export": {"enabled": False}, "log": {"trackers": ["none"], "every": 1}}
+    Path("run.yaml").write_text(yaml.safe_dump(RUN | more))
+    assert main(["plan", "--config", "run.yaml", "--topology", "two.yaml", "--save", "plan.yaml"]) == 0
+    losses = {}
+    for name, words in (
+        ("alone", ["--nproc", "1", "--plan", "none"]),
+        ("two", ["--nproc", "2", "--nodes", "1", "--plan", "plan.yaml"]),
+        ("again", ["--nproc", "2", "--nodes", "1", "--resume", "two/checkpoints/step-00000002"]),
+    ):
+        words = [sys.executable, "-m", "tawpipe", "train", "--config", "run.yaml", "--output", name, *words]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stderr
+        losses[name] = [json.loads(line)["loss"] for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+    assert losses["two"] == pytest.approx(losses["alone"], rel=1e-6)
+    assert losses["again"] == pytest.approx(losses["alone"][2:], rel=1e-6) and "that of the checkpoint" in done.stdout
+    assert "device_speeds: 1,0.5" in Path("two", "plan.yaml").read_text()
 
 
 def test_words_beat_the_file_and_say_what_they_say_to_a_run() -> None:

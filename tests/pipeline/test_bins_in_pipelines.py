@@ -113,6 +113,30 @@ def test_slices_in_more_stages_and_pipelines_side_by_side(pool, nodes, local, st
     check(pool, nodes, local, [("tied", {"strategy": name, "stages": stages} | SLICED) for name in names])
 
 
+OTHERS = [
+    (3, 1, {"strategy": "generated", "bin_tokens": 9}),
+    (2, 2, {"strategy": "1f1b", "stages": "nodes", **SLICED}),
+    (1, 2, {"strategy": "tawpipe-spread"}),
+]
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("qwen3_next", marks=SLOW), pytest.param("lora", marks=SLOW)])
+def test_a_run_with_slices_goes_on_on_other_processes_under_other_strategies_and_back(pool, tmp_path, name):
+    """With momentum, which comes from the step before."""
+    first, *others = ("zero-bubble" if name == "tied" else "1f1b"), *OTHERS[: 3 if name == "tied" else 2]
+    slices, whole = str(tmp_path / "slices"), str(tmp_path / "whole")
+    losses = pool.run("piped_documents:goes_on", 2, 1, folder=slices, name=name, strategy=first, **SLICED)[0]
+    again = [pool.run("piped_documents:goes_on", n, p, folder=slices, name=name, **knobs)[0] for n, p, knobs in others]
+    assert pool.run("piped_documents:goes_on", 1, 2, folder=whole, name=name)[0] == pytest.approx(losses, rel=1e-10)
+    again.append(pool.run("piped_documents:goes_on", 2, 1, folder=whole, name=name, strategy=first, **SLICED)[0])
+    assert all(other == pytest.approx(losses, rel=1e-10) for other in again)
+
+
+def test_pipelines_of_two_speeds_side_by_side_have_the_numbers_of_one_process(pool):
+    knobs = {"strategy": "1f1b", "stages": "nodes", "device_speeds": "1,0.5,1,0.5"}
+    check(pool, 2, 2, [("plain", {**knobs, "bin_tokens": 44}), ("plain", knobs | SLICED)])
+
+
 @pytest.mark.slow
 def test_slices_cut_documents_anywhere(pool):
     check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (4, 5, 13, 20, 39)])

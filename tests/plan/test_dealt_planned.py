@@ -113,7 +113,9 @@ def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> 
     asked = request(450)
     units = tuple(replace(unit, numel=10_000 * unit.numel) for unit in asked.model.units)
     slow = uniform(2, 2, between=LinkModel(1e6), inside=FREE, device=Device())
-    asked = replace(asked, model=replace(asked.model, units=units), machine=slow, dealt=True, longest_document=300)
+    asked = replace(
+        asked, model=replace(asked.model, units=units), machine=slow, dealt=tuple(corpus().step(4000, 0)), cuts=True
+    )
     found = DealFound.of(asked, corpus(), tokens=4000, max_document=300)
     best = found.best
     assert best is not None and best.timeline is not None and strategies()[found.chosen or ""].axis
@@ -128,13 +130,13 @@ def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest
 
     asked, bins = request(450), in_turn(corpus().step(20_000, 2), 4, 450, request(450).profile.work)
     step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
-    whole = module._played(asked, step, BALANCED, bins)
+    whole = module.played(asked, step, BALANCED, bins)
     monkeypatch.setattr(module, "MOST_PLAYED", 4 * 4 * (LAYERS + 2))
-    part = module._played(asked, step, BALANCED, bins)
+    part = module.played(asked, step, BALANCED, bins)
     assert whole and part and sum(bins.shape) > 8 and part.timeline is None
     assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
     monkeypatch.setattr(module, "LARGEST_WORK", 1)
-    for_all = module._played(asked, step, BALANCED, bins)
+    for_all = module.played(asked, step, BALANCED, bins)
     assert for_all and whole.seconds * 0.99 < for_all.seconds < whole.seconds * 1.1
 
 

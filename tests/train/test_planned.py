@@ -22,6 +22,7 @@ from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.simulate import size_of
 from tawpipe.topology import Topology
 from tawpipe.train import planned
 from tawpipe.train.config import TrainConfig
@@ -79,11 +80,15 @@ def made(monkeypatch, plan) -> list[str]:
 def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
     """They have several bins for every stage, which are less full than those of weights that travel."""
     machine = machine_of("2x2@10gbit", device=Device("H100"))
-    request = request_for("tiny", machine, vocab_size=500, sequence_length=64, global_batch=8, dealt=True)
+    given = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8, "dealt": [16] * 32}
+    request = request_for("tiny", machine, **given)
     step = request.step(ScheduleSettings(strategy="1f1b"))
-    assert len(step.micro_batches[0]) == 16 and request.of(step).costs.size == request.size.times(0.5)
+    assert len(step.micro_batches[0]) == 16 and request.of(step).costs.size == size_of([16] * 2)
     assert request.of(step).activation_bytes == request.activation_bytes
-    with pytest.raises(UserError, match="got 'solved'; another one: its order is for rows of one length"):
+    spread = request.step(ScheduleSettings(strategy="tawpipe-spread"))
+    assert len(spread.micro_batches[0]) == 3, "two rounds of full bins would leave no choice"
+    assert request.of(spread).costs.size.tokens == pytest.approx(512 / 12)
+    with pytest.raises(UserError, match="got 'solved'; generated where documents are dealt by time"):
         request.step(ScheduleSettings(strategy="solved"))
     found = {one.strategy: one for one in search_only(request, "tawpipe-spread", "1f1b", "solved")}
     best = found["1f1b"]
@@ -93,15 +98,16 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
 
 def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
     machine = machine_of("2x2@10gbit", device=Device("H100"))
-    asked = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8, "dealt": True}
+    asked: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8}
     settings, parts = ScheduleSettings(strategy="1f1b"), []
-    for longest, slices in ((64, 2), (640, 10)):
-        request = request_for("tiny", machine, longest_document=longest, **asked)
+    for longest, least, most in ((64, 2, 4), (640, 10, 40)):
+        request = request_for("tiny", machine, dealt=[longest, *[8] * 48], **asked)
         step = request.step(settings)
-        assert step.slices == (tuple(range(slices)),)
+        (document,) = step.slices
+        assert document == tuple(range(len(document))) and least <= len(document) <= most
         parts.append(memory_quickly(request, step).parts["activations"])
     assert parts[1] > 1.5 * parts[0]
-    request = replace(request, longest_document=0)
+    request = replace(request, dealt=(8,) * 48)
     assert (
         not request.step(settings).slices
         and memory_quickly(request, request.step(settings)).parts["activations"] < parts[0]

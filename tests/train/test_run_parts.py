@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from tawpipe.model.discovery import PositionUse
 from tawpipe.plan.predict import Needs
 from tawpipe.runtime.storage import PlaceOfPiece
 from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import Bin, Bins, LayerKind, LayerTime
 from tawpipe.topology import Topology
 from tawpipe.train.batches import Batches
 from tawpipe.train.checks import validate
@@ -30,6 +31,7 @@ from tawpipe.train.optimizers import factory_of
 from tawpipe.train.run import _same_tokens
 from tawpipe.train.sample import Samples
 from tawpipe.train.saves import LOOK_EVERY, Saves
+from tawpipe.train.start import typical_lengths
 from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
@@ -277,6 +279,23 @@ def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None
         rows = dict(step_rows(said, schedule.topology))
         assert ("link of a node" in rows) == (nodes == 2)
     assert rows["link of a node"] == "5.0 MiB sent and 4.0 MiB received per step"
+
+
+def test_pipelines_have_bins_and_others_rounds() -> None:
+    batch = BatchShape.of(load_config(["--max-document", "200", "--tokens-per-step", "800"]), "balanced", 2)
+    whole, parts = (Bin((1, 2)),), [(Bin((0,), part=span),) for span in ((0, 6), (6, 9))]
+    dealt = Bins((), (whole, whole), 1, (9, 3, 3), LayerTime((LayerKind(1, 1.0, 0.0),)))
+    assert "3 documents in 2 rounds, bins of at most 300 tokens for each process" in batch_words(batch, dealt, None)
+    piped = replace(dealt, single=(*parts, whole), positions=2, slices=((2,),))
+    words = "3 documents in 3 bins for each pipeline (2 slices of long documents in all), bins of at most 300 tokens"
+    assert words in batch_words(batch, piped, None) and "round" not in batch_words(batch, piped, None)
+
+
+def test_a_plan_is_asked_for_full_bins_though_documents_are_longer() -> None:
+    words = ["--bin-tokens", "60", "--max-document", "200", "--tokens-per-step", "600", "--schedule.strategy", "1f1b"]
+    train = SimpleNamespace(step=lambda *_: SimpleNamespace(lengths=[20, 171, 30, 9]))
+    data: Any = SimpleNamespace(train=train, longest=200, report=SimpleNamespace(streamed=True))
+    assert sum(typical_lengths(data, BatchShape.of(load_config(words), "balanced", 2))) == 60
 
 
 def test_memory_is_said_part_by_part_and_the_hosts_with_it() -> None:

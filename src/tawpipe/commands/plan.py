@@ -126,9 +126,12 @@ def _request(
     """
     from tawpipe.model.build import PRESETS, build_model
     from tawpipe.model.chain import Chain
+    from tawpipe.model.flops import work_of
     from tawpipe.model.refuse import settle_mtp
     from tawpipe.pipeline.refuse import refuse_cut_rows
+    from tawpipe.plan.dealt import STEPS
     from tawpipe.plan.measure import Asked, request_of
+    from tawpipe.plan.typical import typical_documents
     from tawpipe.train.optimizers import factory_of
 
     asked = Asked(
@@ -142,8 +145,6 @@ def _request(
         settings=schedule_of(config),
         quantize=config.quantize,
         compiled=config.compile,
-        dealt=corpus is not None,
-        longest_document=corpus.most if corpus is not None else 0,
         optimizer=factory_of(config),
         learning_rate=float(config.learning_rate),
     )
@@ -158,6 +159,9 @@ def _request(
         trust_remote_code=config.trust_remote_code,
     )
     chain = Chain(built.model)
+    if corpus is not None:
+        steps = (corpus.lengths.step(corpus.tokens, number) for number in range(STEPS))
+        asked = replace(asked, dealt=typical_documents(steps, corpus.most, work_of(chain)))
     if config.without_mtp:
         settle_mtp(chain.model, without=True)
     refuse_cut_rows(chain, config.schedule)

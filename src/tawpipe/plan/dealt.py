@@ -135,9 +135,9 @@ class DealFound:
                 continue
             bins = median
             if candidate.step.strategy.axis:
-                cuts = LONG if request.longest_document else None
+                cuts = LONG if request.cuts else None
                 bins = candidate.step.strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
-            if (tried := _played(request, candidate.step, BALANCED, bins)) is not None:
+            if (tried := played(request, candidate.step, BALANCED, bins)) is not None:
                 tell(f"{candidate.strategy}: {span(tried.seconds)}")
                 strategies[candidate.strategy] = tried
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
@@ -153,8 +153,8 @@ class DealFound:
             others = [(name, replace(bins, speeds=best.bins.speeds)) for name, bins in others]
             if not step.strategy.axis:
                 others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
-            played = [_played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
-            compared = [deal for deal in played if deal is not None]
+            tries = [played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
+            compared = [deal for deal in tries if deal is not None]
             deals = sorted([*compared, best], key=lambda deal: (deal.name == BALANCED, deal.bins.ranks))
         return cls(request, lengths, tokens, max_document, tuple(drawn), tuple(candidates), strategies, tuple(deals))
 
@@ -213,7 +213,7 @@ def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | Non
     return None
 
 
-def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
+def played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
     """The clock's word on a deal; None if the strategy cannot run it, or too many ranks do not do alike."""
     try:
         return _play(request, step, name, bins)
@@ -222,7 +222,7 @@ def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal
 
 
 def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
-    blocks = len(request.model.blocks)
+    request, blocks = replace(request, dealt=()), len(request.model.blocks)  # these bins, and no typical ones
     one_for_all = request.topology == request.machine.topology and foldable(
         step_of_deal(request, step, bins), request.costs
     )

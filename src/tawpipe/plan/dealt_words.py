@@ -13,8 +13,9 @@ from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound, DealTried
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import stacked_bars
 from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page
+from tawpipe.schedule.balance import Bins
 
-HEAD = ("step", "tokens/s", "tokens/s/device", "not hidden", "over the mean", "over the floor", "rounds")
+HEAD = ("step", "tokens/s", "tokens/s/device", "not hidden", "over the mean", "over the floor", "in")
 PHRASES = {ROWS: "rows of one length", IN_TURN: "documents packed by tokens and dealt in turn"}
 SHOWN_RANKS = 48
 """Ranks in a figure."""
@@ -79,7 +80,7 @@ def corpus(dealt: DealFound) -> Iterator[str]:
     )
     spread = [bins.seconds / bins.mean_seconds for bins in dealt.drawn]
     documents = f"{len(median.lengths):,} documents, the longest of {max(median.lengths):,} tokens"
-    bins = f"bins of up to {dealt.request.sequence_length:,}, {_rounds(median.shape)}"
+    bins = f"bins of up to {dealt.request.sequence_length:,}, {_rounds(median)}"
     yield f"a step: {sum(median.lengths):,} tokens in {documents}; {bins}"
     yield (
         f"modelled imbalance of {len(spread)} steps: {spread[len(spread) // 2]:.3f} of the mean "
@@ -87,9 +88,8 @@ def corpus(dealt: DealFound) -> Iterator[str]:
     )
 
 
-def _rounds(shape: tuple[int, int]) -> str:
-    words = f"{sum(shape)} round{'s' * (sum(shape) > 1)}"
-    return words + (f", {shape[0]} of them shared" if shape[0] else "")
+def _rounds(bins: Bins) -> str:
+    return bins.in_words + (f", {bins.shape[0]} of them shared" if bins.shape[0] else "")
 
 
 def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
         f"{deal.exposed_s:.3f}",
         f"{deal.over_mean:.3f}",
         f"{floor:.3f}" if floor else "-",
-        str(sum(deal.bins.shape)),
+        deal.bins.in_words,
     )
 
 
@@ -195,11 +195,12 @@ def _sections(dealt: DealFound) -> Iterator[Section]:
 
 def _times(deal: DealTried) -> Section:
     times = [row[:SHOWN_RANKS] for row in deal.bins.times]
-    parts = {f"round {number}": row for number, row in enumerate(times)}
+    taker, part = ("pipeline", "bin") if deal.bins.positions > 1 else ("rank", "round")
+    parts = {f"{part} {number}": row for number, row in enumerate(times)}
     figure = stacked_bars(
-        [f"{'pipeline' if deal.bins.stretch else 'rank'} {rank}" for rank in range(len(times[0]))],
+        [f"{taker} {rank}" for rank in range(len(times[0]))],
         parts,
         unit="s, modelled",
     )
-    words = f"Seconds that every rank computes: {deal.over_mean:.3f} of the mean, round by round."
+    words = f"Seconds that every {taker} computes: {deal.over_mean:.3f} of the mean, {part} by {part}."
     return Section(f"Time per rank: {deal.words}", words, figures=[figure])

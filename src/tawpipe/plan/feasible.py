@@ -127,7 +127,8 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
         UserError: they cannot work.
     """
     settings = replace(step.settings, **changes)
-    return step_of(step.model, step.topology, settings, step.micro_batches, strategy=step.strategy, slices=step.slices)
+    dealt = {"shared": step.shared, "slices": step.slices}
+    return step_of(step.model, step.topology, settings, step.micro_batches, strategy=step.strategy, **dealt)
 
 
 def resized(schedule: Schedule, step: StepSpec) -> Schedule:

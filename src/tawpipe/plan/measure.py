@@ -14,7 +14,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.build import longest_allowed
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
+from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops, work_of
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.quantized import NONE
 from tawpipe.pipeline.sizes import widths_of
@@ -24,7 +24,7 @@ from tawpipe.plan.feasible import whole_rows_fit
 from tawpipe.plan.machine import SETTING, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
-from tawpipe.plan.request import MOST_TOKENS, PlanRequest
+from tawpipe.plan.request import BY_TOKENS, MOST_TOKENS, PlanRequest
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.memory import give_back, taken_outside_torch
@@ -102,8 +102,7 @@ class Asked:
         settings: what a plan takes as given, see ``PlanRequest``.
         quantize: form of frozen matrices, as of ``Pipeline``.
         compiled: layers are compiled, on whole rows.
-        dealt: documents are dealt by their time, and rows are full bins.
-        longest_document: tokens of the longest of these.
+        dealt: lengths of the documents of a step, see ``PlanRequest``; rows are then full bins.
         optimizer: whose states and updates are planned for.
         steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
         learning_rate: on which depends in how many bits changes of weights travel.
@@ -123,8 +122,7 @@ class Asked:
     settings: ScheduleSettings = DEFAULT
     quantize: str = NONE
     compiled: bool = False
-    dealt: bool = False
-    longest_document: int = 0
+    dealt: Sequence[int] = ()
     optimizer: OptimizerFactory = USUAL
     steps: int = 0
     learning_rate: float = 3e-4
@@ -239,7 +237,9 @@ def _request_of(
                 change=change_width(asked.learning_rate),
             ),
             memory_bytes=int(limit),
-            flops=(chain_flops(chain, documents) or 0.0) * asked.global_batch,
+            flops=chain_flops(chain, asked.dealt) or 0.0
+            if asked.dealt
+            else (chain_flops(chain, documents) or 0.0) * asked.global_batch,
             peak_flops=peak,
             settings=settings,
             system_bytes=system_bytes,
@@ -247,8 +247,9 @@ def _request_of(
             drops=_drops(chain.config) or bool(adapter_facts(chain.given).get("dropout")),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
             why_not_staged=chain.why_not_staged,
-            dealt=asked.dealt,
-            longest_document=0 if why_whole or chain.positions.first else asked.longest_document,
+            dealt=tuple(asked.dealt),
+            cuts=not (why_whole or chain.positions.first),
+            work=work_of(chain) if asked.dealt else BY_TOKENS,
             compiled=asked.compiled,
             key_value_bytes=2 * key_width(chain.config.get_text_config()) * dtype.itemsize,
         )

@@ -255,13 +255,16 @@ def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:
-    """What a search for a pipeline's schedule is given: the costs of the clock, for each position.
+    """What a search for a pipeline's schedule is given: the costs of the clock, for each position. Times are those of
+    the mean micro-batch, memory is that of a full one.
 
     Args:
         recompute: what layers compute again.
     """
     costs, memory, blocks = request.costs, request.profile.memory, []
-    boundary = memory.boundary * request.size.tokens
+    if request.dealt:
+        costs = replace(costs, size=request.mean_bin(positions.size)[1])
+    boundary, passing = memory.boundary * request.size.tokens, memory.boundary * costs.size.tokens
     room, resident = _room(request, positions, recompute)
     for number, (block, taken) in enumerate(zip(request.model.blocks, resident, strict=True)):
         layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
@@ -284,7 +287,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         pace=paces if max(paces) - min(paces) > 1e-9 or abs(paces[0] - 1) > 1e-9 else (),
         memory=room,
         host=round(host * MICRO) if host < math.inf else math.inf,
-        **hops(positions, boundary, between=costs.between, inside=costs.inside),
+        **hops(positions, passing, between=costs.between, inside=costs.inside),
     )
 
 

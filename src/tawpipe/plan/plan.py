@@ -149,7 +149,7 @@ class Plan:
         if prediction is None:
             return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib", "files_gib"))
         devices = request.topology.world_size
-        tokens = request.global_batch * request.sequence_length
+        tokens = sum(request.dealt) or request.global_batch * request.sequence_length
         peak = request.peak_flops
         return row | {
             "step_seconds": prediction.step_seconds,

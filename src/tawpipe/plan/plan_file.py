@@ -159,6 +159,8 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         "size": asdict(request.size),
         "widths": asdict(request.widths),
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},
+        "dealt": _packed(sorted(request.dealt, reverse=True)),
+        "cuts": request.cuts,
         **{name: getattr(request, name) for name in NUMBERS},
     }
 
@@ -193,6 +195,8 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             size=replace(size, within=tuple((window, pairs) for window, pairs in size.within)),
             widths=_widths(**content["widths"]),
             settings=ScheduleSettings(**content["settings"]),
+            dealt=tuple(_unpacked(content.get("dealt", ()))),
+            cuts=content.get("cuts", False),
             **{name: content[name] for name in NUMBERS},
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -100,6 +100,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     """Bytes that a device and its host hold. ``system`` is what the driver, libraries and communicators take."""
     request = request.of(schedule.step)
     tokens, memory = round(request.size.tokens), request.profile.memory
+    shares = request.shares(schedule.step)
     known: dict[tuple[object, ...], int] = {}
     step = schedule.step
     several = step.strategy.orders_host or bool(step.settings.keep_mib) or step.sequence_ranks > 1
@@ -109,7 +110,8 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         of = action.micro_batch if several else action.micro_batch < 0
         alike = (action.op, action.block, of, len(action.reads), len(action.writes))
         if alike not in known:
-            known[alike] = memory.working_of(schedule, action, tokens)
+            of_action = shares.get((Kind.INPUT, action.micro_batch), 1.0) if several else 1.0
+            known[alike] = memory.working_of(schedule, action, round(of_action * tokens))
         return known[alike]
 
     said = held(
@@ -118,6 +120,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         activation_bytes=request.activations_of(step.sequence_ranks),
         working=working,
         absent=request.absent,
+        shares=shares,
     )
     settings, short = step.settings, request.absent[said.rank] if request.absent else 0
     chunk = min((settings.sequence_chunk or 0) * request.micro_batch, -(-tokens // step.sequence_ranks))
@@ -132,10 +135,11 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     devices = max(request.machine.nodes)
     sizes = request.activations_of(schedule.step.sequence_ranks)
     if request.on_cuda:
-        apart = max(held_apart(schedule, rank, sizes) for rank in schedule.played)
+        apart = max(held_apart(schedule, rank, sizes, shares) for rank in schedule.played)
     else:
         between = said.activation_bytes * BETWEEN_BLOCKS + (said.working_bytes * BETWEEN_CHUNKS if chunk else 0)
-        apart = min(MOST_BETWEEN, round(between)) + max(posted_ahead(schedule, r, sizes) for r in schedule.played)
+        ahead = max(posted_ahead(schedule, rank, sizes, shares) for rank in schedule.played)
+        apart = min(MOST_BETWEEN, round(between)) + ahead
     parts |= {"apart": apart} if apart or not request.on_cuda else {}
     if request.has_host:
         return Needs(parts, said.host_bytes * devices, said.file_bytes * devices, short)

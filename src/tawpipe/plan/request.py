@@ -11,10 +11,14 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
+from tawpipe.plan.typical import TypicalStep, mean_bin, slices_in, typical_of_pipelines, typical_of_ranks
+from tawpipe.schedule.activations import ALIKE, Shares
+from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.schedule.strategies.build import shares_of, step_of
@@ -30,6 +34,8 @@ ONE_MEMORY = ("GB10", "Orin", "Thor")
 """In the names of devices whose memory is their host's."""
 ASSUMED_HOST = LinkModel(20e9, 1e-5, shared=False)
 """Between a device and homes in its host's memory, each way, where nobody has measured it: PCIe 4 with 16 lanes."""
+BY_TOKENS = LayerTime((LayerKind(1, 1.0, 0.0),))
+"""Of documents of which nobody has said how long they take."""
 MOST_TOKENS = 1 << 24
 """In a row, where the longest that fits is looked for."""
 
@@ -54,10 +60,11 @@ class PlanRequest:
         peak_flops: of a device; None if unknown.
         why_not_staged: the reason why the layers cannot be on other devices than the embedding; mostly empty.
         compiled: layers are compiled, so that their backward passes are not taken apart.
-        dealt: documents are dealt by their time, and a sequence is a full bin; pipelines have more bins, which are less
-            full.
-        longest_document: tokens of the longest of these, where pipelines may cut it into slices; else 0.
-        share: of the work of a micro-batch, what each of a step has (``of``).
+        dealt: lengths of the documents of a step, which are dealt by their time: of a typical one, the longest of all
+            among them. A sequence is then a full bin. None for rows of one length.
+        cuts: pipelines may cut documents into slices.
+        work: the time of documents where the profile has none (``deals_by``).
+        typical: the micro-batches as they are dealt (``of``).
         needs_whole: an optimizer that looks at whole matrices, which every unit's home has to have; empty for others.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
     """
@@ -81,9 +88,10 @@ class PlanRequest:
     needs_whole: str = ""
     why_not_staged: str = ""
     compiled: bool = False
-    dealt: bool = False
-    longest_document: int = 0
-    share: float = 1.0
+    dealt: tuple[int, ...] = ()
+    cuts: bool = False
+    work: LayerTime = BY_TOKENS
+    typical: TypicalStep | None = None
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -96,21 +104,41 @@ class PlanRequest:
         return -(-self.global_batch // self.micro_batch)
 
     def micro_batches_of(self, strategy: Strategy) -> int:
-        """Of a step under a strategy."""
-        if not (self.dealt and strategy.axis):
-            return self.micro_batches
-        positions = strategy.divided_over(self.topology)
-        pipelines = self.topology.world_size // positions
-        needed = max(-(-self.micro_batches // pipelines), -(-self.longest_document // self.sequence_length))
-        tokens = self.micro_batches * self.size.tokens / pipelines
-        return pipelines * bins_of_a_pipeline(needed, positions, tokens)
+        """Of a step under a strategy.
 
-    def slices_of(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
-        """Micro-batches that stand for the slices of the longest document, where a strategy cuts it."""
-        share, length = self.micro_batches / self.micro_batches_of(strategy), self.longest_document
-        if not (self.dealt and strategy.axis) or length <= LONG * share * self.sequence_length:
-            return ()
-        return (tuple(range(max(2, -(-length // self.sequence_length)))),)
+        Raises:
+            UserError: a document that no bin holds.
+        """
+        if not self.dealt:
+            return self.micro_batches
+        if not strategy.axis:
+            return self.dealt_by(strategy).count
+        return self.mean_bin(strategy.divided_over(self.topology))[0]
+
+    def dealt_by(self, strategy: Strategy) -> TypicalStep:
+        """The micro-batches of documents that are dealt, under a strategy.
+
+        Raises:
+            UserError: a document that no bin holds.
+        """
+        ranks, topology = self.settings.sequence_ranks or 1, self.topology
+        given = {"work": self.deals_by, "windows": self.profile.windows, "cap": self.sequence_length // ranks}
+        if isinstance(strategy, ActivationPipeline):
+            laid_out = {"strategy": strategy, "model": self.model, "topology": topology}
+            return typical_of_pipelines(self.dealt, **given, **laid_out, cuts=self.cuts)
+        speeds = speeds_of(self.settings, topology)
+        return typical_of_ranks(self.dealt, **given, world_size=topology.world_size, ranks=ranks, speeds=speeds)
+
+    def mean_bin(self, positions: int) -> tuple[int, MicroBatchSize]:
+        """The number of micro-batches under pipelines of so many positions, about, and the size of the mean one."""
+        given = {"cap": self.sequence_length, "windows": self.profile.windows}
+        return mean_bin(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **given)
+
+    @cached_property
+    def deals_by(self) -> LayerTime:
+        """The time of documents by which they are dealt: as the profile has it, if attention shows in it."""
+        seen = all(block.forward.per_pair and block.forward.per_token for block in self.profile.blocks[1:-1])
+        return self.profile.work if seen else self.work
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -153,8 +181,8 @@ class PlanRequest:
         if 0 < size < self.sequence_length and profile.in_chunks:
             profile = profile.cut(size * self.micro_batch)
         given = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
-        share = self.micro_batches / self.micro_batches_of(step.strategy)
-        return replace(self, profile=profile, settings=given, share=share)
+        typical = self.dealt_by(step.strategy).numbered(step.slices) if self.dealt else None
+        return replace(self, profile=profile, settings=given, typical=typical)
 
     def in_chunks(self, size: int) -> dict[str, Any]:
         """Settings for rows in chunks of so many tokens, or for whole ones (0), which wait in no files."""
@@ -178,6 +206,7 @@ class PlanRequest:
         """The cost model of the clock. Where there are peers, some transfer is under way or waited for all the time."""
         machine, profile = self.machine, self.profile
         slower = machine.device.beside if machine.world_size > 1 else 1.0
+        slower *= self.typical.uneven if self.typical else 1.0
         return CostModel(
             tuple(block.times(slower) for block in profile.blocks) if slower != 1 else profile.blocks,
             machine.between,
@@ -187,7 +216,8 @@ class PlanRequest:
             gradient_bytes=self.widths.gradient,
             update_s=profile.update_s,
             update_of=profile.update_of,
-            size=self.size if self.share == 1 else self.size.times(self.share),
+            size=self.typical.size if self.typical else self.size,
+            sizes=self.typical.sizes(profile.windows) if self.typical else {},
             compute_factor={rank: machine.device.speed / speed for rank, speed in enumerate(machine.speeds)},
             reduce_scatter="ring",
             host=machine.disk if self.settings.offload_dir else machine.host,
@@ -203,6 +233,11 @@ class PlanRequest:
         )
 
     @property
+    def mean_costs(self) -> CostModel:
+        """The same for micro-batches that are all as large as the mean one."""
+        return replace(self.costs, size=self.typical.mean, sizes={}) if self.typical else self.costs
+
+    @property
     def link_rates(self) -> list[float]:
         """Bytes per second of every machine's link to the others, in one direction."""
         machines = range(len(self.machine.nodes))
@@ -215,15 +250,19 @@ class PlanRequest:
     def with_rows(self, rows: int) -> PlanRequest:
         """Steps of so many rows."""
         size = self.size.times(min(1.0, rows / self.micro_batch))
-        few = min(self.micro_batch, rows)
-        return replace(self, global_batch=rows, micro_batch=few, size=size, flops=self.flops * rows / self.global_batch)
+        few, share = min(self.micro_batch, rows), rows / self.global_batch
+        dealt = self.dealt[: max(1, round(len(self.dealt) * share))]
+        return replace(self, global_batch=rows, micro_batch=few, size=size, flops=self.flops * share, dealt=dealt)
 
     def with_length(self, length: int) -> PlanRequest:
-        """As many rows of another length: a document that fills its row still does, shorter ones stay as they are."""
+        """As many rows of another length: a document that fills its row still does, shorter ones stay as they are. Of
+        those that are dealt no piece is longer.
+        """
         fills = self.size.pairs * self.micro_batch >= self.size.tokens**2
-        whole = size_of([length] * self.micro_batch, self.profile.windows)
-        size = whole if fills else self.size.times(length / self.sequence_length)
-        return replace(self, sequence_length=length, size=size, flops=0.0)
+        full = size_of([length] * self.micro_batch, self.profile.windows)
+        size = full if fills else self.size.times(length / self.sequence_length)
+        dealt = tuple(min(length, whole - at) for whole in self.dealt for at in range(0, whole, length))
+        return replace(self, sequence_length=length, size=size, flops=0.0, dealt=dealt)
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """A step of this batch.
@@ -237,12 +276,14 @@ class PlanRequest:
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
         configured = (strategy or find(settings.strategy)).configured(settings)
-        shares = shares_of(self.micro_batches_of(configured), self.topology, settings, strategy)
-        slices = self.slices_of(configured)
-        step = step_of(self.model, self.topology, settings, shares, strategy=strategy, slices=slices)
+        binned = bool(self.dealt and configured.axis)  # every pipeline has as many bins, however fast it is
+        alike = replace(settings, device_speeds="") if binned else settings
+        typical = self.dealt_by(configured) if self.dealt else None
+        shares = shares_of(typical.count if typical else self.micro_batches, self.topology, alike, strategy)
+        slices = slices_in(shares, typical) if typical else ()
+        dealt = {"shared": 0, "slices": slices} if binned else {}
+        step = step_of(self.model, self.topology, settings, shares, strategy=strategy, **dealt)
         why = self.why_not_staged if step.strategy.axis else ""
-        if self.dealt and step.strategy.improves:
-            why = why or "its order is for rows of one length, and documents are dealt by time"
         if self.compiled and step.strategy.splits:
             why = why or "backward passes of compiled layers cannot be taken apart"
         if why:
@@ -255,7 +296,7 @@ class PlanRequest:
 
     def block_seconds(self, step: StepSpec) -> list[float]:
         """Of every block, seconds in which a device computes its share of a micro-batch, forward and backward."""
-        costs, of_blocks = self.of(step).costs.in_sets(step.sequence_ranks), list[float]()
+        costs, of_blocks = self.of(step).mean_costs.in_sets(step.sequence_ranks), list[float]()
         for b, block in enumerate(self.model.blocks):
             seconds = costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward
@@ -272,6 +313,12 @@ class PlanRequest:
         """The same on each of so many ranks that compute a micro-batch together."""
         chunk, tokens = (self.settings.sequence_chunk or 0) * self.micro_batch, round(self.size.tokens)
         return self.profile.memory.activations(tokens, pinned=self.on_cuda, chunk=chunk, ranks=ranks)
+
+    def shares(self, step: StepSpec) -> Shares:
+        """Of what micro-batches of a step keep, the share of what full ones would, where pipelines are dealt them."""
+        if self.typical is None or not step.strategy.axis:
+            return ALIKE
+        return self.typical.held({m for share in step.micro_batches for m in share}, self.size.tokens)
 
     @property
     def has_host(self) -> bool:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import STAYING, Kind
+from tawpipe.schedule.buffers import STAYING, Buffer, Kind
 from tawpipe.schedule.step import Schedule
+
+Shares = Mapping[tuple[Kind, int], float]
+"""Of activations by kind and micro-batch: the share of what their kind takes. All of it where nothing is said."""
+ALIKE: Shares = MappingProxyType({})
+
+
+def size_in(sizes: Mapping[Kind, int], shares: Shares, buffer: Buffer) -> int:
+    """Bytes of an activation."""
+    size = sizes.get(buffer.kind, 0)
+    return round(size * shares.get((buffer.kind, buffer.at[0]), 1.0)) if shares and size else size
 
 
 def peak_activations(schedule: Schedule, rank: int, sizes: Mapping[Kind, int] | None = None) -> int:
@@ -28,7 +39,9 @@ def _staying(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
     return sum(sizes.get(buffer.kind, 0) for buffer in staying)
 
 
-def activations_held(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
+def activations_held(
+    schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE
+) -> Iterator[tuple[Action, int]]:
     """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
 
     What is received has its memory from when its lane is free, before its turn: it is posted at once. What is sent
@@ -41,13 +54,13 @@ def activations_held(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -
         posted = free.get(action.lane, 0) if action.op is Op.EXCHANGE else index
         for buffer in action.writes:
             if buffer.kind in passing and buffer not in action.reads:
-                taken[posted] += passing[buffer.kind]
+                taken[posted] += size_in(passing, shares, buffer)
         free[action.lane] = index + 1
     leaving = 0
     for action, more in zip(program, taken, strict=True):
         total += more
         yield action, total
         for buffer in action.frees:
-            leaving += passing.get(buffer.kind, 0)
+            leaving += size_in(passing, shares, buffer)
         if action.op is not Op.EXCHANGE:
             total, leaving = total - leaving, 0

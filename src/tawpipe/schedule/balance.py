@@ -169,6 +169,12 @@ class Bins:
         return BinsForm(*self.shape, self.slices)
 
     @property
+    def in_words(self) -> str:
+        """How many rounds there are, or bins of every pipeline."""
+        count = sum(self.shape)
+        return f"{count} {'bin' if self.positions > 1 else 'round'}{'s' * (count > 1)}"
+
+    @property
     def world_size(self) -> int:
         """Ranks that it is dealt to."""
         return len(self.single[0]) if self.single else len(self.shared[0]) * self.ranks

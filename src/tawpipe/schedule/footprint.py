@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.activations import activations_held, peak_activations
+from tawpipe.schedule.activations import ALIKE, Shares, activations_held, peak_activations, size_in
 from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.landing import ROOMS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
@@ -280,11 +280,13 @@ def held(
     activation_bytes: Mapping[Kind, int],
     working: Callable[[Action], int] = lambda _: 0,
     absent: Sequence[int] = (),
+    shares: Shares = ALIKE,
 ) -> StepMemory:
     """The memory that a schedule takes; arguments as of ``costs``.
 
     Args:
         absent: of every rank, bytes that its device has less than others.
+        shares: of activations that are not of the usual size.
     """
     ranks = schedule.played
     lacks = [absent[rank] if absent else 0 for rank in ranks]
@@ -299,7 +301,7 @@ def held(
     ]
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
-    programs = [activations_held(schedule, rank, on_device) for rank in ranks]
+    programs = [activations_held(schedule, rank, on_device, shares) for rank in ranks]
     moments = [max(((total, working(action)) for action, total in held), key=sum, default=(0, 0)) for held in programs]
     most = max(range(len(ranks)), key=lambda i: homes[i][0] + buffers[i] + sum(moments[i]) + lacks[i])
     activations, computing = moments[most]
@@ -343,7 +345,7 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
     return ceil(on_device) + (ROOMS if several else 1) * elements * width, ceil(in_host)
 
 
-def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
+def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:
     """Bytes that a GPU's allocator holds besides what tensors take: memory made on one stream is never given to another
     one, and what another one has used not before that is done with it.
 
@@ -359,18 +361,19 @@ def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
         for buffer in action.writes:
             if buffer.kind in sizes and buffer.kind not in STAYING and buffer not in lane_of:
                 lane_of[buffer] = action.lane
-                now[action.lane] = now.get(action.lane, 0) + sizes[buffer.kind]
+                now[action.lane] = now.get(action.lane, 0) + size_in(sizes, shares, buffer)
                 most[action.lane] = max(most.get(action.lane, 0), now[action.lane])
         highest = max(highest, sum(now.values()))
         for buffer in action.frees:
             if (lane := lane_of.pop(buffer, None)) is not None:
-                now[lane] -= sizes[buffer.kind]
+                now[lane] -= size_in(sizes, shares, buffer)
         for transfer in action.transfers:
-            travelling[action.lane] = max(travelling.get(action.lane, 0), sizes.get(transfer.buffer.kind, 0))
+            size = size_in(sizes, shares, transfer.buffer) if transfer.buffer.is_activation else 0
+            travelling[action.lane] = max(travelling.get(action.lane, 0), size)
     return sum(most.values()) - highest + TRAVELLING * sum(travelling.values())
 
 
-def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
+def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:
     """Bytes of activations for which gloo has room before the schedule says so: those whose receives are posted.
 
     Args:
@@ -379,7 +382,7 @@ def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> in
     largest = dict[Lane, int]()
     for action in schedule.programs[rank]:
         if action.begins_ahead and action.writes[0].is_activation:
-            size = sum(sizes.get(buffer.kind, 0) for buffer in action.writes)
+            size = sum(size_in(sizes, shares, buffer) for buffer in action.writes)
             largest[action.lane] = max(largest.get(action.lane, 0), size)
     return sum(size * (most_ahead(size) - 1) for size in largest.values())
 

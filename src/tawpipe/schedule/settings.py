@@ -73,8 +73,9 @@ class ScheduleSettings:
     For some layers, from the last one backwards: none:4,selective:8,full."""
     keep_mib: int | None = bounded(None, minimum=0)
     """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers
-    keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
-    default a run with uneven documents (packing balanced) takes what is left, unless --plan is none; otherwise 0."""
+    keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one; a
+    slice of a document keeps nothing, nor does a bin that several processes share. By default a run with uneven
+    documents (packing balanced) takes what is left, unless --plan is none; otherwise 0."""
     offloaded_layers: int = bounded(0, minimum=0)
     """What so many first layers keep for their backward pass waits in the host's memory: their inputs, or what
     recompute lets them keep; under sequence_chunk it comes and goes by chunk."""

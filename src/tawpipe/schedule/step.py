@@ -89,6 +89,21 @@ class StepSpec:
         """Of every slice of a document the slices before it, and those behind it."""
         return {m: (group[:place], group[place + 1 :]) for group in self.slices for place, m in enumerate(group)}
 
+    def cut_in(self, share: Sequence[int]) -> tuple[int, ...]:
+        """Of every document that is cut and whose slices are among some micro-batches, how many these are."""
+        return tuple(len(document) for document in self.slices if document[0] in share)
+
+    def with_shares(self, shares: tuple[tuple[int, ...], ...]) -> StepSpec:
+        """The same with more or fewer micro-batches for every rank, which begin with the same slices."""
+        begins = {new[0]: old for old, new in zip(self.micro_batches, shares, strict=True) if new}
+        slices = tuple(
+            tuple(first + m - old[0] for m in document)
+            for first, old in begins.items()
+            for document in self.slices
+            if document[0] in old
+        )
+        return replace(self, micro_batches=shares, slices=slices)
+
     def losses_of(self, rank: int) -> tuple[int, ...]:
         """The micro-batches whose loss a rank computes."""
         return (self.losses or self.micro_batches)[rank]

@@ -5,7 +5,16 @@ print(timeline.step_seconds, timeline.idle(rank=0).transfer_s)
 """
 
 from tawpipe.simulate.clock import play
-from tawpipe.simulate.cost_model import BlockCost, CodingTimes, CostModel, LinkModel, MicroBatchSize, Seconds, size_of
+from tawpipe.simulate.cost_model import (
+    BlockCost,
+    CodingTimes,
+    CostModel,
+    LinkModel,
+    MicroBatchSize,
+    Seconds,
+    size_of,
+    slice_of,
+)
 from tawpipe.simulate.timeline import Timeline
 
 __all__ = [
@@ -18,4 +27,5 @@ __all__ = [
     "Timeline",
     "play",
     "size_of",
+    "slice_of",
 ]

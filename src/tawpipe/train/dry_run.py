@@ -36,8 +36,9 @@ from tawpipe.plan.predict import Needs
 from tawpipe.plan.probe import machine_unprobed
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.world import World, connect, pick_device
-from tawpipe.schedule.balance import Bins, deal
-from tawpipe.schedule.sharing import speeds_of
+from tawpipe.schedule.balance import Bins
+from tawpipe.schedule.pipelines.dealing import LONG
+from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import TrainConfig
@@ -117,7 +118,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
     refuse_strategy(chain, schedules.smallest, optimizer=optimizer, compile_layers=config.compile)
     tell_without_effect(prepared.schedule, world, console)
 
-    bins = _dealt(prepared, world) if prepared.batch.dealt else None
+    bins = _dealt(prepared, schedules.smallest) if prepared.batch.dealt else None
     count = -(-prepared.batch.rows // prepared.batch.micro_batch) if bins is None else bins.form
     said = step_costs(
         chain,
@@ -195,17 +196,21 @@ def _machine_of_one(world: World) -> Machine:
     return replace(machine_unprobed(world), inside=usual, between=usual, host=alone.host)
 
 
-def _dealt(prepared: Prepared, world: World) -> Bins:
-    """The documents of the next step as they would be dealt."""
+def _dealt(prepared: Prepared, step: StepSpec) -> Bins:
+    """The documents of the next step as they would be dealt.
+
+    Args:
+        step: any of the schedule.
+    """
     batch, plan, samples = prepared.batch, prepared.plan, prepared.state.samples if prepared.state is not None else 0
-    return deal(
-        prepared.data.train.step(samples, batch.step_tokens).lengths,
-        world_size=world.size,
+    whole = prepared.chain.why_not_chunks or prepared.chain.positions.first
+    deals = step.strategy.dealing(
+        step,
         cap=batch.bin_tokens,
         work=(plan.work if plan else None) or work_of(prepared.chain),
-        ranks=prepared.schedule.sequence_ranks or 1,
-        speeds=speeds_of(prepared.schedule, world.topology),
+        cuts=None if whole else LONG,
     )
+    return deals(prepared.data.train.step(samples, batch.step_tokens).lengths)
 
 
 def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:

@@ -53,8 +53,8 @@ class MetricsWriter:
                 predicted_memory_bytes, mfu, validation_loss, validation_by_position, retrieval_found, retrieval_loss;
                 with exact weights or gradients weights_sent and gradients_sent (bytes between nodes since the line
                 before, relative to their type);
-                under packing balanced documents, rounds, imbalance (modelled) and compute_imbalance (measured since the
-                line before it).
+                under packing balanced documents, rounds (under pipelines the bins of each), imbalance
+                (modelled) and compute_imbalance (measured since the line before it).
 
         Returns:
             why it could not be written, the first time that this happens; else nothing.

@@ -48,7 +48,7 @@ from tawpipe.train.recipe import RECIPES, settle
 from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.sample import beginnings, wanted_texts
-from tawpipe.train.start import check_start, documents_of, start_of, typical_lengths
+from tawpipe.train.start import check_start, documents_of, documents_of_a_step, start_of, typical_lengths
 from tawpipe.train.words import batch_words, device_name, memory_rows, step_rows, without_effect
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def prepare(
             settings=config.schedule,
             quantize=config.quantize,
             compiled=config.compile,
-            dealt=batch.dealt,
-            longest_document=data.longest if batch.dealt else 0,
+            dealt=documents_of_a_step(data, batch, chain),
             optimizer=factory_of(config),
             steps=max(0, int(config.steps) - (begins.state.step if begins.state is not None else 0)),
             learning_rate=float(config.learning_rate),

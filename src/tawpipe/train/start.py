@@ -22,6 +22,7 @@ from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
 from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
+from tawpipe.plan.typical import typical_documents
 from tawpipe.runtime.world import World
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
@@ -29,7 +30,7 @@ from tawpipe.train.evaluation import check_best
 from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
 from tawpipe.train.run_model import RunModel
 
-ROWS_LOOKED_AT = 15
+ROWS_LOOKED_AT = STEPS_LOOKED_AT = 15
 
 
 def start_of(config: TrainConfig) -> str:
@@ -119,12 +120,25 @@ def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
 
 
 def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
-    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work."""
+    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work; no
+    longer than a row, which those are that pass a pipeline in slices.
+    """
     row = batch.row_tokens
     if batch.dealt:
-        lengths = iter(data.train.step(0, max(batch.step_tokens, row)).lengths)
+        lengths = iter([min(length, row) for length in data.train.step(0, max(batch.step_tokens, row)).lengths])
         rows = [take(chain([first], lengths), row) for first in lengths][:ROWS_LOOKED_AT]
     else:
         rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
     rows = [[*documents, row - sum(documents)] if sum(documents) < row else documents for documents in rows]
     return sorted(rows, key=lambda documents: sum(length * length for length in documents))[len(rows) // 2]
+
+
+def documents_of_a_step(data: PreparedData, batch: BatchShape, chain: Chain) -> tuple[int, ...]:
+    """Lengths of the documents of a typical one of the first steps; none where documents are not dealt."""
+    if not batch.dealt:
+        return ()
+    first, steps = 0, list[list[int]]()
+    for _ in range(1 if data.report.streamed else STEPS_LOOKED_AT):
+        steps.append(list(data.train.step(first, batch.step_tokens).lengths))
+        first += len(steps[-1])
+    return typical_documents(steps, data.longest, work_of(chain))

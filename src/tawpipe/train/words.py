@@ -63,11 +63,13 @@ def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -
         return f"{batch.rows} sequences {each} tokens, micro-batches of {batch.micro_batch}"
     shared = f", {bins.shape[0]} of them of bins that {bins.ranks} processes share" if bins.shape[0] else ""
     modelled = f"; modelled imbalance of the first steps {balance.after:.2f}" if balance else ""
-    rounds = f"{sum(bins.shape)} round{'s' if sum(bins.shape) > 1 else ''}"
+    each = f"{bins.in_words}{shared}, bins of at most {batch.bin_tokens:,} tokens for each process"
+    if bins.positions > 1:
+        cut = f" ({sum(map(sum, bins.slices))} slices of long documents in all)" if bins.slices else ""
+        each = f"{bins.in_words} for each pipeline{cut}, bins of at most {batch.bin_tokens:,} tokens"
     return (
         f"documents of up to {batch.document_tokens:,} tokens, {batch.step_tokens:,} tokens a step; the next has "
-        f"{len(bins.lengths):,} documents in {rounds}{shared}, bins of at most {batch.bin_tokens:,} "
-        f"tokens for each process{modelled}"
+        f"{len(bins.lengths):,} documents in {each}{modelled}"
     )
 
 

@@ -4,8 +4,8 @@ What has to be equal is the time of all bins (balance.py): none makes others wai
 so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
 longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
 each is a bin of its own, all go to one pipeline one behind the other (``orders.causal``), and they come first, those of
-the document with most slices ahead, so that steps are of few forms. Documents go to pipelines so that these compute
-equally long.
+the document with most slices ahead, so that steps are of few forms. How much longer is tried: slices are even, but hold
+up what is behind them. Documents go to pipelines so that these compute equally long.
 
 A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
 of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
@@ -36,6 +37,8 @@ OVERHEAD = 128
 """Tokens that take as long as what a bin costs besides its own: calls, and messages."""
 LONG = 3 / 2
 """Time of a document that is cut though a bin holds it, in that of the mean bin."""
+TRIED = (1, 2, 2 / 3)
+"""Multiples of that limit that are tried."""
 MOST_PLAYED = 30_000
 """Works that are played to find a place for every bin, over all pipelines: some tenths of a second."""
 
@@ -53,6 +56,48 @@ def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
         return (1 + (positions - 1) / count) * (1 + count * OVERHEAD / tokens)
 
     return positions * max(-(-needed // positions), min(range(BINS, MOST_BINS + 1), key=beside_even))
+
+
+class LaneBins(NamedTuple):
+    """What one pipeline is dealt.
+
+    Args:
+        bins: as they come, slices of documents first.
+        slices: of every document that is cut how many.
+    """
+
+    bins: list[Bin]
+    slices: tuple[int, ...]
+
+
+def lanes_of(
+    lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
+) -> tuple[list[LaneBins], int]:
+    """What every pipeline of so many positions is dealt, and the bins that each has room for, of which some may be left
+    empty; arguments as of ``deal_to_pipelines``.
+
+    Raises:
+        UserError: as of ``deal``.
+    """
+    of = work.of
+    if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
+        deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
+    tokens = sum(lengths) / pipelines
+    least = bins_of_a_pipeline(0, positions, tokens)
+    mean = sum(map(of, lengths)) / least / pipelines
+    lanes = list[LaneBins]()
+    for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
+        most = math.inf if cuts is None else cuts * mean
+        cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
+        parts = sorted(((n, slices_of(lengths[n], cap, mean, work)) for n in cut), key=lambda pair: -len(pair[1]))
+        bins = [Bin((n,), part=part) for n, spans in parts for part in spans]
+        whole = [n for n in numbers if n not in cut]
+        if whole:
+            rounds = min(len(whole), max(1, least - len(bins)))
+            dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
+            bins += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
+        lanes.append(LaneBins(bins, tuple(len(spans) for _, spans in parts)))
+    return lanes, bins_of_a_pipeline(max(len(lane.bins) for lane in lanes), positions, tokens)
 
 
 def deal_to_pipelines(
@@ -79,30 +124,24 @@ def deal_to_pipelines(
     Raises:
         UserError: as of ``deal``; or slices for which stages have no memory.
     """
-    size, of = layout.size, work.of
-    if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
-        deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
-    tokens = sum(lengths) / pipelines
-    least = bins_of_a_pipeline(0, size, tokens)
-    mean = sum(map(of, lengths)) / least / pipelines
-    lanes = list[list[Bin]]()
-    slices = list[tuple[int, ...]]()
-    for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
-        most = math.inf if cuts is None else cuts * mean
-        cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
-        parts = sorted(((n, slices_of(lengths[n], cap, mean, work)) for n in cut), key=lambda pair: -len(pair[1]))
-        lane = [Bin((n,), part=part) for n, spans in parts for part in spans]
-        slices.append(tuple(len(spans) for _, spans in parts))
-        whole = [n for n in numbers if n not in cut]
-        if whole:
-            rounds = min(len(whole), max(1, least - len(lane)))
-            dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
-            lane += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
-        lanes.append(lane)
-    count = bins_of_a_pipeline(max(map(len, lanes)), size, tokens)
-    rounds = zip(*(lane + [Bin(())] * (count - len(lane)) for lane in lanes), strict=True)
-    bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=tuple(slices) if any(slices) else ())
-    return _in_their_places(bins, layout, costs, order_of(count), cap)
+    size, deals = layout.size, list[Bins]()
+    limits = (None,) if cuts is None else (cuts,) if math.isinf(cuts) else tuple(cuts * times for times in TRIED)
+    for limit in limits:
+        lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=limit)
+        rounds = zip(*(lane.bins + [Bin(())] * (count - len(lane.bins)) for lane in lanes), strict=True)
+        slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
+        bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
+        if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
+            deals.append(bins)
+    placed, refused = list[Bins](), list[UserError]()
+    for bins in deals:
+        try:
+            placed.append(_in_their_places(bins, layout, costs, order_of(len(bins.single)), cap))
+        except UserError as error:
+            refused.append(error)
+    if not placed:
+        raise refused[0]
+    return min(placed, key=lambda bins: (bins.stretch, sum(map(sum, bins.slices))))
 
 
 def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
@@ -151,8 +190,6 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
     """
     count, pipelines = len(bins.single), len(bins.single[0])
     mean = sum(map(bins.work.of, bins.lengths)) / count / pipelines
-    seconds = costs.stages(layout).seconds
-    even = count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
     lanes, longest = list[list[Bin]](), 0.0
     for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
         of_lane = causal(order, cut)
@@ -168,7 +205,14 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
         places, taken = _places(layout, of_lane, costs, times, sum(cut), MOST_PLAYED // pipelines)
         lanes.append([lane[number] for number in places])
         longest = max(longest, taken)
-    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even)
+    even = even_s(layout, costs, count)  # 0 of a model so small that its blocks take no microsecond
+    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even if even else 1.0)
+
+
+def even_s(layout: Layout, costs: PipelineCosts, count: int) -> float:
+    """Time in which all positions compute so many mean bins, if none ever waits."""
+    seconds = costs.stages(layout).seconds
+    return count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
 
 
 def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[float]) -> Iterator[float]:

@@ -158,14 +158,11 @@ def build_pipeline(
     """
     world, positions = step.topology.world_size, shape.positions
     count = len({m for share in step.micro_batches for m in share})
-    shares = positions.share(count, step.speeds)
+    shares = positions.share(count, step.speeds) if step.shared is None else step.micro_batches  # bins were dealt
     head = shape.layout.places[-1]
     losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)
-    forms = {
-        share: (len(share), tuple(len(document) for document in step.slices if document[0] in share))
-        for share in set(shares)
-    }
+    forms = {share: (len(share), step.cut_in(share)) for share in set(shares)}
     orders = {form: causal(shape.order_of(form[0]), form[1] if training else ()) for form in set(forms.values())}
     times = {form: shape.times(order) for form, order in orders.items()}
     crossings = {form: shape.crossings(works) for form, works in times.items()}

@@ -210,11 +210,10 @@ class ActivationPipeline(Strategy):
         return tuple(positions.rank(place, 0) for place in range(positions.size)) if positions.replicas > 1 else ()
 
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
-        """One of all pipelines with as many micro-batches: side by side they do the same, but for slices."""
+        """One of all pipelines with as many micro-batches, and slices: side by side they do the same."""
         positions = self.positions(step.topology)
-        if step.slices:
-            return tuple(range(step.topology.world_size))
-        one_of = {len(share): positions.replica(rank) for rank, share in reversed([*enumerate(step.micro_batches)])}
+        forms = [(len(share), step.cut_in(share)) for share in step.micro_batches]
+        one_of = {form: positions.replica(rank) for rank, form in reversed([*enumerate(forms)])}
         world = range(step.topology.world_size)
         return tuple(rank for rank in world if positions.replica(rank) in one_of.values())
 
@@ -243,8 +242,9 @@ class ActivationPipeline(Strategy):
         each = -(-len({m for share in step.micro_batches for m in share}) // positions.replicas)
         if step.speeds and len({len(share) for share in step.micro_batches}) > 1:
             return step, step, 0.0
+        speeds = step.speeds if step.shared is None else ()  # pipelines have as many bins, however fast they are
         least, round_ = self.played_round(step, positions, each, rounds)
-        least += sum(map(len, step.slices))
+        least += max(sum(step.cut_in(share)) for share in step.micro_batches)
         if each <= least + round_:
             return step, step, 0.0
         few = least + (each - least) % round_
@@ -252,7 +252,7 @@ class ActivationPipeline(Strategy):
             return step, step, 0.0
 
         def cut(count: int) -> StepSpec:
-            return replace(step, micro_batches=positions.share(count * positions.replicas, step.speeds))
+            return step.with_shares(positions.share(count * positions.replicas, speeds))
 
         return cut(few), cut(few + round_), (each - few) / round_
 
