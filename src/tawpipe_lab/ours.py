@@ -16,6 +16,7 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.plan.pipelines import hops
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.search.fitting import heuristics
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
@@ -28,13 +29,23 @@ from tawpipe.schedule.strategies.table import find, register, strategies
 from tawpipe.schedule.strategies.weights import Spread
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.simulate import LinkModel
+from tawpipe.simulate import play as play_schedule
 from tawpipe.topology import Topology
-from tawpipe_lab.bounds import workload_model
+from tawpipe_lab.bounds import workload_costs, workload_model
 from tawpipe_lab.lengths import DealtWorkload, dealt, mean_bin, through_stages
 from tawpipe_lab.real_modules import real_model_spec
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
-from tawpipe_lab.workload import ENDS, Known, LengthsWorkload, RealWorkload, ServingWorkload, TimedWorkload, Workload
+from tawpipe_lab.workload import (
+    ENDS,
+    Known,
+    LengthsWorkload,
+    RealWorkload,
+    ServingWorkload,
+    TimedWorkload,
+    Workload,
+    with_found,
+)
 
 
 class NoGrouping(Spread):
@@ -202,7 +213,7 @@ def _through_stages(
     Raises:
         UserError: they cannot be.
     """
-    settings = settings_of(name, {**found_for(name, workload, topology, knobs), **knobs})
+    settings = settings_of(name, with_found(knobs, found_for(name, workload, topology, knobs)))
     chosen = settings.schedule
     refused = {"keep_mib": chosen.keep_mib, "order": settings.order, "balance": settings.balance}
     for knob, value in refused.items():
@@ -276,6 +287,16 @@ INSIDE = LinkModel(2e9)
 """A node's loopback; what is lost on it is nearly nothing."""
 
 
+def _played(
+    name: str, workload: LengthsWorkload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel
+) -> float:
+    """Seconds of a step by the clock, which knows, unlike a search for stages, that boundaries share a link."""
+    work = computed(name, workload, topology, knobs)
+    assert isinstance(work, TimedWorkload)
+    schedule = schedule_of(name, workload, topology, knobs)
+    return play_schedule(schedule, workload_costs(work, between=between, inside=INSIDE), steps=1).makespan
+
+
 def found_for(
     name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel | None = None
 ) -> dict[str, Any]:
@@ -309,7 +330,11 @@ def found_for(
     if name == "generated" and ":" not in knobs.get("stages", ""):
         from tawpipe.schedule.pipelines.search.generate import generate
 
-        return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
+        usual = {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
+        if not isinstance(workload, LengthsWorkload) or between is None:
+            return usual
+        even = {"stages": f"{positions.axis}:{Layout.even(len(costs.blocks), positions.size)}", **times}
+        return min((usual, even), key=lambda ways: _played(name, workload, topology, {**knobs, **ways}, between))
     if name in ("zero-bubble", "generated") or isinstance(workload, LengthsWorkload):
         return times
     layout = strategy.layout_of(workload_model(work), positions)
@@ -331,7 +356,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         UserError: the strategy cannot run this workload on this topology.
     """
     if isinstance(workload, LengthsWorkload):  # by these it is dealt
-        knobs = {**found_for(name, workload, topology, knobs), **knobs}
+        knobs = with_found(knobs, found_for(name, workload, topology, knobs))
     settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
     chosen = settings.schedule
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
@@ -348,7 +373,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     strategy = find(chosen.strategy)
     if "block_times" in strategy.uses and isinstance(work, TimedWorkload) and not chosen.block_times:
         chosen = replace(chosen, block_times=spell_times(pipeline_costs(work, chosen.recompute)))
-    all_knobs = {**found_for(name, workload, topology, knobs), **knobs}
+    all_knobs = with_found(knobs, found_for(name, workload, topology, knobs))
     chosen = replace(chosen, stages=all_knobs.get("stages", chosen.stages))
     if settings.balance:
         chosen = replace(chosen, stages=_balanced(name, work, topology, settings))

@@ -34,7 +34,7 @@ from tawpipe.schedule.sharing import speeds_of
 from tawpipe.topology import Topology
 from tawpipe_lab.mixes import MIXES
 from tawpipe_lab.sleeper import Slowdown
-from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out
+from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out, with_found
 
 PARTS = ("forward", "backward_input", "backward_weight")
 """Of a block's times."""
@@ -98,7 +98,7 @@ class Entry:
 
     @property
     def all_knobs(self) -> dict[str, Any]:
-        return {**self.searched, **self.knobs}
+        return with_found(self.knobs, self.searched)
 
     @property
     def label(self) -> str:

@@ -26,7 +26,7 @@ from tawpipe_lab.ours_run import _SleepingCompute
 from tawpipe_lab.sleeper import BusyTime, Sleeper
 from tawpipe_lab.suite import Cell, Entry, load_suite
 from tawpipe_lab.worker import make
-from tawpipe_lab.workload import PASSES, LengthsWorkload, spell_out
+from tawpipe_lab.workload import PASSES, LengthsWorkload, spell_out, with_found
 
 TINY = LengthsWorkload(
     layers=4,
@@ -47,7 +47,7 @@ TOPOLOGY = Topology.grid(2, 2)
 def through(name: str, stages: str, **knobs: Any) -> dict[str, Any]:
     """Knobs, and what a search gave."""
     knobs = {"stages": stages, "packing": "balanced", **knobs}
-    return {**ours.found_for(name, TINY, TOPOLOGY, knobs, LinkModel(1e7)), **knobs}
+    return with_found(knobs, ours.found_for(name, TINY, TOPOLOGY, knobs, LinkModel(1e7)))
 
 
 @pytest.mark.parametrize("stages", ["world", "nodes", "locals"])
@@ -162,6 +162,13 @@ def test_pipelines_run_on_sleepers(pool: Any) -> None:
     whole = PASSES * sum(map(TINY.work.of, TINY.lengths))
     for name in NAMES:
         assert sum(rank[name] for rank in ranks) == pytest.approx(whole), name
+
+
+def test_stages_are_looked_for_on_the_axis_that_is_given_and_links_have_a_say() -> None:
+    slow = ours.found_for("generated", TINY, TOPOLOGY, {"stages": "nodes", "packing": "balanced"}, LinkModel(1e5))
+    assert slow["stages"] == "nodes:0,3@0,1"  # every other border would cross the link once more
+    assert with_found({"stages": "nodes"}, slow) == slow
+    assert with_found({"stages": "nodes:0,2@0,1"}, slow)["stages"] == "nodes:0,2@0,1"
 
 
 def test_mistakes_are_named() -> None:

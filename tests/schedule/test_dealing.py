@@ -186,6 +186,6 @@ def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
 def test_stages_without_memory_for_all_slices_are_refused_with_what_works() -> None:
     use = laid_out("1f1b", block_times=f"{BLOCKS};memory=24")
     by = dealing_of(use, Topology.grid(2, 1), cuts=LONG)
-    assert by([400, 300, 200, 100]).form.single == 2 * BINS
+    assert by([400, 300, 200, 100]).slices == ((4, 3),)
     with pytest.raises(UserError, match=r"slices, which stages.*tawpipe-spread"):
         by([4000, 50])

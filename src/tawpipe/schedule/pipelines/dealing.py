@@ -95,7 +95,8 @@ def deal_to_pipelines(
         slices.append(tuple(len(spans) for _, spans in parts))
         whole = [n for n in numbers if n not in cut]
         if whole:
-            rounds = min(len(whole), max(1, least - len(lane)))
+            beside = math.ceil(sum(of(lengths[n]) for n in whole) / mean)  # none takes longer than slices do
+            rounds = min(len(whole), max(beside, least - len(lane)))
             dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
             lane += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
         lanes.append(lane)
