@@ -131,13 +131,23 @@ class Suite:
         Raises:
             UserError: a name that is neither.
         """
-        known = {entry.strategy for entry in self.strategies} | {cell.name for cell in self.cells}
+        entries = [*self.strategies, *(entry for cell in self.cells for entry in cell.strategies)]
+        known = {entry.strategy for entry in entries} | {cell.name for cell in self.cells}
         for name in names:
             if name not in known:
                 raise UserError("--only", name, f"some of {', '.join(sorted(known))}")
+        wanted = {entry.strategy for entry in entries} & set(names)
+
+        def named(some: tuple[Entry, ...]) -> tuple[Entry, ...]:
+            return tuple(entry for entry in some if not wanted or entry.strategy in wanted)
+
         cells = tuple(cell for cell in self.cells if cell.name in names) or self.cells
-        strategies = tuple(entry for entry in self.strategies if entry.strategy in names) or self.strategies
-        return replace(self, cells=cells, strategies=strategies)
+        cells = tuple(
+            replace(cell, strategies=named(cell.strategies))
+            for cell in cells
+            if named(cell.strategies or self.strategies)
+        )
+        return replace(self, cells=cells, strategies=named(self.strategies))
 
 
 def shipped_suites() -> list[str]:

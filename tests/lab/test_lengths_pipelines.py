@@ -196,3 +196,7 @@ def test_few_tokens_over_slow_links_have_pipelines_in_the_suite() -> None:
     assert isinstance(tenth, LengthsWorkload) and isinstance(usual, LengthsWorkload)
     same = {"layer_bytes": usual.layer_bytes, "token_bytes": 20, "keys_bytes": 10, "graph_bytes": 420}
     assert replace(tenth, **same) == usual
+    few = suite.only(["few-48k-3x2", "1f1b-ours", "step-balanced"])
+    assert [cell.name for cell in few.cells] == ["few-48k-3x2"]
+    assert [entry.strategy for entry in few.cells[0].strategies] == ["step-balanced", "1f1b-ours", "1f1b-ours"]
+    assert all(cell.name.startswith("few") for cell in suite.only(["generated"]).cells)
