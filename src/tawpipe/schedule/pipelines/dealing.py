@@ -4,8 +4,8 @@ What has to be equal is the time of all bins (balance.py): none makes others wai
 so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
 longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
 each is a bin of its own, all go to one pipeline one behind the other (``orders.causal``), and they come first, those of
-the document with most slices ahead, so that steps are of few forms. Documents go to pipelines so that these compute
-equally long.
+the document with most slices ahead or at the end, so that steps are of few forms. Documents go to pipelines so that
+these compute equally long.
 
 A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
 of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, chain, islice
+from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
@@ -103,7 +104,38 @@ def deal_to_pipelines(
     count = bins_of_a_pipeline(max(map(len, lanes)), size, tokens)
     rounds = zip(*(lane + [Bin(())] * (count - len(lane)) for lane in lanes), strict=True)
     bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=tuple(slices) if any(slices) else ())
-    return _in_their_places(bins, layout, costs, order_of(count), cap)
+    ways = [bins, _turned(bins)] if any(len(cut) > 1 for cut in slices) else [bins]
+    fitting = [way for way in ways if _has_room(way, layout, costs, order_of(count), cap)]
+    if not fitting:
+        given = f"one in {max(map(max, filter(None, slices)))} slices, which stages of a pipeline keep"
+        expected = (
+            "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
+            "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
+        )
+        raise UserError("documents", given, expected)
+    most = MOST_PLAYED // pipelines // len(fitting)
+    placed = [_in_their_places(way, layout, costs, order_of(count), most) for way in fitting]
+    return min(placed, key=lambda way: way[0])[1]
+
+
+def _turned(bins: Bins) -> Bins:
+    """The same with the documents that are cut, of every pipeline, in reverse."""
+    lanes = list[list[Bin]]()
+    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices, strict=True):
+        ends = [*accumulate(cut)]
+        documents = [lane[end - size : end] for size, end in zip(cut, ends, strict=True)]
+        lanes.append([*chain.from_iterable(documents[::-1]), *lane[sum(cut) :]])
+    slices = tuple(cut[::-1] for cut in bins.slices)
+    return replace(bins, single=tuple(zip(*lanes, strict=True)), slices=slices)
+
+
+def _has_room(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, cap: int) -> bool:
+    """True if stages have memory for the slices of documents, beside bins as full as these."""
+    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices, strict=False):
+        full = [bins.tokens(row) / cap for row in lane]
+        if cut and not all(fits(costs, most) for most in _peaks(layout, causal(order, cut), costs, full)):
+            return False
+    return True
 
 
 def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
@@ -144,32 +176,33 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
         count += 1
 
 
-def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, cap: int) -> Bins:
-    """The same with every bin of whole documents where it makes the step short, and how long that is.
+def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, most: int) -> tuple[float, Bins]:
+    """Time with transfers that wait for each other; and the same with every bin of whole documents where it makes the
+    step short, and how long that is without.
 
-    Raises:
-        UserError: an order of slices that keeps more than there is memory for.
+    Args:
+        most: works of a pipeline that are played.
     """
     count, pipelines = len(bins.single), len(bins.single[0])
     mean = sum(map(bins.work.of, bins.lengths)) / count / pipelines
+    tokens = sum(bins.lengths) / count / pipelines
     seconds = costs.stages(layout).seconds
     even = count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
-    lanes, longest = list[list[Bin]](), 0.0
+    lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
     for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
         of_lane = causal(order, cut)
-        full = [bins.tokens(row) / cap for row in lane]
-        if cut and not all(fits(costs, most) for most in _peaks(layout, of_lane, costs, full)):
-            given = f"one in {max(cut)} slices, which stages of a pipeline keep"
-            expected = (
-                "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
-                "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
-            )
-            raise UserError("documents", given, expected)
-        times = [bins.time(row) / mean for row in lane]
-        places, taken = _places(layout, of_lane, costs, times, sum(cut), MOST_PLAYED // pipelines)
+
+        def played(places: Sequence[int], *, waits: bool = True, of_lane: Order = of_lane, lane: Any = lane) -> float:
+            times = [bins.time(lane[number]) / mean for number in places]
+            sizes = [bins.tokens(lane[number]) / tokens for number in places]
+            larger = (lambda work: sizes[work.micro_batch]) if waits else None
+            return makespan(play(layout, of_lane, costs, lambda work: times[work.micro_batch], larger))
+
+        tries = max(1, most // sum(map(len, of_lane.compute)))
+        places, taken = _places(played, [bins.time(row) for row in lane], sum(cut), tries)
         lanes.append([lane[number] for number in places])
-        longest = max(longest, taken)
-    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even)
+        longest, alone = max(longest, taken), max(alone, played(places, waits=False))
+    return longest, replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=alone / even)
 
 
 def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[float]) -> Iterator[float]:
@@ -189,26 +222,23 @@ def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[fl
 
 
 def _places(
-    layout: Layout, order: Order, costs: PipelineCosts, times: Sequence[float], fixed: int, most: int
+    taken: Callable[[Sequence[int]], float], times: Sequence[float], fixed: int, tries: int
 ) -> tuple[list[int], float]:
     """Which bin goes when, and the time of the step.
 
     Args:
-        times: of the bins, in those of the mean one.
+        taken: the time of a step with bins in these places.
+        times: of the bins.
         fixed: so many of them stay where they are.
-        most: works that are played.
+        tries: so many places of all bins at most, beyond a few.
     """
     count = len(times)
-
-    def taken(places: Sequence[int]) -> float:
-        return makespan(play(layout, order, costs, lambda work: times[places[work.micro_batch]]))
-
     first, rising = list(range(fixed)), sorted(range(fixed, count), key=lambda number: times[number])
     tried = [list(range(count))]
     tried += [[*first, *rest] for rest in (rising, rising[::-1], [*rising[::2], *rising[1::2][::-1]])]
     best, places = min((taken(places), places) for places in tried)
     pairs = ((i, i + apart) for apart in range(1, count) for i in range(fixed, count - apart))
-    for i, j in islice(pairs, max(0, most // sum(map(len, order.compute)) - len(tried))):
+    for i, j in islice(pairs, max(0, tries - len(tried))):
         other = [*places]
         other[i], other[j] = other[j], other[i]
         if (less := taken(other)) < best:
