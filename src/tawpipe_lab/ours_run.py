@@ -263,7 +263,8 @@ class _SleepingCompute:
         return torch.ones(max(1, int(size * self._workload.tokens(m)) // 4 // self._step.ranks_of(m)))
 
     def _drop(self, action: Action) -> None:
-        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in self._held.values()))
+        held = [*self._held.values()]  # at one go: lanes of transfers change it meanwhile
+        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in held))
         for buffer in action.frees:
             if buffer.kind not in STAYING:
                 self._held.pop(buffer, None)
