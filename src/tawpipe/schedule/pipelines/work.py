@@ -290,8 +290,9 @@ def play(
                     break
                 for need in waits:
                     source = layout.places[need.stage]
-                    there = times[need][1] + costs.travel(source, place)
-                    ready = max(ready, there if source == place else arrived.get(need, there))
+                    waits_for_link = source != place and need in arrived
+                    there = arrived[need] if waits_for_link else times[need][1] + costs.travel(source, place)
+                    ready = max(ready, there)
                 free[lane] = ready + seconds[work.kind, work.stage] * slower(work)
                 times[work] = ready, free[lane]
                 other = work.stage + (1 if work.kind == "F" else -1)
