@@ -17,7 +17,7 @@ counts in the second one, once wherever something waits for a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
@@ -127,7 +127,7 @@ def schedule_bounds(
     """
     topology = physical or schedule.topology
     widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0, change=costs.change_bytes)
-    sent, received = schedule_bytes(schedule, topology, widths, costs.boundary(0))
+    sent, received = schedule_bytes(schedule, topology, widths, costs.boundary)
     if dealt is not None:
         costs = replace(costs, kept=dealt.kept(schedule.step))
     ranks, slower = range(topology.world_size), costs.compute_factor
@@ -141,18 +141,18 @@ def schedule_bounds(
 
 
 def schedule_bytes(
-    schedule: Schedule, topology: Topology, widths: Widths, boundary: float = 0.0
+    schedule: Schedule, topology: Topology, widths: Widths, boundary: Callable[[int], float] = lambda _: 0.0
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Bytes that a step of a schedule sends and receives over the link of every node of ``topology``.
 
     Args:
-        boundary: bytes of an activation between two layers.
+        boundary: of a micro-batch the bytes of an activation between two layers.
     """
     far = far_widths(schedule.step.settings, widths, step=schedule.step)
-    passed = borders_passed(schedule, physical=topology)
+    passed = borders_passed(schedule, lambda m: round(boundary(m)), physical=topology)
     pairs = [*zip(link_elements(schedule, physical=topology), passed, strict=True)]
-    sent = tuple(elements.bytes_sent(*far) + away * boundary for elements, (away, _) in pairs)
-    return sent, tuple(elements.bytes_received(*far) + back * boundary for elements, (_, back) in pairs)
+    sent = tuple(elements.bytes_sent(*far) + away for elements, (away, _) in pairs)
+    return sent, tuple(elements.bytes_received(*far) + back for elements, (_, back) in pairs)
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
@@ -162,7 +162,7 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         if action.op is Op.FORWARD:
             total += set_costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            again = schedule.step.recomputes(action.block)
+            again = schedule.step.recomputes(action.block, action.micro_batch)
             total += set_costs.backward_s(rank, action.block, action.micro_batch, again)
             if action.op is Op.BACKWARD_INPUT:
                 total -= set_costs.backward_weight_s(rank, action.block, action.micro_batch)

@@ -49,7 +49,8 @@ def real_bounds(
     """
     if name in ours.rows():
         schedule = ours.schedule_of(name, workload, topology, knobs)
-        sent, received = schedule_bytes(schedule, topology, Widths(WIDTH, WIDTH, WIDTH, 0), workload.activation_bytes)
+        widths = Widths(WIDTH, WIDTH, WIDTH, 0)
+        sent, received = schedule_bytes(schedule, topology, widths, lambda _: workload.activation_bytes)
     else:
         sent = received = _shipped_bytes(name, workload, topology, knobs)
     links = [between.busy_s(topology.local_size, *both) for both in zip(sent, received, strict=True)]

@@ -26,7 +26,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.spec import change_width
-from tawpipe.simulate import LinkModel
+from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
 from tawpipe_lab.bounds import (
@@ -415,9 +415,15 @@ def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
     packing = knobs.get("packing", "in turn")
     work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, packing, topology)
     assert isinstance(work, DealtWorkload)
-    step = ours.schedule_of(name, whole, topology, knobs).step if is_ours else None
+    schedule = ours.schedule_of(name, whole, topology, knobs) if is_ours else None
+    if schedule is not None and schedule.step.strategy.axis:
+        free, factors = LinkModel(math.inf), {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
+        costs = workload_costs(work, between=free, inside=free, compute_factor=factors)
+        modelled_s = play(schedule, costs, steps=1).makespan
+    else:
+        modelled_s = work.modelled_s(schedule and schedule.step, cell.device_speeds)
     return {
-        "modelled_s": work.modelled_s(step, cell.device_speeds),
+        "modelled_s": modelled_s,
         "floor_s": whole.floor_s(topology, cell.device_speeds),
         "rounds": list(work.bins.shape),
     }

@@ -11,6 +11,7 @@ from functools import cache
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, LayerTime, deal
+from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate.cost_model import KEYS_SHARE, MicroBatchSize
@@ -18,6 +19,8 @@ from tawpipe.topology import Topology
 from tawpipe_lab.workload import PASSES, LengthsWorkload, TimedWorkload
 
 PACKINGS = ("balanced", "tokens", "in turn", "node", "rows")
+OF_PIPELINES = ("balanced", "in turn", "rows")
+"""Those of documents that pass a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,11 @@ class DealtWorkload(TimedWorkload):
     """A timed workload whose micro-batches differ: its seconds and bytes are those of the mean one.
 
     Args:
-        bins: how the documents were dealt.
+        bins: how the documents were dealt, to ranks or to pipelines.
         sizes: of every micro-batch, as multiples of the mean; some may be empty.
-        shares: for every rank the numbers of its micro-batches.
+        shares: for every rank the numbers of its micro-batches, those of its pipeline.
         shared: micro-batches below this number are computed by sets of ``bins.ranks``.
         linear: share of the mean forward pass that is no attention.
-        graph_bytes: of what a layer keeps of the mean one if nothing is recomputed.
     """
 
     bins: Bins
@@ -38,7 +40,6 @@ class DealtWorkload(TimedWorkload):
     shares: tuple[tuple[int, ...], ...]
     shared: int
     linear: float
-    graph_bytes: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -79,7 +80,8 @@ class DealtWorkload(TimedWorkload):
         return [[*map(seconds, row)] for row in zip(*self.shares, strict=True)]
 
     def modelled_s(self, step: StepSpec | None, speeds: Sequence[float] = ()) -> float:
-        """Seconds of all passes if every round takes as long as the rank that takes longest.
+        """Seconds of all passes, of documents dealt to ranks, if every round takes as long as the rank that takes
+        longest.
 
         Args:
             speeds: of all ranks, where they differ.
@@ -116,14 +118,53 @@ def _dealt(
     workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]
 ) -> DealtWorkload:
     bins = _bins(workload, packing, topology, ranks, speeds)
-    # In the order of share_bins: those of a set, then those of a rank, are numbered one after the other.
-    rows = [bins.shared, bins.single]
-    numbered = [row[place] for some in rows for place in range(len(some[0]) if some else 0) for row in some]
-    tokens, pairs = [*map(bins.tokens, numbered)], [*map(bins.pairs, numbered)]
-    count, total, squares = len(numbered), sum(tokens), sum(pairs)
-    linear = workload.token_s * total
-    forward_s = (linear + workload.token_s * squares / workload.even_at) / count
-    return DealtWorkload(
+    return _in_bins(workload, bins, share_bins(*bins.shape, topology.world_size, ranks))
+
+
+def through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> DealtWorkload:
+    """A step whose documents pass pipelines.
+
+    * ``balanced``: bins and slices as a run deals them (schedule/pipelines/dealing.py).
+    * ``in turn``, ``rows``: see ``dealt``; a bin is a micro-batch, and goes to the next pipeline.
+
+    Args:
+        step: of the pipelines' strategy, with any micro-batches.
+
+    Raises:
+        UserError: another packing.
+    """
+    if packing not in OF_PIPELINES:
+        raise UserError("packing", packing, f"one of {', '.join(OF_PIPELINES)} under {step.strategy}")
+    return _through_stages(workload, packing, step)
+
+
+@cache
+def _through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> DealtWorkload:
+    dealt_to = step.strategy.dealt_to(step.topology)
+    pipelines = 1 + max(dealt_to)
+    if packing == "balanced":
+        bins = step.strategy.dealing(step, cap=workload.bin_tokens, work=workload.work, cuts=LONG)(workload.lengths)
+    else:
+        bins = _bins(workload, packing, Topology.grid(pipelines, 1), 1, ())
+        bins = replace(bins, positions=step.strategy.divided_over(step.topology))
+    each = share_bins(*bins.shape, pipelines)
+    return _in_bins(workload, bins, tuple(each[number] for number in dealt_to))
+
+
+def mean_bin(workload: LengthsWorkload, packing: str, positions: int, pipelines: int) -> TimedWorkload:
+    """As many micro-batches as pipelines over so many positions have bins, all alike: for these stages and orders are
+    made.
+    """
+    tokens = workload.tokens / pipelines
+    each = bins_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // workload.bin_tokens)
+    return _alike(workload, workload.lengths, int(each) * pipelines)
+
+
+def _alike(workload: LengthsWorkload, lengths: Sequence[int], count: int) -> TimedWorkload:
+    """The documents in so many micro-batches that are all alike."""
+    total, work = sum(lengths), sum(map(workload.work.of, lengths))
+    forward_s = work / workload.layers / count
+    return TimedWorkload(
         layers=workload.layers,
         layer_bytes=workload.layer_bytes,
         forward_s=forward_s,
@@ -133,12 +174,24 @@ def _dealt(
         activation_bytes=int(workload.token_bytes * total / count),
         optimizer=workload.optimizer,
         keys_bytes=int(workload.keys_bytes * total / count),
+        graph_bytes=workload.graph_bytes * total / count,
+    )
+
+
+def _in_bins(workload: LengthsWorkload, bins: Bins, shares: tuple[tuple[int, ...], ...]) -> DealtWorkload:
+    # In the order of share_bins: those of a set, then those of a rank, are numbered one after the other.
+    rows = [bins.shared, bins.single]
+    numbered = [row[place] for some in rows for place in range(len(some[0]) if some else 0) for row in some]
+    tokens, pairs = [*map(bins.tokens, numbered)], [*map(bins.pairs, numbered)]
+    count, total, squares = len(numbered), sum(tokens), sum(pairs)
+    mean = _alike(workload, bins.lengths, count)
+    return DealtWorkload(
+        **vars(mean),
         bins=bins,
         sizes=tuple(MicroBatchSize(t * count / total, p * count / squares) for t, p in zip(tokens, pairs, strict=True)),
-        shares=share_bins(*bins.shape, topology.world_size, ranks),
-        shared=len(bins.shared) * (topology.world_size // ranks),
-        linear=linear / count / forward_s,
-        graph_bytes=workload.graph_bytes * total / count,
+        shares=shares,
+        shared=len(bins.shared) * (bins.world_size // bins.ranks),
+        linear=workload.token_s * total / count / mean.forward_s,
     )
 
 

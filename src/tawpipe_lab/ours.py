@@ -16,6 +16,7 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.plan.pipelines import hops
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.search.fitting import heuristics
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
@@ -23,18 +24,28 @@ from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan,
 from tawpipe.schedule.settings import ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_bins
 from tawpipe.schedule.strategies.table import find, register, strategies
 from tawpipe.schedule.strategies.weights import Spread
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.simulate import LinkModel
+from tawpipe.simulate import play as play_schedule
 from tawpipe.topology import Topology
-from tawpipe_lab.bounds import workload_model
-from tawpipe_lab.lengths import DealtWorkload, dealt
+from tawpipe_lab.bounds import workload_costs, workload_model
+from tawpipe_lab.lengths import DealtWorkload, dealt, mean_bin, through_stages
 from tawpipe_lab.real_modules import real_model_spec
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
-from tawpipe_lab.workload import ENDS, Known, LengthsWorkload, RealWorkload, ServingWorkload, TimedWorkload, Workload
+from tawpipe_lab.workload import (
+    ENDS,
+    Known,
+    LengthsWorkload,
+    RealWorkload,
+    ServingWorkload,
+    TimedWorkload,
+    Workload,
+    with_found,
+)
 
 
 class NoGrouping(Spread):
@@ -181,6 +192,8 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
         workload = replace(workload, pattern=settings.pattern, kinds=kinds)
     work = workload.split(settings.parts_per_layer)
     if isinstance(work, LengthsWorkload):
+        if isinstance(find(settings.schedule.strategy), ActivationPipeline):
+            return _through_stages(name, work, topology, knobs)
         balanced = settings.packing == "balanced"
         ranks = knobs.get("sequence_ranks", topology.local_size if balanced else 1)
         _ = share_in_sets(0, topology, replace(settings.schedule, sequence_ranks=ranks))
@@ -190,6 +203,33 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
     if isinstance(work, ServingWorkload):
         raise UserError("workload", work.kind, f"timed, lengths or real: {name} trains")
     return work
+
+
+def _through_stages(
+    name: str, workload: LengthsWorkload, topology: Topology, knobs: Mapping[str, Any]
+) -> DealtWorkload:
+    """Documents dealt to pipelines.
+
+    Raises:
+        UserError: they cannot be.
+    """
+    settings = settings_of(name, with_found(knobs, found_for(name, workload, topology, knobs)))
+    chosen = settings.schedule
+    refused = {"keep_mib": chosen.keep_mib, "order": settings.order, "balance": settings.balance}
+    for knob, value in refused.items():
+        if value:
+            raise UserError(knob, value, f"nothing for {name} on documents of uneven lengths")
+    none = ((),) * topology.world_size
+    step = step_of(workload_model(_mean_bin(workload, topology, settings)), topology, chosen, none, shared=0)
+    return through_stages(workload, settings.packing or "in turn", step)
+
+
+def _mean_bin(workload: LengthsWorkload, topology: Topology, settings: OurSettings) -> TimedWorkload:
+    """What a pipeline of these documents is made for."""
+    strategy = find(settings.schedule.strategy).configured(settings.schedule)
+    assert isinstance(strategy, ActivationPipeline)
+    positions = strategy.positions(topology)
+    return mean_bin(workload, settings.packing or "in turn", positions.size, positions.replicas)
 
 
 def recorded(path: str) -> torch.Tensor:
@@ -247,11 +287,21 @@ INSIDE = LinkModel(2e9)
 """A node's loopback; what is lost on it is nearly nothing."""
 
 
+def _played(
+    name: str, workload: LengthsWorkload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel
+) -> float:
+    """Seconds of a step by the clock, which knows, unlike a search for stages, that boundaries share a link."""
+    work = computed(name, workload, topology, knobs)
+    assert isinstance(work, TimedWorkload)
+    schedule = schedule_of(name, workload, topology, knobs)
+    return play_schedule(schedule, workload_costs(work, between=between, inside=INSIDE), steps=1).makespan
+
+
 def found_for(
     name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel | None = None
 ) -> dict[str, Any]:
     """Knobs of a row besides its own that take a search, which every rank should not repeat: stages or an order; and
-    the times that a pipeline is made for.
+    the times that a pipeline is made for, or documents are dealt for.
 
     Args:
         between: the link of a node; None if transfers take no time.
@@ -260,25 +310,33 @@ def found_for(
         UserError: nothing of this kind fits into the workload's room.
     """
     strategy = find(rows()[name]) if name in rows() else None
-    if not isinstance(strategy, ActivationPipeline) or not strategy.arranges or not isinstance(workload, TimedWorkload):
+    if not isinstance(strategy, ActivationPipeline) or "order" in knobs or "block_times" in knobs:
         return {}
-    if "order" in knobs or "block_times" in knobs:
+    settings = settings_of(name, knobs)
+    if isinstance(workload, LengthsWorkload):
+        work = _mean_bin(workload, topology, settings)
+    elif isinstance(workload, TimedWorkload) and strategy.arranges:
+        work = computed(name, workload, topology, knobs)
+        assert isinstance(work, TimedWorkload)
+    else:
         return {}
-    work = computed(name, workload, topology, knobs)
-    chosen = settings_of(name, knobs).schedule
+    chosen = settings.schedule
     strategy = strategy.configured(chosen)
-    assert isinstance(work, TimedWorkload)
     positions = strategy.positions(topology)
     costs = strategy.paced(pipeline_costs(work, chosen.recompute), positions)
     if between is not None:
         costs = replace(costs, **hops(positions, work.activation_bytes, between=between, inside=INSIDE))
     count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
-    if name == "zero-bubble" or (name == "generated" and ":" in knobs.get("stages", "")):
-        return times
-    if name == "generated":
+    if name == "generated" and ":" not in knobs.get("stages", ""):
         from tawpipe.schedule.pipelines.search.generate import generate
 
-        return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
+        usual = {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
+        if not isinstance(workload, LengthsWorkload) or between is None:
+            return usual
+        even = {"stages": f"{positions.axis}:{Layout.even(len(costs.blocks), positions.size)}", **times}
+        return min((usual, even), key=lambda ways: _played(name, workload, topology, {**knobs, **ways}, between))
+    if name in ("zero-bubble", "generated") or isinstance(workload, LengthsWorkload):
+        return times
     layout = strategy.layout_of(workload_model(work), positions)
     if name == "solved":
         from tawpipe.schedule.pipelines.search.solve import solve
@@ -297,14 +355,15 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     Raises:
         UserError: the strategy cannot run this workload on this topology.
     """
+    if isinstance(workload, LengthsWorkload):  # by these it is dealt
+        knobs = with_found(knobs, found_for(name, workload, topology, knobs))
     settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
     chosen = settings.schedule
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
     if settings.bf16:
         model = replace(model, units=tuple(replace(unit, numel=2 * unit.numel) for unit in model.units))
-    shares, shared = None, None
     if isinstance(work, DealtWorkload):
-        chosen, shares, shared = replace(chosen, sequence_ranks=work.ranks), work.shares, work.shared
+        chosen = replace(chosen, sequence_ranks=work.ranks)
     elif chosen.keep_mib and isinstance(work, TimedWorkload):
         raise UserError("keep_mib", chosen.keep_mib, "0, or a workload of the kind lengths: others keep nothing")
     elif isinstance(work, TimedWorkload) and work.keys_bytes and "sequence_ranks" not in knobs:
@@ -314,15 +373,18 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     strategy = find(chosen.strategy)
     if "block_times" in strategy.uses and isinstance(work, TimedWorkload) and not chosen.block_times:
         chosen = replace(chosen, block_times=spell_times(pipeline_costs(work, chosen.recompute)))
-    all_knobs = {**found_for(name, workload, topology, knobs), **knobs}
+    all_knobs = with_found(knobs, found_for(name, workload, topology, knobs))
     chosen = replace(chosen, stages=all_knobs.get("stages", chosen.stages))
     if settings.balance:
         chosen = replace(chosen, stages=_balanced(name, work, topology, settings))
     if order := all_knobs.get("order"):
         assert isinstance(strategy, ActivationPipeline)
         strategy = replace(strategy, given=order)
-    shares = shares or shares_of(work.micro_batches, topology, chosen)
-    step = step_of(model, topology, chosen, shares, shared=shared, strategy=strategy)
+    if isinstance(work, DealtWorkload):
+        step = step_of_bins(model, topology, chosen, work.bins.form, strategy=strategy)
+    else:
+        shares = shares_of(work.micro_batches, topology, chosen)
+        step = step_of(model, topology, chosen, shares, strategy=strategy)
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))
     if selective and isinstance(work, TimedWorkload):
         expected = "full or none: a timed layer has no attention of its own"

@@ -40,7 +40,8 @@ from tawpipe_lab.sleeper import BusyTime, HostLink, Sleeper
 from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
 
 HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
-"""Activations that have memory here, those of sets besides."""
+"""Activations that have memory here, those of sets and slices besides."""
+OF_SLICES = {Kind.KEYS, Kind.KEY_GRADIENTS}
 
 
 class PipelineContender:
@@ -213,7 +214,7 @@ class _SleepingCompute:
         if self._model.blocks[action.block].kind == "head":
             self._compute(action, part.seconds)
         else:
-            kept = self._step.recomputes(action.block) == "none" or action.block in self._kept.get(m, ())
+            kept = self._step.recomputes(action.block, m) == "none" or action.block in self._kept.get(m, ())
             again = part.forward_s if kept else 0.0
             self._compute(action, part.backward_input_s - again)
             if action.op is Op.BACKWARD:
@@ -242,9 +243,9 @@ class _SleepingCompute:
 
     def _turn_over(self, action: Action) -> None:
         """Hold the activations that an action writes, and then no longer those that it frees."""
+        held = HELD | OF_SLICES if action.micro_batch in self._step.neighbours else HELD
         for buffer in action.writes:
-            stays = buffer.kind in STAYING and buffer in self._held
-            if buffer.kind in HELD and not stays:
+            if buffer.kind in held and buffer not in self._held:
                 self._held[buffer] = self._new(buffer, action.micro_batch)
         self._drop(action)
 
@@ -254,15 +255,16 @@ class _SleepingCompute:
         Args:
             m: the micro-batch, where the buffer does not say so.
         """
-        m = buffer.at[0] if m is None else m
-        size = self._workload.activation_bytes
+        m = buffer.at[0] if m is None or buffer.kind in OF_SLICES else m
+        size = self._workload.keys_bytes if buffer.kind in OF_SLICES else self._workload.activation_bytes
         if buffer.kind in (Kind.LINEAR, Kind.GRAPH, Kind.RELOADED_GRAPH):
             part = self._workload.block_parts[buffer.at[1]]
             size = part.linear_bytes if buffer.kind is Kind.LINEAR else part.graph_bytes
         return torch.ones(max(1, int(size * self._workload.tokens(m)) // 4 // self._step.ranks_of(m)))
 
     def _drop(self, action: Action) -> None:
-        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in self._held.values()))
+        held = [*self._held.values()]  # at one go: lanes of transfers change it meanwhile
+        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in held))
         for buffer in action.frees:
             if buffer.kind not in STAYING:
                 self._held.pop(buffer, None)

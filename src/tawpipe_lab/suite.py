@@ -34,7 +34,7 @@ from tawpipe.schedule.sharing import speeds_of
 from tawpipe.topology import Topology
 from tawpipe_lab.mixes import MIXES
 from tawpipe_lab.sleeper import Slowdown
-from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out
+from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out, with_found
 
 PARTS = ("forward", "backward_input", "backward_weight")
 """Of a block's times."""
@@ -98,7 +98,7 @@ class Entry:
 
     @property
     def all_knobs(self) -> dict[str, Any]:
-        return {**self.searched, **self.knobs}
+        return with_found(self.knobs, self.searched)
 
     @property
     def label(self) -> str:
@@ -131,13 +131,23 @@ class Suite:
         Raises:
             UserError: a name that is neither.
         """
-        known = {entry.strategy for entry in self.strategies} | {cell.name for cell in self.cells}
+        entries = [*self.strategies, *(entry for cell in self.cells for entry in cell.strategies)]
+        known = {entry.strategy for entry in entries} | {cell.name for cell in self.cells}
         for name in names:
             if name not in known:
                 raise UserError("--only", name, f"some of {', '.join(sorted(known))}")
+        wanted = {entry.strategy for entry in entries} & set(names)
+
+        def named(some: tuple[Entry, ...]) -> tuple[Entry, ...]:
+            return tuple(entry for entry in some if not wanted or entry.strategy in wanted)
+
         cells = tuple(cell for cell in self.cells if cell.name in names) or self.cells
-        strategies = tuple(entry for entry in self.strategies if entry.strategy in names) or self.strategies
-        return replace(self, cells=cells, strategies=strategies)
+        cells = tuple(
+            replace(cell, strategies=named(cell.strategies))
+            for cell in cells
+            if named(cell.strategies or self.strategies)
+        )
+        return replace(self, cells=cells, strategies=named(self.strategies))
 
 
 def shipped_suites() -> list[str]:

@@ -30,7 +30,7 @@ from tawpipe_lab.ours_run import OurContender, PipelineContender
 from tawpipe_lab.rivals import deepspeed, fsdp, pipelining
 from tawpipe_lab.serving import ROWS, LapContender
 from tawpipe_lab.sleeper import Pace, Slowdown
-from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out
+from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out, with_found
 
 STEP_TIMEOUT = timedelta(minutes=5)
 
@@ -143,7 +143,7 @@ def _make(
     entry: dict[str, Any], workload: Workload, topology: Topology, rank: int, reading: Readings
 ) -> Contender | None:
     """A contender, or None with the reason noted, on all ranks alike."""
-    name, knobs = entry["strategy"], {**entry["searched"], **entry["knobs"]}
+    name, knobs = entry["strategy"], with_found(entry["knobs"], entry["searched"])
     contender: Contender | None = None
     try:
         contender = make(name, workload, topology, rank, **knobs)

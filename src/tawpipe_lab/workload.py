@@ -455,6 +455,14 @@ KINDS: dict[str, type[Workload]] = {
 }
 
 
+def with_found(knobs: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs of a row, and those that a search found. Given ones count, but for stages that say over what they are
+    laid and no more.
+    """
+    given = {name: value for name, value in knobs.items() if name != "stages" or name not in found or ":" in value}
+    return {**found, **given}
+
+
 def spell_out(workload: Workload) -> dict[str, Any]:
     """Every setting, the kind among them; plain values."""
     return {"kind": workload.kind, **asdict(workload)}

@@ -18,6 +18,10 @@ from tawpipe.schedule.buffers import Kind, keys
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.orders import causal, one_f_one_b
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts
+from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
@@ -158,6 +162,37 @@ def test_slices_go_forward_in_order_and_come_back_in_reverse_and_stages_hold_the
     without = costs(schedule_of(use, topology, plain), Widths(2, 4, 4, 2), activation_bytes=memory.activations(400))
     held = 4 * 400 * len(document) * LAYERS // 2
     assert said.activation_bytes >= without.activation_bytes + held * 0.9
+
+
+def test_the_last_stage_goes_back_with_a_document_as_soon_as_it_has_come() -> None:
+    """Earlier stages are ahead by what the largest document to come needs; all orders end."""
+    layout = Layout.even(LAYERS + 2, 4)
+    order = causal(one_f_one_b(layout, 12), [2, 3, 6])
+    assert " ".join(map(str, order.compute[3][:6])) == "F3.0 F3.1 B3.1 B3.0 F3.2 F3.3"
+    play_stages(layout, order, PipelineCosts((BlockTimes(1, 1, 1),) * (LAYERS + 2)))
+    ahead = [next(at for at, work in enumerate(works) if work.kind == "B") for works in order.compute]
+    assert ahead == sorted(ahead, reverse=True) and ahead[0] >= 6
+
+
+def test_boundaries_between_two_positions_go_one_after_the_other() -> None:
+    """Three that are there at once, the second twice as large."""
+    layout, costs = Layout.even(4, 2), PipelineCosts((BlockTimes(0, 0, 0),) * 3 + (BlockTimes(1, 0, 0),), hop=10)
+    order = Order.parse("F0.0 F0.1 F0.2|F1.0 F1.1 F1.2;;")
+    ends = [end for work, (_, end) in play_stages(layout, order, costs).items() if work.stage]
+    in_turn = play_stages(layout, order, costs, larger=lambda work: 1 + (work.micro_batch == 1))
+    assert ends == [11, 12, 13] and [in_turn[work][1] for work in order.compute[1]] == [11, 31, 41]
+
+
+def test_over_slow_links_short_documents_go_first_where_a_long_one_would_hold_up_all() -> None:
+    """The first stage would have to send all of the long one before anything comes back. Bins of whole documents are
+    no longer than slices.
+    """
+    topology, use = Topology.grid(2, 1), laid_out("1f1b", block_times=f"{BLOCKS};hop=8")
+    bins = dealing_of(use, topology, cuts=LONG)([1500, 600, 400, *lengths_of(3, 40)])
+    verify(schedule_of(use, topology, bins), one_thread=True)
+    (slices,), times = bins.slices, [bins.time(row[0]) for row in bins.single]
+    assert slices == tuple(sorted(slices)) and len(slices) > 1
+    assert max(times[sum(slices) :]) < 1.25 * max(times[: sum(slices)])
 
 
 def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:

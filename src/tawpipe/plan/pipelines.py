@@ -295,9 +295,11 @@ def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: L
     """How long boundaries take from one position to another, as ``PipelineCosts`` says it.
 
     Args:
-        boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time.
+        boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time, and a node between
+            two others sends both ways.
     """
-    together = positions.replicas if positions.axis == "nodes" else 1
+    ways = 2 if positions.size > 2 else 1
+    together = ways * positions.replicas if positions.axis == "nodes" else 1
 
     def time(link: LinkModel) -> int:
         return round((link.latency_s + boundary * together / link.node_rate(together)) * MICRO)

@@ -5,6 +5,8 @@ Elements, not bytes: weights and gradients may travel in different dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.link_traffic import LinkTraffic
@@ -43,15 +45,21 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
     return tuple(LinkTraffic(*four) for four in counts)
 
 
-def borders_passed(schedule: Schedule, *, physical: Topology | None = None) -> tuple[tuple[int, int], ...]:
-    """How many activations of a boundary's size every node sends to others, and receives; arguments as above."""
+def borders_passed(
+    schedule: Schedule, each: Callable[[int], int] = lambda _: 1, *, physical: Topology | None = None
+) -> tuple[tuple[int, int], ...]:
+    """How many activations of a boundary's size every node sends to others, and receives; other arguments as above.
+
+    Args:
+        each: of a micro-batch what one counts.
+    """
     topology = physical or schedule.topology
     counts = [[0, 0] for _ in range(topology.num_nodes)]
     for rank, program in enumerate(schedule.programs):
         node = topology.node_of(rank)
         for transfer in (transfer for action in program for transfer in action.transfers):
             if transfer.buffer.is_activation and topology.node_of(transfer.peer) != node:
-                counts[node][0 if transfer.send else 1] += 1
+                counts[node][0 if transfer.send else 1] += each(transfer.buffer.at[0])
     return tuple((sent, received) for sent, received in counts)
 
 

@@ -4,8 +4,8 @@ What has to be equal is the time of all bins (balance.py): none makes others wai
 so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
 longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
 each is a bin of its own, all go to one pipeline one behind the other (``orders.causal``), and they come first, those of
-the document with most slices ahead, so that steps are of few forms. How much longer is tried: slices are even, but hold
-up what is behind them. Documents go to pipelines so that these compute equally long.
+the document with most slices ahead or at the end, so that steps are of few forms. How much longer is tried: slices are
+even, but hold up what is behind them. Documents go to pipelines so that these compute equally long.
 
 A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
 of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import NamedTuple
+from itertools import accumulate, chain, islice
+from typing import Any, NamedTuple
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
@@ -93,7 +93,10 @@ def lanes_of(
         bins = [Bin((n,), part=part) for n, spans in parts for part in spans]
         whole = [n for n in numbers if n not in cut]
         if whole:
-            rounds = min(len(whole), max(1, least - len(bins)))
+            beside = (
+                math.ceil(sum(of(lengths[n]) for n in whole) / mean) if mean else 1
+            )  # none is longer than slices are
+            rounds = min(len(whole), max(beside, least - len(bins), 1))
             dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
             bins += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
         lanes.append(LaneBins(bins, tuple(len(spans) for _, spans in parts)))
@@ -133,15 +136,43 @@ def deal_to_pipelines(
         bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
         if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
             deals.append(bins)
-    placed, refused = list[Bins](), list[UserError]()
-    for bins in deals:
-        try:
-            placed.append(_in_their_places(bins, layout, costs, order_of(len(bins.single)), cap))
-        except UserError as error:
-            refused.append(error)
-    if not placed:
-        raise refused[0]
-    return min(placed, key=lambda bins: (bins.stretch, sum(map(sum, bins.slices))))
+    ways = [way for bins in deals for way in (bins, *_turned(bins))]
+    fitting = [way for way in ways if _has_room(way, layout, costs, order_of(len(way.single)), cap)]
+    if not fitting:
+        given = f"one in {max(map(max, filter(None, deals[0].slices)))} slices, which stages of a pipeline keep"
+        expected = (
+            "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
+            "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
+        )
+        raise UserError("documents", given, expected)
+
+    def placed(way: Bins, most: int) -> tuple[float, Bins]:
+        return _in_their_places(way, layout, costs, order_of(len(way.single)), most)
+
+    best = min(fitting, key=lambda way: (placed(way, 0)[0], sum(map(sum, way.slices))))
+    return placed(best, MOST_PLAYED // pipelines)[1]
+
+
+def _turned(bins: Bins) -> Iterator[Bins]:
+    """The same with the documents that are cut, of every pipeline, in reverse, if there are several anywhere."""
+    if not any(len(cut) > 1 for cut in bins.slices):
+        return
+    lanes = list[list[Bin]]()
+    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices, strict=True):
+        ends = [*accumulate(cut)]
+        documents = [lane[end - size : end] for size, end in zip(cut, ends, strict=True)]
+        lanes.append([*chain.from_iterable(documents[::-1]), *lane[sum(cut) :]])
+    slices = tuple(cut[::-1] for cut in bins.slices)
+    yield replace(bins, single=tuple(zip(*lanes, strict=True)), slices=slices)
+
+
+def _has_room(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, cap: int) -> bool:
+    """True if stages have memory for the slices of documents, beside bins as full as these."""
+    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices, strict=False):
+        full = [bins.tokens(row) / cap for row in lane]
+        if cut and not all(fits(costs, most) for most in _peaks(layout, causal(order, cut), costs, full)):
+            return False
+    return True
 
 
 def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
@@ -182,31 +213,32 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
         count += 1
 
 
-def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, cap: int) -> Bins:
-    """The same with every bin of whole documents where it makes the step short, and how long that is.
+def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, most: int) -> tuple[float, Bins]:
+    """How often as long as even work a step is with transfers that wait for each other; and the same with every bin of
+    whole documents where that is short, and how long it is without.
 
-    Raises:
-        UserError: an order of slices that keeps more than there is memory for.
+    Args:
+        most: works of a pipeline that are played.
     """
     count, pipelines = len(bins.single), len(bins.single[0])
     mean = sum(map(bins.work.of, bins.lengths)) / count / pipelines
-    lanes, longest = list[list[Bin]](), 0.0
+    tokens = sum(bins.lengths) / count / pipelines
+    even = even_s(layout, costs, count) or math.inf  # 0 of a model so small that its blocks take no microsecond
+    lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
     for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
         of_lane = causal(order, cut)
-        full = [bins.tokens(row) / cap for row in lane]
-        if cut and not all(fits(costs, most) for most in _peaks(layout, of_lane, costs, full)):
-            given = f"one in {max(cut)} slices, which stages of a pipeline keep"
-            expected = (
-                "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
-                "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
-            )
-            raise UserError("documents", given, expected)
-        times = [bins.time(row) / mean for row in lane]
-        places, taken = _places(layout, of_lane, costs, times, sum(cut), MOST_PLAYED // pipelines)
+
+        def played(places: Sequence[int], *, waits: bool = True, of_lane: Order = of_lane, lane: Any = lane) -> float:
+            times = [bins.time(lane[number]) / mean for number in places]
+            sizes = [bins.tokens(lane[number]) / tokens for number in places]
+            larger = (lambda work: sizes[work.micro_batch]) if waits else None
+            return makespan(play(layout, of_lane, costs, lambda work: times[work.micro_batch], larger))
+
+        tries = max(1, most // sum(map(len, of_lane.compute)))
+        places, taken = _places(played, [bins.time(row) for row in lane], sum(cut), tries)
         lanes.append([lane[number] for number in places])
-        longest = max(longest, taken)
-    even = even_s(layout, costs, count)  # 0 of a model so small that its blocks take no microsecond
-    return replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=longest / even if even else 1.0)
+        longest, alone = max(longest, taken), max(alone, played(places, waits=False))
+    return longest / even, replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=alone / even or 1.0)
 
 
 def even_s(layout: Layout, costs: PipelineCosts, count: int) -> float:
@@ -232,26 +264,23 @@ def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[fl
 
 
 def _places(
-    layout: Layout, order: Order, costs: PipelineCosts, times: Sequence[float], fixed: int, most: int
+    taken: Callable[[Sequence[int]], float], times: Sequence[float], fixed: int, tries: int
 ) -> tuple[list[int], float]:
     """Which bin goes when, and the time of the step.
 
     Args:
-        times: of the bins, in those of the mean one.
+        taken: the time of a step with bins in these places.
+        times: of the bins.
         fixed: so many of them stay where they are.
-        most: works that are played.
+        tries: so many places of all bins at most, beyond a few.
     """
     count = len(times)
-
-    def taken(places: Sequence[int]) -> float:
-        return makespan(play(layout, order, costs, lambda work: times[places[work.micro_batch]]))
-
     first, rising = list(range(fixed)), sorted(range(fixed, count), key=lambda number: times[number])
     tried = [list(range(count))]
     tried += [[*first, *rest] for rest in (rising, rising[::-1], [*rising[::2], *rising[1::2][::-1]])]
     best, places = min((taken(places), places) for places in tried)
     pairs = ((i, i + apart) for apart in range(1, count) for i in range(fixed, count - apart))
-    for i, j in islice(pairs, max(0, most // sum(map(len, order.compute)) - len(tried))):
+    for i, j in islice(pairs, max(0, tries - len(tried))):
         other = [*places]
         other[i], other[j] = other[j], other[i]
         if (less := taken(other)) < best:

@@ -76,9 +76,11 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
 
 def causal(order: Order, slices: Sequence[int]) -> Order:
     """An order for micro-batches of which the first ones are slices of documents, so many of each: where a stage has
-    done n forward passes it now has done those of all slices of the n-th one's document, and is as far ahead as the
-    largest document to come needs, so that none holds up others. Backward passes of a document come in reverse, each as
-    a whole. Whatever waits in the new order for another work did so in the old one, so that it ends, too.
+    done n forward passes it now has done those of all slices of the n-th one's document. The first stage is as far
+    ahead as the largest document to come needs, so that none holds up others, and later ones less and less: the last
+    one goes back with a document as soon as it has come. Backward passes of a document come in reverse, each as a
+    whole. What a work waits for in the new order comes with a work for which it waited in the old one, or with one
+    before that, so that it ends, too.
 
     Raises:
         UserError: an order whose micro-batches overtake each other, or wait in the host's memory.
@@ -94,7 +96,11 @@ def causal(order: Order, slices: Sequence[int]) -> Order:
         last += [first + size - 1] * size
         back += range(first + size - 1, first - 1, -1)
     more = [*accumulate((end - m for m, end in reversed([*enumerate(last)])), max)][::-1]
-    until = [*accumulate((min(m + ahead, len(last) - 1) for m, ahead in enumerate(more)), max)]
+    far = [*accumulate((min(m + ahead, len(last) - 1) for m, ahead in enumerate(more)), max)]
+    end = max(work.stage for works in order.compute for work in works)
+    until = [
+        [-(-(a * (end - stage) + b * stage) // end) for a, b in zip(far, last, strict=True)] for stage in range(end + 1)
+    ]
     compute, in_order = [], not order.host
     for works in order.compute:
         lane, done = list[Work](), Counter[tuple[str, int]]()
@@ -103,8 +109,8 @@ def causal(order: Order, slices: Sequence[int]) -> Order:
             in_order &= kind == "W" or done[passes] == m
             done[passes] += 1
             if kind == "F":
-                begin = until[m - 1] + 1 if m else 0
-                lane += [Work(kind, stage, number) for number in range(begin, until[m] + 1)]
+                begin = until[stage][m - 1] + 1 if m else 0
+                lane += [Work(kind, stage, number) for number in range(begin, until[stage][m] + 1)]
             elif m >= sum(slices):
                 lane.append(Work(kind, stage, m))
             elif kind != "W":

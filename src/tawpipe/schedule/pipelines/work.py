@@ -256,12 +256,18 @@ def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
 
 
 def play(
-    layout: Layout, order: Order, costs: PipelineCosts, slower: Callable[[Work], float] = lambda _: 1
+    layout: Layout,
+    order: Order,
+    costs: PipelineCosts,
+    slower: Callable[[Work], float] = lambda _: 1,
+    larger: Callable[[Work], float] | None = None,
 ) -> dict[Work, tuple[float, float]]:
     """(start, end) of every work.
 
     Args:
         slower: how many times as long a work takes.
+        larger: how many times as long the boundary that it makes is on its way; those from one position to another then
+            go one after the other.
 
     Raises:
         ValueError: the order waits for itself.
@@ -269,6 +275,7 @@ def play(
     lanes, seconds = order.lanes, costs.stages(layout).seconds
     known = {work for _, works in lanes for work in works}
     times: dict[Work, tuple[float, float]] = {}
+    arrived, links = dict[Work, float](), dict[tuple[int, int], float]()
     at, free = [0] * len(lanes), [0.0] * len(lanes)
     moved = True
     while moved:
@@ -282,9 +289,17 @@ def play(
                 if any(need not in times for need in waits):
                     break
                 for need in waits:
-                    ready = max(ready, times[need][1] + costs.travel(layout.places[need.stage], place))
+                    source = layout.places[need.stage]
+                    waits_for_link = source != place and need in arrived
+                    there = arrived[need] if waits_for_link else times[need][1] + costs.travel(source, place)
+                    ready = max(ready, there)
                 free[lane] = ready + seconds[work.kind, work.stage] * slower(work)
                 times[work] = ready, free[lane]
+                other = work.stage + (1 if work.kind == "F" else -1)
+                if larger and work.kind in "FBI" and 0 <= other < layout.stages:
+                    link = place, layout.places[other]
+                    links[link] = max(free[lane], links.get(link, 0.0)) + costs.travel(*link) * larger(work)
+                    arrived[work] = links[link]
                 at[lane] += 1
                 moved = True
     if len(times) < len(known):

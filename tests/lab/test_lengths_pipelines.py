@@ -1,0 +1,202 @@
+"""Documents of uneven lengths that pass the stages of pipelines in the lab: bins and slices as a run deals them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Op
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.strategies.table import strategies
+from tawpipe.simulate import LinkModel, play
+from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import Bounds, workload_costs
+from tawpipe_lab.compare import bounds_of, link_of
+from tawpipe_lab.lengths import DealtWorkload
+from tawpipe_lab.ours_run import _SleepingCompute
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.suite import Cell, Entry, load_suite
+from tawpipe_lab.worker import make
+from tawpipe_lab.workload import PASSES, LengthsWorkload, spell_out, with_found
+
+TINY = LengthsWorkload(
+    layers=4,
+    layer_bytes=4 * 1002,
+    token_s=1e-7,
+    mu=6.35,
+    sigma=2.33,
+    max_document=6000,
+    bin_tokens=6000,
+    tokens=40_000,
+    even_at=500,
+    seed=2,
+)
+NAMES = ("1f1b-ours", "interleaved-1f1b-ours", "zero-bubble", "generated")
+TOPOLOGY = Topology.grid(2, 2)
+
+
+def through(name: str, stages: str, **knobs: Any) -> dict[str, Any]:
+    """Knobs, and what a search gave."""
+    knobs = {"stages": stages, "packing": "balanced", **knobs}
+    return with_found(knobs, ours.found_for(name, TINY, TOPOLOGY, knobs, LinkModel(1e7)))
+
+
+@pytest.mark.parametrize("stages", ["world", "nodes", "locals"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_token_passes_all_stages_once(name: str, stages: str) -> None:
+    if name in ("interleaved-1f1b-ours", "zero-bubble") and stages == "world":
+        pytest.skip("four layers are no eight stages")
+    knobs = through(name, stages)
+    work, schedule = ours.computed(name, TINY, TOPOLOGY, knobs), ours.schedule_of(name, TINY, TOPOLOGY, knobs)
+    verify(schedule)
+    assert isinstance(work, DealtWorkload) and any(map(len, work.bins.slices))
+    assert schedule.step.slices and schedule.step.micro_batches == work.shares
+    tokens = Counter[int]()
+    for row in work.bins.single:
+        for bin in row:
+            tokens.update({n: work.bins.tokens(bin) if bin.part else work.bins.lengths[n] for n in bin.documents})
+    assert tokens == Counter(dict(enumerate(TINY.lengths)))
+    whole = PASSES * sum(map(TINY.work.of, TINY.lengths))
+    assert work.compute_s == pytest.approx(whole)
+    cell = Cell("c", 2, 2, "100mbit", TINY)
+    bounds = bounds_of(cell, Entry(name, knobs), link_of(cell))
+    assert isinstance(bounds, Bounds)
+    assert bounds.compute_s == pytest.approx(whole / 4) and bounds.dependency_s >= bounds.physical_s
+    if stages == "nodes":
+        strategy = schedule.step.strategy
+        assert isinstance(strategy, ActivationPipeline)
+        places = strategy.layout_of(schedule.model, strategy.positions(TOPOLOGY)).places
+        borders = sum(one != other for one, other in pairwise(places))
+        moved = borders * TINY.token_bytes * TINY.tokens
+        assert sum(bounds.sent_bytes) == pytest.approx(2 * moved, rel=0.01)  # there, and gradients back
+
+
+def test_dealt_by_time_and_cut_a_step_takes_less_than_in_bins_in_turn() -> None:
+    seconds: dict[str, float] = {}
+    for packing in ("in turn", "balanced"):
+        knobs = through("1f1b-ours", "nodes", packing=packing)
+        work = ours.computed("1f1b-ours", TINY, TOPOLOGY, knobs)
+        assert isinstance(work, DealtWorkload)
+        assert (work.bins.positions, work.bins.world_size) == (2, 2)
+        costs = workload_costs(work, between=LinkModel(1e9), inside=LinkModel(1e9))
+        schedule = ours.schedule_of("1f1b-ours", TINY, TOPOLOGY, knobs)
+        seconds[packing] = play(schedule, costs, steps=1).makespan
+    assert PASSES * sum(map(TINY.work.of, TINY.lengths)) / 4 < 1.25 * seconds["balanced"]
+    assert seconds["in turn"] > 1.2 * seconds["balanced"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_sleeps_for_its_stages_and_holds_keys_until_slices_have_come_back(name: str) -> None:
+    """A rank's program without its transfers: what arrives is there."""
+    knobs = through(name, "nodes")
+    work, schedule = ours.computed(name, TINY, TOPOLOGY, knobs), ours.schedule_of(name, TINY, TOPOLOGY, knobs)
+    assert isinstance(work, DealtWorkload)
+    asked = 0.0
+    for rank in range(4):
+        sleeper = Sleeper(BusyTime())
+        compute, given = _SleepingCompute(work, schedule, rank, sleeper), StepInput({}, scale=1.0, seed=None, step=0)
+        most = 0
+        for action in schedule.programs[rank]:
+            if action.op is Op.EXCHANGE and action.transfers[0].buffer.is_activation:
+                compute._held |= compute.room_for(action, given)
+                compute._drop(action)
+            elif action.op is Op.FORWARD:
+                compute.forward(action, {}, given)
+            elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                compute.backward(action, {}, given)
+            elif action.op is Op.BACKWARD_WEIGHT:
+                compute.backward_weight(action, {})
+            kept = [buffer for buffer in compute._held if buffer.kind.value == "kv"]
+            most = max(most, sum(compute._held[buffer].nbytes for buffer in kept))
+        assert not compute._held
+        layers = {block for block in range(1, 5) if any(a.block == block for a in schedule.programs[rank])}
+        cut = [group for group in schedule.step.slices if group[0] in schedule.step.micro_batches[rank]]
+        longest = max((sum(work.tokens(m) for m in group) for group in cut), default=0.0)
+        assert most >= 0.98 * len(layers) * longest * work.keys_bytes
+        asked += sleeper.asked_s
+    assert asked == pytest.approx(work.compute_s)
+
+
+def test_boundaries_are_of_the_bytes_of_their_bin() -> None:
+    knobs = through("1f1b-ours", "nodes")
+    work, schedule = (
+        ours.computed("1f1b-ours", TINY, TOPOLOGY, knobs),
+        ours.schedule_of("1f1b-ours", TINY, TOPOLOGY, knobs),
+    )
+    assert isinstance(work, DealtWorkload)
+    compute = _SleepingCompute(work, schedule, 0, Sleeper(BusyTime()))
+    sent = [a.transfers[0].buffer for a in schedule.programs[0] if a.transfers and a.transfers[0].send]
+    tokens = {buffer.at[0]: compute._new(buffer).nbytes / TINY.token_bytes for buffer in sent}
+    for number, row in zip(work.shares[0], work.bins.of(0), strict=True):
+        assert tokens[number] == pytest.approx(work.bins.tokens(row), abs=4)
+
+
+def compute(world: World, *, workload: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Seconds that this rank computes in a step of every row."""
+    seconds = {}
+    for name, knobs in found.items():
+        contender: Any = make(name, LengthsWorkload(**workload), world.topology, world.rank, **knobs)
+        contender.step()
+        before = contender.sleeper.asked_s
+        contender.step()
+        seconds[name] = contender.sleeper.asked_s - before
+        assert not contender.compute._held
+        contender.close()
+    return seconds
+
+
+@pytest.mark.slow
+def test_pipelines_run_on_sleepers(pool: Any) -> None:
+    settings = {name: value for name, value in spell_out(TINY).items() if name != "kind"}
+    found = {name: through(name, "nodes") for name in NAMES}
+    ranks = pool.run(f"{__name__}:compute", 2, 2, workload=settings, found=found)
+    whole = PASSES * sum(map(TINY.work.of, TINY.lengths))
+    for name in NAMES:
+        assert sum(rank[name] for rank in ranks) == pytest.approx(whole), name
+
+
+def test_stages_are_looked_for_on_the_axis_that_is_given_and_links_have_a_say() -> None:
+    slow = ours.found_for("generated", TINY, TOPOLOGY, {"stages": "nodes", "packing": "balanced"}, LinkModel(1e5))
+    assert slow["stages"] == "nodes:0,3@0,1"  # every other border would cross the link once more
+    assert with_found({"stages": "nodes"}, slow) == slow
+    assert with_found({"stages": "nodes:0,2@0,1"}, slow)["stages"] == "nodes:0,2@0,1"
+
+
+def test_mistakes_are_named() -> None:
+    for name, knobs, setting in (
+        ("1f1b-ours", {"packing": "tokens"}, "packing"),
+        ("1f1b-ours", {"packing": "node"}, "packing"),
+        ("generated", {"packing": "balanced", "keep_mib": 3}, "keep_mib"),
+        ("1f1b-ours", {"packing": "balanced", "balance": "cost"}, "balance"),
+        ("1f1b-ours", {"packing": "balanced", "sequence_ranks": 2}, "schedule.sequence_ranks"),
+        ("solved", {"packing": "balanced"}, "schedule.strategy"),
+        ("1f1b", {}, "workload"),
+    ):
+        with pytest.raises(UserError) as caught:
+            make(name, TINY, TOPOLOGY, 0, **knobs)
+        assert caught.value.setting == setting, name
+
+
+def test_few_tokens_over_slow_links_have_pipelines_in_the_suite() -> None:
+    suite, axes = load_suite("lengths"), {name for name, strategy in strategies().items() if strategy.axis}
+    for cell in suite.cells:
+        named = {ours.rows().get(entry.strategy) for entry in cell.strategies}
+        assert cell.name.startswith("few") == bool(named & axes)
+    tenth = next(cell.workload for cell in suite.cells if cell.name == "few-48k-2x4-fast")
+    usual = next(cell.workload for cell in suite.cells if cell.name == "few-48k-2x4")
+    assert isinstance(tenth, LengthsWorkload) and isinstance(usual, LengthsWorkload)
+    same = {"layer_bytes": usual.layer_bytes, "token_bytes": 20, "keys_bytes": 10, "graph_bytes": 420}
+    assert replace(tenth, **same) == usual
+    few = suite.only(["few-48k-3x2", "1f1b-ours", "step-balanced"])
+    assert [cell.name for cell in few.cells] == ["few-48k-3x2"]
+    assert [entry.strategy for entry in few.cells[0].strategies] == ["step-balanced", "1f1b-ours", "1f1b-ours"]
+    assert all(cell.name.startswith("few") for cell in suite.only(["generated"]).cells)
