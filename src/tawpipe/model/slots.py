@@ -278,22 +278,25 @@ def attend(
     groups = key.shape[1]
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for part in documents.ranges:
-        asked = query[0].transpose(0, 1)[part.tokens]  # [tokens, heads, d]
         shared = slice(documents.oldest(part, options.window), part.keys)
         keys, values = (held[part.slots, :, shared] for held in (layer.keys, layer.values))
         if isinstance(part.tokens, slice):
-            folded = asked.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)[None]  # [1, groups, n, tokens, d]
+            folded = query[:, :, part.tokens].unflatten(1, (groups, -1))  # [1, groups, n, tokens, d]
         else:
+            asked = query[0].transpose(0, 1)[part.tokens]  # [tokens, heads, d]
             if part.places is not None:
                 asked = asked.new_zeros(keys.shape[0], *asked.shape[1:]).index_copy_(0, part.places, asked)
             folded = asked.unflatten(1, (groups, -1)).unsqueeze(3)  # [slots, groups, n, 1, d]
         seen = documents.visible(part, folded.shape[3], options.window, query.device)
         given = _attention(folded, keys, values, seen, sinks, options)
         if isinstance(part.tokens, slice):
-            output[part.tokens] = given[0].permute(2, 0, 1, 3).flatten(1, 2)
+            rows = given[0].permute(2, 0, 1, 3).flatten(1, 2)
+            if len(documents.parts) == 1:
+                return rows[None]
         else:
             rows = given.squeeze(3).flatten(1, 2)
-            output[part.tokens] = rows if part.places is None else rows[part.places]
+            rows = rows if part.places is None else rows[part.places]
+        output[part.tokens] = rows
     return output[None]
 
 
