@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,17 @@ def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypa
         pick_device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert pick_device("auto", 0) == torch.device("cuda", 0)
+
+
+def test_a_context_that_torch_takes_by_itself_is_no_news(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert pick_device("cuda", 0) == torch.device("cuda", 0)
+        for words in ("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set", "another"):
+            warnings.warn(words, stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["another"]
 
 
 def test_a_machine_that_falls_back_to_the_cpu_alone_is_named():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from every_family import PACKED, families, micro_batches, random_model
 from model_families import Holder, assert_close, family_config, keep_fp64, packed_batch, real_model
@@ -219,3 +220,23 @@ def test_experts_in_one_kernel_are_split_too_and_counted_without_weights():
     assert_close(parts, whole, 1e-6)
     assert any("experts" in name for name in missing)
     assert most == kept_for_weights_per_token(holder.chain) * TOKENS
+
+
+def test_what_is_tried_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch):
+    """Nodes of parameters would stay, too, with the stream of the caller: later gradients would wait for that."""
+    chain = Holder(real_model(family_config("llama"), torch.float32), torch.float32).chain
+    parameters, layer, marked = list(chain.parameters_of(range(len(chain.units)))), chain.layer, []
+
+    def marks() -> list[dict]:
+        return [get_gradient_edge(parameter).node.metadata for parameter in parameters]
+
+    def mark(*given: Any) -> Tensor:
+        output = layer(*given)
+        if torch.is_grad_enabled():
+            marked.extend(mark.update(tried=True) for mark in marks())  # while there is a graph
+        return output
+
+    monkeypatch.setattr(chain, "layer", mark)
+    assert kept_per_token(chain)["graph"] > 0 and marked
+    gc.collect()
+    assert not any("tried" in mark for mark in marks())

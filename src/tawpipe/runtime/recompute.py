@@ -144,6 +144,7 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
             stored: dict[int, Tensor] = {}
 
             def store(saved: Tensor) -> Tensor:
+                saved = saved.detach()  # or the graph would hold itself
                 stored[_place(saved)] = saved
                 return saved
 

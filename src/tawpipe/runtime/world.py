@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -251,6 +252,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         )
     try:
         torch.cuda.set_device(index)
+        # Where the first work of autograd's thread is a matrix product; torch takes the only context that there is.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     except (RuntimeError, AssertionError) as error:  # above all a driver that is too old for this torch
         problem = f"torch {torch.__version__} cannot start CUDA here: {str(error).splitlines()[0]}"
         if wanted == "cuda":
