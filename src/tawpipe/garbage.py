@@ -1,4 +1,4 @@
-"""How often, and where, Python looks for objects that refer to each other and to nothing else."""
+"""How often Python looks for objects that refer to each other and to nothing else."""
 
 from __future__ import annotations
 
