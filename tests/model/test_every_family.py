@@ -14,9 +14,8 @@ from tawpipe.model.tested import TESTED_TRANSFORMERS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
-same_release = pytest.mark.skipif(
-    not transformers.__version__.startswith(f"{TESTED_TRANSFORMERS}."), reason="written with another transformers"
-)
+SAME_RELEASE = transformers.__version__.startswith(f"{TESTED_TRANSFORMERS}.")
+same_release = pytest.mark.skipif(not SAME_RELEASE, reason="written with another transformers")
 
 
 QUICK = ("llama", "qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "bloom", "bart", "deepseek_v32", "mllama")
@@ -26,6 +25,8 @@ QUICK = ("llama", "qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "bl
 @pytest.mark.parametrize("family", quick_ones(families(), QUICK))
 def test_a_family_is_equal_or_refused(family):
     found = outcome(family)
+    if found.kind == "not built" and not SAME_RELEASE:
+        pytest.skip(f"its tiny configuration is for another release: {found.reason}")
     assert found.expected, f"{family} is {found.kind}: {found.reason}"
 
 

@@ -227,7 +227,7 @@ def test_what_is_tried_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch):
     chain = Holder(real_model(family_config("llama"), torch.float32), torch.float32).chain
     parameters, layer, marked = list(chain.parameters_of(range(len(chain.units)))), chain.layer, []
 
-    def marks() -> list[dict]:
+    def marks() -> list[Any]:
         return [get_gradient_edge(parameter).node.metadata for parameter in parameters]
 
     def mark(*given: Any) -> Tensor:
