@@ -50,6 +50,17 @@ def rows(text: str, title: str) -> dict[str, str]:
     return {line[2:].partition("  ")[0]: line[2:].partition("  ")[2].strip() for line in found}
 
 
+def test_documents_that_would_pass_a_pipeline_are_dealt_to_it(folder: Path, capsys) -> None:
+    """One of them in slices, as no bin holds it."""
+    lines = [{"text": "A sentence of a small text. " * times} for times in (30, 1, 1, 2, 1, 3)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["train", "--dry-run", *SMALL, "--data", "rows.jsonl", "--nproc", "2", "--nodes", "1", "--plan", "none"]
+    words += ["--packing", "balanced", "--bin-tokens", "12", "--schedule.strategy", "1f1b"]
+    assert main(words) == 0
+    said = rows(capsys.readouterr().out, "would run")["batch"]
+    assert "bins for each pipeline (" in said and "slices of long documents" in said and "round" not in said
+
+
 @pytest.mark.usefixtures("few_strategies")
 @pytest.mark.slow
 def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path, capsys) -> None:

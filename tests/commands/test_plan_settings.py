@@ -139,7 +139,7 @@ def test_a_run_that_follows_a_plan_for_two_speeds_learns_what_it_would_alone() -
     for name, words in (
         ("alone", ["--nproc", "1", "--plan", "none"]),
         ("two", ["--nproc", "2", "--nodes", "1", "--plan", "plan.yaml"]),
-        ("again", ["--nproc", "2", "--nodes", "1", "--resume", "two/checkpoints/step-00000002"]),
+        ("again", ["--nproc", "2", "--nodes", "1", "--plan", "auto", "--resume", "two/checkpoints/step-00000002"]),
     ):
         words = [sys.executable, "-m", "tawpipe", "train", "--config", "run.yaml", "--output", name, *words]
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)

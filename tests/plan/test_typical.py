@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from plan_requests import LAYERS, plan_request, profile, step_of
+from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from tawpipe.plan.dealt import BALANCED, played
 from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.plan_file import record_of, request_from
@@ -131,6 +131,16 @@ def test_pipelines_side_by_side_are_all_taken_for_the_one_that_has_most_slices()
     again = request_from(json.loads(json.dumps(record_of(request))), where="here")
     assert again.dealt == tuple(sorted(request.dealt, reverse=True)) and again.cuts
     assert predict(again, step_of(again, "1f1b", stages="nodes")).step_seconds == predict(request, step).step_seconds
+
+
+def test_stages_that_are_made_anew_are_dealt_anew() -> None:
+    """A search finds other stages for what layers keep; slices are those that these are dealt."""
+    request = request_of(lengths_of(1, longest=700))
+    (best,) = search_only(request, "generated")
+    assert best.step is not None and best.prediction is not None
+    again = request.step(best.step.settings)
+    assert again.slices == best.step.slices and request.of(best.step).costs.sizes
+    assert predict(request, again).step_seconds == pytest.approx(best.seconds)
 
 
 def test_fewer_rows_are_fewer_documents_and_shorter_bins_hold_shorter_ones() -> None:

@@ -42,7 +42,10 @@ def improve(
             if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
             try:
-                other = with_settings(step, **change)
+                if request.dealt and step.strategy.axis:  # other stages are dealt other bins
+                    other = request.step(replace(step.settings, **change))
+                else:
+                    other = with_settings(step, **change)
                 if other == step or bound_of(request, other) >= prediction.step_seconds * (1 - GAIN):
                     continue
                 if not fits(request, memory_quickly(request, other)):
