@@ -101,7 +101,7 @@ class Bench:
             1, sum(lengths), self.boundary // self.dtype.itemsize, dtype=self.dtype, device=self.device
         )
         calls = self._calls(batch, in_chunks=in_chunks) if spec.kind == "layer" else ()
-        weights = {unit: chain.bind(unit, self.random(unit)) for unit in spec.units}
+        weights = {unit: chain.bind(unit, self.values(unit)) for unit in spec.units}
         sums = {u: torch.zeros_like(weights[u], dtype=torch.float32) for u in spec.units if chain.units[u].trainable}
         for unit, flat in sums.items():
             chain.collect(unit, flat, accumulate=True)
@@ -113,7 +113,7 @@ class Bench:
             for unit in weights:
                 chain.release(unit)
 
-    def random(self, unit: int) -> Tensor:
+    def values(self, unit: int) -> Tensor:
         """What a unit travels as, with random values; every byte of a packed one is part of a scale of 0.01."""
         parameters = self.chain.units[unit]
         if parameters.packing is not None:
@@ -128,7 +128,7 @@ class Bench:
     def unpack(self, block: int) -> Callable[[], None]:
         """What dequantises the packed units of a block, if there are any."""
         packed = [
-            (unit, self.random(unit)) for unit in self.chain.blocks[block].units if self.chain.units[unit].packing
+            (unit, self.values(unit)) for unit in self.chain.blocks[block].units if self.chain.units[unit].packing
         ]
 
         def run() -> None:

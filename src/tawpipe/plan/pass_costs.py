@@ -71,7 +71,7 @@ def measured_passes(
         tell(f"measuring {len(bench.kinds())} kinds of blocks on passes of up to {max(TOKENS)} tokens")
         for (kind, *_), blocks in bench.kinds().items():
             if kind == "layer" and form != EXACT:  # from then on these modules compute, whatever is bound besides
-                hold_weights(chain, blocks[:1], lambda unit: bench.random(unit.index), form=form)
+                hold_weights(chain, blocks[:1], lambda unit: bench.values(unit.index), form=form)
             shapes: Sequence[tuple[int, ...]] = [(1,) * n if n <= ALONE else (n,) for n in TOKENS]
             seconds = [clock.seconds(blocks[0], shape, backward=False)[0] for shape in shapes]
             points = tuple(zip(map(float, TOKENS), seconds, strict=True))

@@ -264,7 +264,7 @@ class _OwnValues(Bench):
         self._source = ModuleSource(chain)
         super().__init__(chain, device, dtype, 1024)
 
-    def _values(self, unit: int) -> Tensor:
+    def values(self, unit: int) -> Tensor:
         chain_unit: Unit = self.chain.units[unit]
         return self._source.unit(chain_unit).to(self.device, self.dtype)
 
