@@ -21,6 +21,8 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import SavedPlan, record_of, request_from
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.typical import typical_documents
+from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
@@ -209,3 +211,9 @@ def test_the_lengths_of_a_corpus_are_those_of_its_tokens(tmp_path: Path, capsys:
     said = json.loads(capsys.readouterr().out)["lengths"]
     assert "80 documents" in said["source"] and 300 < said["tokens"] <= 500 and said["chosen"]
     assert said["max_document"] <= 500 and said["bin_tokens"] >= said["max_document"]
+
+
+def test_the_typical_step_does_about_as_much_as_the_mean_and_has_the_longest_document() -> None:
+    steps = [[100, 100], [900, 900], [400, 200], [50]]
+    assert typical_documents(steps, 700, LayerTime((LayerKind(1, 1.0, 0.0),))) == (700,)
+    assert typical_documents(steps, 100, LayerTime((LayerKind(1, 1.0, 0.0),))) == (400, 200)

@@ -73,7 +73,7 @@ def test_what_planning_has_left_in_the_allocator_is_found(given_back, monkeypatc
     monkeypatch.setattr(reserved, "sized", lambda _: llama(hidden=32, layers=2, heads=2, vocabulary=100))
     monkeypatch.setattr(reserved, "dtype_here", lambda _: torch.bfloat16)
     monkeypatch.setitem(reserved.TOKENS, "cuda", 256)
-    monkeypatch.setattr(reserved, "ROOM", 200_000)  # of 1.4 MB
+    monkeypatch.setattr(reserved, "ROOM", 600_000)  # planning leaves 1 MB more
     if not given_back:
         for module in (profile, measure):
             monkeypatch.setattr(module, "give_back", lambda _: None)

@@ -103,6 +103,7 @@ def test_what_was_decided_stands_beside_what_was_said(packing: str) -> None:
     kept = {"kept": prepared.schedule.keep_mib * 2**20} if prepared.schedule.keep_mib else {}
     # The last copy takes the place of what computing gave back: no step follows it here.
     said, copied = dict(prepared.needs.parts), needs.parts["saving"]
+    assert said.pop("texts") > 0, "that the run samples"
     assert said.pop("saving") == max(0, copied - needs.parts["activations"] - needs.parts["working"])
     assert said == {name: size for name, size in needs.parts.items() if name != "saving"} | kept
     assert bool(kept) == prepared.batch.dealt
