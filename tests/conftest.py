@@ -19,6 +19,7 @@ from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
 from tawpipe.plan import pipelines
+from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES
 
 # How long an example takes says nothing on a machine that is shared.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -66,6 +67,16 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test's ``--import`` brings goes with it: from the table, and from what later processes are told."""
+    before = dict(STRATEGIES)
+    monkeypatch.setenv(IMPORTS, "")
+    yield
+    for name in STRATEGIES.keys() - before.keys():
+        del STRATEGIES[name]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES, find, import_strategies, strategy_of
+from tawpipe.schedule.strategies.table import IMPORTS, find, import_strategies, strategy_of
 from tawpipe.schedule.strategies.weights import Flat
 
 OWN = '''"""A strategy of one's own."""
@@ -61,9 +61,7 @@ def test_help_lists_a_strategy_of_ones_own(tmp_path: Path) -> None:
 
 def test_processes_that_are_started_know_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_of_a_test.py").write_text(OWN)
-    monkeypatch.setenv(IMPORTS, "")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(STRATEGIES, "own", Flat())  # so that it is gone from the table afterwards
     import_strategies([str(tmp_path / "own_of_a_test.py")])
     assert find("own").summary == "tawpipe-spread under another name"
     done = subprocess.run([sys.executable, "-c", NAMES], cwd="/", capture_output=True, text=True, check=True)

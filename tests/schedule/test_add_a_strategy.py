@@ -18,21 +18,18 @@ from tawpipe.errors import UserError
 from tawpipe.report import draw_timeline, predicted_bars
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES, import_strategies
+from tawpipe.schedule.strategies.table import STRATEGIES, import_strategies
 from tawpipe.simulate import CostModel, LinkModel, play
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "add_a_strategy.py"
 
 
 @pytest.fixture(autouse=True)
-def brought(monkeypatch: pytest.MonkeyPatch):
-    """The example's strategy in the table, for a test."""
-    monkeypatch.setenv(IMPORTS, "")
+def brought(nothing_brought: None) -> None:
+    """The example's strategy in the table, for a test, also where its module was imported before."""
     import_strategies([str(EXAMPLE)])
     strategy = __import__("add_a_strategy").Broadcast()
-    monkeypatch.setitem(STRATEGIES, strategy.name, strategy)
-    yield
-    STRATEGIES.pop(strategy.name)
+    STRATEGIES[strategy.name] = strategy
 
 
 def exact(world: World, *, settings: list[dict[str, Any]]) -> list[float]:
