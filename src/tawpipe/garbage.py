@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 RARELY = (100_000, 20, 100)
 """Thresholds of ``gc``."""
@@ -27,9 +28,9 @@ def rarely_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@cache
 def leave_imports_alone() -> None:
     """Let no collection look through what there is by now, once in a process: modules, of which nothing goes, are most
     of what a full one takes, and a run makes some before its first step (``runtime.memory.give_back``).
     """
-    if not gc.get_freeze_count():
-        gc.freeze()
+    gc.freeze()

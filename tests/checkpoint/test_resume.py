@@ -42,7 +42,10 @@ def test_resume_goes_on_with_the_identical_curve(pool, saved):
 
 @pytest.mark.parametrize(
     ("nodes", "local", "strategy"),
-    [(1, 4, "tawpipe-spread"), (4, 1, "tawpipe-striped"), (1, 1, "tawpipe-spread"), (3, 2, "tawpipe-whole")],
+    [
+        *((4, 1, "tawpipe-striped"), (1, 1, "tawpipe-spread")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 4, "tawpipe-spread"), (3, 2, "tawpipe-whole"))),
+    ],
 )
 def test_resume_on_another_topology(pool, saved, nodes, local, strategy):
     folder, losses = saved

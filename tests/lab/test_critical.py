@@ -42,7 +42,7 @@ def test_the_workload_is_a_model_that_can_be_scheduled(strategy):
     verify(schedule_of(workload(), THREE_BY_TWO, strategy, micro_batches_per_visit=2))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shape=shapes(),
     rate=st.sampled_from([5e6, 20e6, 100e6]),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.world import World
@@ -50,7 +51,7 @@ def through(name: str, stages: str, **knobs: Any) -> dict[str, Any]:
     return with_found(knobs, ours.found_for(name, TINY, TOPOLOGY, knobs, LinkModel(1e7)))
 
 
-@pytest.mark.parametrize("stages", ["world", "nodes", "locals"])
+@pytest.mark.parametrize("stages", quick_ones(("world", "nodes", "locals"), ["nodes"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_token_passes_all_stages_once(name: str, stages: str) -> None:
     if name in ("interleaved-1f1b-ours", "zero-bubble") and stages == "world":

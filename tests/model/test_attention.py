@@ -172,7 +172,7 @@ print(peak_mib() - base)
     ("lengths", "heads", "window", "softcap"),
     [
         pytest.param("(32768,)", 1, "None", "None", marks=pytest.mark.slow),
-        ("(32768,)", 2, "512", "None"),
+        pytest.param("(32768,)", 2, "512", "None", marks=pytest.mark.slow),
         pytest.param("(100, 20000, 12668)", 2, "512", "30.0", marks=pytest.mark.slow),
     ],
     ids=["whole", "window", "window and soft cap"],

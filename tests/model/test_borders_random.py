@@ -135,7 +135,7 @@ def _or_refused(check: Any) -> None:
 @pytest.mark.parametrize(
     "recompute", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("selective", "none"))]
 )
-@pytest.mark.parametrize("what", RANDOM)
+@pytest.mark.parametrize("what", quick_ones(RANDOM, [*RANDOM][::2]))
 def test_gradients_belong_to_a_forward_pass(what, recompute):
     """The slope of the loss of the same step, drawn with the same seed, is the gradient."""
     if what == "config" and recompute == "selective":
@@ -149,7 +149,7 @@ def test_gradients_belong_to_a_forward_pass(what, recompute):
     _or_refused(check)
 
 
-@pytest.mark.parametrize("what", quick_ones(RANDOM, ["config", "uniform_", "attribute", "numpy", "dbrx"]))
+@pytest.mark.parametrize("what", quick_ones(RANDOM, ["config", "numpy", "dbrx"]))
 def test_random_numbers_depend_on_the_seed_alone(what):
     """Not on what is recomputed, nor on what else has been drawn; another seed gives others."""
 

@@ -43,8 +43,14 @@ def exact(monkeypatch: pytest.MonkeyPatch):
     keep_fp64(monkeypatch)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(family, tied, marks=[pytest.mark.slow] * ((number + tied) % 2))
+        for number, family in enumerate((*FAMILIES, *MORE_FAMILIES))
+        for tied in (False, True)
+    ],
+)
 def test_chain_equals_the_model_on_each_document(family: str, tied: bool):
     """Loss and all gradients in fp64, with recomputation, chunks of the loss and gradients added up over blocks."""
     config = family_config(family, tied=tied)

@@ -31,7 +31,8 @@ def exact(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("size", "past"),
     [
-        *((size, past) for past, sizes in ((2, (1, 4, LENGTH)), (4096, (3, LENGTH - 1))) for size in sizes),
+        *((size, past) for size, past in ((4, 2), (LENGTH, 2), (3, 4096))),
+        *(pytest.param(size, past, marks=pytest.mark.slow) for size, past in ((1, 2), (LENGTH - 1, 4096))),
         pytest.param(3, 2, marks=pytest.mark.slow),
         pytest.param(2 * LENGTH, 4096, marks=pytest.mark.slow),
     ],
@@ -90,10 +91,9 @@ def test_windows_and_narrower_values_by_the_flash_kernel(family, past, monkeypat
     ],
     ids=lambda knobs: " ".join(map(str, knobs)),
 )
-@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("files", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_other_settings(knobs, files, tmp_path):
-    if files and "offloaded_layers" not in knobs:
-        pytest.skip("nothing is offloaded")
+    """In files where something is offloaded, and in memory."""
     knobs = {"sequence_chunk": 5, "offload_dir": str(tmp_path) if files else ""} | knobs
     assert right_or_refused(llama(), rows_of(), **knobs) == "right"
     assert not list(tmp_path.iterdir()), "files without names leave nothing behind"

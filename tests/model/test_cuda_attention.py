@@ -34,7 +34,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("size", "past"), [(6, 2), (6, 4096), (24, 2)])
+@pytest.mark.parametrize(
+    ("size", "past"), [(6, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((6, 4096), (24, 2)))]
+)
 def test_a_chunk_of_several_documents(size, past, cuda_kernels, monkeypatch):
     """What the backward kernel is given of a chunk is some of its queries, and lies apart in memory."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)

@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "local", "ranks"),
     [
-        (1, 1, 1),
+        pytest.param(1, 1, 1, marks=SLOW),
         pytest.param(1, 2, 1, marks=SLOW),
         pytest.param(1, 2, 2, marks=SLOW),
         (2, 2, 2),
@@ -48,32 +48,32 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
             assert all(shared for shared, _ in results[0][1]), results
 
 
-def test_documents_dealt_by_speed_have_the_numbers_of_one_process(pool):
+@pytest.mark.parametrize("number", [1, *(pytest.param(other, marks=SLOW) for other in (0, 2))])
+def test_documents_dealt_by_speed_have_the_numbers_of_one_process(pool, number):
     settings = [
         {"seed": 1, "bin_tokens": 60, "strategy": "tawpipe-spread", "device_speeds": "2x1,2x0.5"},
         {"seed": 2, "bin_tokens": 30, "strategy": "hsdp", "device_speeds": "1,0.5,0.2,1", "sequence_ranks": 2},
         {"seed": 3, "bin_tokens": 44, "micro_batches_per_visit": 2, "device_speeds": "3,1,3,1", "keep_mib": 1},
     ]
-    for results in pool.run("documents:exact", 2, 2, settings=settings):
+    for results in pool.run("documents:exact", 2, 2, settings=settings[number : number + 1]):
         assert max(worst for worst, _ in results) < LIMIT, results
 
 
-def test_homes_by_memory_change_no_bit(pool):
+@pytest.mark.parametrize(
+    ("strategy", "every"),
+    [
+        ("tawpipe-striped", ("", "0,0,0,0,0,0,0")),
+        pytest.param("tawpipe-striped", ("", "1,0,1,1,1,0,1"), marks=SLOW),
+        pytest.param("tawpipe-whole", ("", "1,1,0,1,1,1,1"), marks=SLOW),
+    ],
+)
+def test_homes_by_memory_change_no_bit(pool, strategy, every):
     """All units with one node, or most of them, beside homes in turn. The norm's parts are added up by process."""
-    for strategy, every in (
-        ("tawpipe-striped", ("", "0,0,0,0,0,0,0", "1,0,1,1,1,0,1")),
-        ("tawpipe-whole", ("", "1,1,0,1,1,1,1")),
-    ):
-        first, *others = (
-            pool.run("documents:trained", 2, 1, seed=1, bin_tokens=60, strategy=strategy, homes=homes, clip_norm=None)[
-                0
-            ]
-            for homes in every
-        )
-        for other in others:
-            assert first[0] == other[0] and first[1] == pytest.approx(other[1], rel=1e-12)
-            shared = [name for name, value in first[2].items() if value is not None and other[2][name] is not None]
-            assert shared and all(torch.equal(first[2][name], other[2][name]) for name in shared)
+    knobs = {"seed": 1, "bin_tokens": 60, "strategy": strategy, "clip_norm": None}
+    first, other = (pool.run("documents:trained", 2, 1, homes=homes, **knobs)[0] for homes in every)
+    assert first[0] == other[0] and first[1] == pytest.approx(other[1], rel=1e-12)
+    shared = [name for name, value in first[2].items() if value is not None and other[2][name] is not None]
+    assert shared and all(torch.equal(first[2][name], other[2][name]) for name in shared)
 
 
 @pytest.mark.slow

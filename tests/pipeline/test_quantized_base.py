@@ -16,11 +16,11 @@ from tawpipe.errors import UserError
 
 peft = pytest.importorskip("peft")
 SETTINGS = [
-    {"strategy": "tawpipe-spread", "quantize": "int8", "step_cache": 2},
-    {"strategy": "tawpipe-whole", "offloaded_layers": 3, "sequence_chunk": 7},
+    {"strategy": "tawpipe-whole", "quantize": "int8", "offloaded_layers": 3, "sequence_chunk": 7},
     *(
         pytest.param(knobs, marks=pytest.mark.slow)
         for knobs in (
+            {"strategy": "tawpipe-spread", "step_cache": 2},
             {"strategy": "hsdp", "dtype": "float32"},
             {"strategy": "tawpipe-spread", "sequence_ranks": 2},
             {"strategy": "tawpipe-striped", "recompute": "none:2,selective:1,full", "offloaded_layers": 4},

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plan_requests import plan_request, profile, step_of
+from plan_requests import plan_request, profile, search_only, step_of
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.plan.coding import ELEMENTS, estimated, measured
@@ -18,7 +18,6 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
 from tawpipe.plan.without_loss import without_loss
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.spec import change_width
@@ -33,7 +32,7 @@ def asked_with(coding: CodingTimes, **changes) -> PlanRequest:
 
 
 def lines_of(asked: PlanRequest) -> list[str]:
-    return list(without_loss(Plan.of(asked, [way for way in search(asked) if way.strategy == "tawpipe-step"])))
+    return list(without_loss(Plan.of(asked, search_only(asked, "tawpipe-step"))))
 
 
 def test_it_is_proposed_where_a_step_is_faster_and_left_off_where_it_is_not():

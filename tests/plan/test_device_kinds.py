@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from plan_requests import LAYERS, plan_request, profile, step_of
+from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from schedules import llama
 from tawpipe.errors import UserError
 from tawpipe.plan import doctor, probe, speeds
@@ -198,7 +198,7 @@ def test_homes_lie_where_there_is_memory() -> None:
         assert sought is not None and BY_MEMORY in sought.seconds and sought.of_unit
         best = step_of(request, "tawpipe-striped", homes=spell_homes(sought.of_unit))
         assert fits(request, memory_quickly(request, best))
-        striped = next(candidate for candidate in search(request) if candidate.strategy == "tawpipe-striped")
+        (striped,) = search_only(request, "tawpipe-striped")
         assert striped.fits and striped.step is not None and striped.step.settings.homes
     assert homes_by_memory(wide, step_of(wide, "tawpipe-striped")) == ()
     whole = homes_by_memory(request, step_of(request, "tawpipe-whole"))

@@ -38,7 +38,7 @@ def uneven(nodes: int = 3, local: int = 1, **changes) -> PlanRequest:
     return plan_request(machine, global_batch=4 * nodes * local, **changes)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(
     strategy=st.sampled_from(["tawpipe-striped", "tawpipe-whole"]),
     nodes=st.integers(2, 4),

@@ -482,7 +482,9 @@ def test_what_no_format_had_is_refused():
 
 
 @pytest.mark.usefixtures("few_strategies")
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("H100", "bfloat16")])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [pytest.param("cpu", "float32", marks=pytest.mark.slow), ("H100", "bfloat16")]
+)
 def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_path, capsys):
     words = [word for word in WORDS if word not in ("--dtype", "float32")]
     assert main([*words, "--device-name", device, "--save", str(tmp_path / "plan.yaml")]) == 0
@@ -511,8 +513,6 @@ def test_the_command(tmp_path, capsys):
     assert "measuring 3 kinds of blocks on this CPU, 64 tokens" in progress
     assert "float32 (as --dtype says)" in said
     assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
-    assert main([*WORDS, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["chosen"] in strategies()
 
 
 @pytest.mark.parametrize(

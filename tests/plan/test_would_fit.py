@@ -109,6 +109,7 @@ def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(mon
 WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
 
 
+@pytest.mark.slow
 def test_why_strategies_cannot_run_is_a_line_in_plain_words(capsys):
     words = [*WORDS, "--topology", "4x2@1gbit", "--device-name", "H100"]
     assert main(words) == 0

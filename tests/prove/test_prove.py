@@ -164,6 +164,7 @@ def test_sinks_without_their_share_are_found(monkeypatch):
     assert any("chunks" in one for one in wrong) and not any(one.startswith("whole") for one in wrong)
 
 
+@pytest.mark.slow
 def test_a_log_sum_exp_that_a_gpu_would_misread_is_found(one_model, monkeypatch):
     class Strided(read_as_a_gpu_does):
         """Hands it over as part of a longer one."""

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from family_configs import tiny_config
+from selected import quick_ones
 from served_families import Joining, generated, plain_model, served, staying, wanted
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
@@ -81,7 +82,7 @@ def test_a_seeded_request_is_the_same_alone_and_among_others() -> None:
         assert list(texts.continuations[0].ids) == together[number]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "gemma3_text"])
+@pytest.mark.parametrize("family", quick_ones(("llama", "gpt2", "gemma3_text"), ["llama"]))
 def test_stages_on_processes_write_what_generate_writes(pool: Any, family: str) -> None:
     outcome = served(family, pool)
     assert (outcome.kind, outcome.staged) == ("equal", "equal"), outcome

@@ -163,8 +163,9 @@ def test_gpus_and_fp64_are_refused_by_name(where, reason):
 # training
 
 CODED = {"gradients_compression": "exact"}
-CASES = {"step": {"topology": (2, 1)}, "a ring of three": {"topology": (3, 2), "delays": 1}}
+CASES = {"a ring of three": {"topology": (3, 1), "delays": 1}}
 MORE = {
+    "step": {"topology": (2, 1)},
     "spread": {"topology": (2, 2), "strategy": "tawpipe-spread", "delays": 2},
     "bf16": {"topology": (2, 1), "reduce_dtype": "same"},
     "early": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},

@@ -12,6 +12,7 @@ import torch
 import tawpipe
 from cases import WITH_HOST, batches, llama
 from model_families import Holder, family_config, packed_batch, real_model
+from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.lanes import CpuLane, Failure
@@ -31,8 +32,8 @@ FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "grani
 @pytest.mark.parametrize(
     ("families", "tied"),
     [
-        (FAMILIES[::2], True),
-        pytest.param(FAMILIES[1::2], True, marks=pytest.mark.slow),
+        (FAMILIES[::4], True),
+        *(pytest.param(FAMILIES[first::4], True, marks=pytest.mark.slow) for first in (1, 2, 3)),
         pytest.param(FAMILIES, False, marks=pytest.mark.slow),
     ],
 )
@@ -42,15 +43,15 @@ def test_packed_documents_of_every_family(pool, families, tied):
         assert difference < (1e-6 if family == "qwen3_moe" else 1e-10), family
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_adapters_train_and_the_frozen_model_stays(pool, first):
+@pytest.mark.parametrize("number", quick_ones(range(4), [1]))
+def test_adapters_train_and_the_frozen_model_stays(pool, number):
     waiting = {"recompute": "selective:1,none:3,full", "offloaded_layers": 4, "layers": [2, 3, 4]}
     order = {"strategy": "solved", "pipeline_order": WITH_HOST, "recompute": "none", "micro_batch": 2}
     every = ((2, {"recompute": "full"}), (2, {"recompute": "selective:2,none"}), (1, waiting), (1, order))
-    for local, knobs in every[first::2]:
-        worst, changed, _ = pool.run("cases:lora", 2, local, **knobs)[0]
-        assert worst < 1e-10
-        assert changed and all("lora_" in name for name in changed)
+    local, knobs = every[number]
+    worst, changed, _ = pool.run("cases:lora", 2, local, **knobs)[0]
+    assert worst < 1e-10
+    assert changed and all("lora_" in name for name in changed)
 
 
 @pytest.mark.parametrize("slow", ["HOST", "COMPUTE"])

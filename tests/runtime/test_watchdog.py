@@ -37,6 +37,7 @@ def test_a_step_that_takes_too_long_is_reported(monkeypatch):
     assert "waits for nobody" not in text
 
 
+@pytest.mark.slow
 def test_it_watches_where_errors_have_no_descriptor():
     """In a notebook ``sys.stderr`` is a stream of its own."""
     told = subprocess.run(

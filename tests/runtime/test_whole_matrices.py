@@ -29,7 +29,7 @@ def test_whole_matrices_have_the_numbers_of_one_process(pool):
     assert max(pool.run("whole:exact", 1, 1, settings=alone)[0]) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_resume_is_equal_in_every_bit_and_needs_no_certain_number_of_devices(pool, tmp_path, name):
     folder = str(tmp_path / "state")
     (losses, again), *_ = pool.run("whole:resumed", 2, 2, name=name, folder=folder)

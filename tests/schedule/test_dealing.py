@@ -35,6 +35,14 @@ LAYERS = 8
 WORK = LayerTime((LayerKind(LAYERS, 0.04, 0.0004),))
 NAMES = ("1f1b", "interleaved-1f1b", "zero-bubble", "generated")
 BLOCKS = f"0/0/0,{LAYERS}x1/2/1,0/0/0"
+WAYS = pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        pytest.param(name, stages, marks=[pytest.mark.slow] * ((number + other) % 2))
+        for number, name in enumerate(NAMES)
+        for other, stages in enumerate(("world", "nodes"))
+    ],
+)
 
 
 def dealing_of(use: Strategy, topology: Topology, cap: int = 400, *, cuts: float | None = None):
@@ -59,8 +67,7 @@ def lengths_of(seed: int, count: int = 120) -> list[int]:
     return [min(400, int(draw.lognormvariate(3.5, 1.4)) + 1) for _ in range(count)]
 
 
-@pytest.mark.parametrize("stages", ["world", "nodes"])
-@pytest.mark.parametrize("name", NAMES)
+@WAYS
 def test_every_document_is_in_one_bin_and_a_step_takes_what_was_said(name: str, stages: str) -> None:
     """Another process deals alike."""
     topology, lengths = Topology.grid(2, 2), lengths_of(1)
@@ -115,8 +122,7 @@ def test_slices_are_a_document_in_its_order_within_the_cap(cap: int, mean: float
         assert all(2 <= end - begin <= cap for begin, end in spans) and len(spans) > 1
 
 
-@pytest.mark.parametrize("stages", ["world", "nodes"])
-@pytest.mark.parametrize("name", NAMES)
+@WAYS
 def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> None:
     """Training, and evaluation, which goes forward alone."""
     topology, lengths = Topology.grid(2, 2), [*lengths_of(2, 60), 1500, 700, 333]

@@ -75,7 +75,10 @@ def test_it_keeps_within_the_memory_and_finds_the_same_again():
         generate(PipelineCosts(NANO.blocks[:8]), 8, 6)
 
 
-@pytest.mark.parametrize(("memory", "most"), [(32.0, 330), (36.0, 240), (45.0, 180)])
+@pytest.mark.parametrize(
+    ("memory", "most"),
+    [(36.0, 240), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((32.0, 330), (45.0, 180)))],
+)
 def test_ends_that_take_memory_and_no_time_leave_layers_to_others(memory, most):
     """As of a large vocabulary: neither as many layers in each stage nor balanced times fit beside 20 at each end."""
     layers, ends = [BlockTimes(1, 2, 1, 1, 0, 4)] * 24, (BlockTimes(0, 0, 0, 0, 0, 20), BlockTimes(0, 2, 0, 1, 0, 20))

@@ -17,7 +17,9 @@ def grouped(nodes: int, local: int, groups: str, **settings) -> Schedule:
     return make(llama(3), nodes, local, 2 * nodes * local, strategy="tawpipe-groups", groups=groups, **settings)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 4), (2, 2), (4, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "local"), [(1, 4), (2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)], ids=str
+)
 def test_all_sizes_are_proved_and_move_what_the_formula_says(nodes, local):
     for groups in group_sizes(Topology.grid(nodes, local)):
         schedule = grouped(nodes, local, groups, look_ahead=1)

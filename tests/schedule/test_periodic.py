@@ -35,7 +35,7 @@ COSTS = PipelineCosts((NOTHING, *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTi
 
 
 @given(problems(), st.integers(0, 40))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_an_order_that_goes_on_does_all_work_once_within_the_memory(problem, more):
     layout, costs, _, split = problem
     count = searched(layout.size) + 1 + more
@@ -86,7 +86,7 @@ def offloaded(draw: st.DrawFn) -> tuple[int, PipelineCosts]:
     (2, PipelineCosts((NOTHING, *[BlockTimes(7, 9, 0, 1, 0.5)] * 4, BlockTimes(8, 8, 0)), 9, memory=6.0, host=1)), 0
 )
 @example((3, replace(COSTS, memory=4.0, host=0.0)), 0)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
     """In every timing, however many micro-batches: what waits because of memory waits for as many works as before."""
     size, costs = problem

@@ -106,6 +106,7 @@ def test_backward_passes_in_parts_are_for_strategies_that_say_so():
         verify(replace(schedule, step=replace(schedule.step, strategy=other)), steps=1)
 
 
+@pytest.mark.slow
 def test_pipelines_of_published_orders_run_without_the_search_for_others():
     """Nor does a run that only may plan import it."""
     run = """
@@ -229,7 +230,7 @@ def test_a_copy_takes_as_long_as_what_it_moves_is_large():
     assert seconds["none"] - seconds["full"] > 30
 
 
-@pytest.mark.parametrize(("memory", "count"), [(8, 8), (10, 80), (13, 8), (20, 8)])
+@pytest.mark.parametrize(("memory", "count"), [(8, 8), pytest.param(10, 80, marks=pytest.mark.slow), (13, 8), (20, 8)])
 def test_a_limit_is_what_a_device_holds_with_transfers_under_way(memory, count):
     """Inputs that wait, those that have come early, those that are yet to go, and gradients."""
     use = SolvedPipeline("world", f"0/0/0/0,8x10/20/10,0/9/0/0;memory={memory};host=3;hop=2")

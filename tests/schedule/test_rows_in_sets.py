@@ -140,10 +140,16 @@ def test_what_does_not_go_with_sets_is_refused(settings, reason):
         make(llama(4), 1, 2, 1, sequence_ranks=2, **settings)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+SOME = [(1, 2, 2, 1, 1, 1), (2, 4, 2, 1, 2, 2), (2, 4, 4, 2, 1, 3), (1, 4, 2, 0, 2, 1), (1, 4, 2, 3, 0, 2)]
+
+
 @pytest.mark.parametrize(
-    ("nodes", "local", "ranks", "shared_rounds", "rounds", "per_visit"),
-    [(1, 2, 2, 1, 1, 1), (2, 4, 2, 1, 2, 2), (2, 4, 4, 2, 1, 3), (1, 4, 2, 0, 2, 1), (1, 4, 2, 3, 0, 2)],
+    ("strategy", "nodes", "local", "ranks", "shared_rounds", "rounds", "per_visit"),
+    [
+        pytest.param(strategy, *some, marks=[pytest.mark.slow] * ((number + other) % 2))
+        for number, strategy in enumerate(STRATEGIES)
+        for other, some in enumerate(SOME)
+    ],
 )
 def test_some_micro_batches_in_sets_and_others_alone(strategy, nodes, local, ranks, shared_rounds, rounds, per_visit):
     """As a step of bins has them: proved, and played with numbers."""

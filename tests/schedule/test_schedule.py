@@ -22,7 +22,7 @@ from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(schedule=schedules())
 def test_every_built_schedule_is_proved(schedule):
     verify(schedule)
@@ -38,7 +38,7 @@ def test_hundreds_of_schedules_are_proved(schedule):
     verify(schedule)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(schedule=schedules(), seed=st.integers(0, 1000))
 def test_every_order_gives_the_numbers_of_one_process(schedule, seed):
     check_numbers(schedule, seed=seed)

@@ -18,7 +18,7 @@ from tawpipe.schedule.transform import for_one_thread, without_overlap
 from tawpipe.simulate import CostModel, LinkModel, play
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(schedule=schedules(), seed=st.integers(0, 1000))
 def test_without_overlap_is_right_on_one_lane(schedule, seed):
     serial = without_overlap(schedule)
@@ -56,7 +56,7 @@ def test_staggered_programs_cannot_simply_be_put_on_one_lane(strategy):
 # one issuing thread that may block
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(schedule=schedules(), seed=st.integers(0, 1000))
 def test_one_thread_that_blocks_can_issue_every_schedule(schedule, seed):
     sorted_ = for_one_thread(schedule)

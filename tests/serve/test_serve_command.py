@@ -193,6 +193,7 @@ def test_it_answers_as_transformers_does_and_drains_on_sigterm(folder: Path) -> 
         assert running.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
     with serving(["--model", str(folder)]) as running:
         streams = [ask(running.client(), stream=True, max_tokens=1900) for _ in range(8)]  # one may end by itself

@@ -302,7 +302,7 @@ def shaped(shape: StepSpec, *, training: bool = True, **changes: Any) -> Schedul
     return build(step_of(model, shape.topology, chosen, shape.micro_batches), training=training)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shape=shapes(), training=st.booleans())
 def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
     schedule = shaped(shape, training=training)
@@ -318,7 +318,7 @@ def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
             assert 0 <= span.start <= span.begin <= span.end
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shape=shapes())
 def test_unlimited_buffers_leave_a_right_schedule(shape):
     verify(unlimited_buffers(shaped(shape)))
@@ -339,7 +339,7 @@ def test_dependencies_repeat_from_step_to_step(shape):
                 assert others == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shape=shapes(), slower=st.floats(1.05, 4.0), rate=st.sampled_from([1e4, 5e4, 3e5]))
 def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
     """Fair sharing has anomalies in theory, like every list schedule: hence a tolerance."""
@@ -348,7 +348,7 @@ def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
     assert play(schedule, costs(MOST_LAYERS, rate=rate / slower), steps=1).makespan >= fast * 0.99
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shape=shapes(), latency=st.floats(0, 0.6))
 def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency):
     """With transfers of fixed length every wait that is taken away can only help. Where links are shared that does not
@@ -393,6 +393,7 @@ def test_waiting_for_a_slow_device_is_not_communication():
     assert timeline.idle(1).total_s == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_large_play_takes_seconds():
     schedule = made(3, 8, layers=12, count=24 * 8, elements=2_000_000, strategy="tawpipe-spread")
     began = time.process_time()

@@ -86,10 +86,12 @@ def _work(connection: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from tawpipe.pipeline import schedules
     from tawpipe.runtime.world import World
     from tawpipe.topology import Topology
 
     torch.set_num_threads(1)
+    verify = schedules.verify
     server = TCPStore("127.0.0.1", port, is_master=False)
     importlib.import_module("cases")  # which has norms compute in their own dtype: alike here, whatever ran before
     gc.freeze()  # or the first collection would copy all that the processes share
@@ -99,6 +101,8 @@ def _work(connection: Connection, port: int) -> None:
         except (EOFError, OSError):
             return
         size = nodes * local
+        # All ranks have the same schedule, and prove it each for itself; here the first does so for all.
+        schedules.verify = (lambda *_, **__: None) if rank else verify
         try:
             if size > 1:
                 dist.init_process_group(

@@ -255,6 +255,7 @@ class Executor:
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
+        self._submitted = self._drained = 0  # actions, and those of which all are known to have ended
         self._ended: Moment | None = None
         """The end of the last step that was issued."""
         doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
@@ -394,8 +395,12 @@ class Executor:
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises what any action raised."""
+        submitted = self._submitted
+        if submitted == self._drained:  # whoever reads all parameters drains before each
+            return
         for event in self._hazards.last_events():
             event.wait()
+        self._drained = submitted
 
     def close(self) -> None:
         """Drain, and end the lanes. After a failure they are left alone: they may wait for peers that are gone."""
@@ -432,6 +437,7 @@ class Executor:
         if begins:
             self._begun[action.lane].append(event)
         self._hazards.record(event, **names)
+        self._submitted += 1
         return event
 
     def _begin_ahead(self, action: Action, step: _Step) -> Event:
