@@ -385,12 +385,12 @@ def test_the_tokenizers_sample_is_bounded_and_from_everywhere(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_line_of_three_million_tokens(tmp_path, settings_for):
-    words = " ".join(["weights travel, activations stay;"] * 93_000)
+def test_a_line_of_a_million_tokens(tmp_path, settings_for):
+    words = " ".join(["weights travel, activations stay;"] * 32_000)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": words}) + '\n{"text": "short"}\n')
     settings = settings_for(tmp_path / "long.jsonl", validation_fraction=0.0, vocab_size=257)
     prepared = prepare_data(settings, sequence_length=131072, seed=0)
-    assert isinstance(prepared.train, PackedDataset) and prepared.train.num_tokens > 3_000_000
+    assert isinstance(prepared.train, PackedDataset) and prepared.train.num_tokens > 1_000_000
     row = prepared.train.sample(len(prepared.train) // 2)
     assert max(row.lengths) > 100_000
 

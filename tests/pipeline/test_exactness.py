@@ -38,7 +38,7 @@ def test_same_numbers_as_one_process(pool):
         ("tawpipe-spread", 3, 1, True, "float64"),
         ("tawpipe-spread", 1, 2, False, "float32"),
         ("tawpipe-striped", 1, 2, False, "float64"),
-        ("tawpipe-whole", 3, 2, True, "float64"),
+        ("tawpipe-whole", 2, 2, True, "float64"),
         ("flat", 1, 2, True, "float64"),
     ]
     check(pool, 2, 2, [setting(2, 2, *row) | {"steps": 2 + (row == covering[0])} for row in covering])
@@ -57,7 +57,7 @@ SCOPES = [
 
 @pytest.mark.parametrize(
     ("nodes", "local", "scopes"),
-    [(2, 2, SCOPES[:4]), pytest.param(3, 2, SCOPES, marks=pytest.mark.slow)],
+    [(2, 2, SCOPES[:4]), pytest.param(3, 2, SCOPES[4:], marks=pytest.mark.slow)],
     ids=["2-2", "3-2"],
 )
 def test_scopes_keep_the_numbers(pool, nodes, local, scopes):
@@ -250,11 +250,10 @@ def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
 
 @pytest.mark.slow
 def test_compiled_layers_keep_the_numbers(pool):
-    settings = [
-        setting(2, 2, "tawpipe-spread", 2, 2, True, "float64") | {"recompute": recompute, "compile_layers": True}
-        for recompute in ("full", "selective")
-    ]
-    check(pool, 2, 2, settings)
+    chosen = setting(2, 1, "tawpipe-spread", 2, 2, True, "float64")
+    check(
+        pool, 2, 1, [chosen | {"recompute": recompute, "compile_layers": True} for recompute in ("full", "selective")]
+    )
 
 
 @pytest.mark.slow
@@ -268,11 +267,12 @@ def test_compiled_layers_keep_the_numbers(pool):
     ids=lambda value: str(value),
 )
 def test_the_grid(pool, nodes, local, strategy):
-    """In fp64, which shows what fp32 hides: every pair of choices at one topology and one process, every choice at the
-    others; in fp32 at that one, whose rounding is no other elsewhere.
+    """In fp64, which shows what fp32 hides: every pair of choices at one topology and one process, each by every other
+    strategy at the others; in fp32 at that one, whose rounding is no other elsewhere.
     """
     pairs = [(1, 1, False), (1, 2, True), (3, 1, True), (3, 2, False)]
-    grid = [(*row, "float64") for row in (pairs if nodes == local else [(3, 1, True), (1, 2, False)])]
+    some = [[(3, 1, True)], [(1, 2, False)]][STRATEGIES.index(strategy) % 2]
+    grid = [(*row, "float64") for row in (pairs if nodes == local else some)]
     grid += [(3, 1, True, "float32")] if (nodes, local) == (2, 2) else []
     settings = [setting(nodes, local, strategy, rounds, k, tied, dtype) for rounds, k, tied, dtype in grid]
     check(pool, nodes, local, settings)
@@ -291,7 +291,7 @@ def test_evaluation_between_steps_changes_nothing(pool):
 @pytest.mark.parametrize(
     "knobs",
     [
-        *(pytest.param({"strategy": name}, marks=pytest.mark.slow) for name in ("tawpipe-striped", "flat", "hsdp")),
+        *(pytest.param({"strategy": name}, marks=pytest.mark.slow) for name in ("tawpipe-striped", "hsdp")),
         pytest.param(
             {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1}, marks=pytest.mark.slow
         ),
@@ -300,7 +300,6 @@ def test_evaluation_between_steps_changes_nothing(pool):
             marks=pytest.mark.slow,
         ),
         pytest.param({"strategy": "tawpipe-spread", "clip_norm": None, "early_updates": True}, marks=pytest.mark.slow),
-        pytest.param({"strategy": "tawpipe-spread", "sequence_ranks": 2}, marks=pytest.mark.slow),
         pytest.param(
             {
                 "strategy": "tawpipe-whole",

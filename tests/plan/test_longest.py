@@ -228,6 +228,7 @@ SMALL |= {"num_key_value_heads": 4, "vocab_size": 500, "max_position_embeddings"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_strategies")
 def test_the_command(tmp_path, capsys):
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"

@@ -260,14 +260,14 @@ def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     CONFIG.save_pretrained(tmp_path)
     files = {"offloaded_layers": 3, "offload_dir": str(tmp_path)} if in_files else {}
     settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256, sequence_chunk=512, **files)
-    given = {"sequence_length": 4096, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
+    given = {"sequence_length": 2048, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
     asked = request_for(str(tmp_path), ALONE, **given)
     needs = memory_of(asked, build(asked.step(settings)))
     parts = needs.parts
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, check="never")
-    ids = torch.randint(0, 1000, (1, 4096))
+    ids = torch.randint(0, 1000, (1, 2048))
     pipeline.step({"input_ids": ids[:, :1024], "labels": ids[:, :1024]})
     pipeline.drain()
     measured = peak_of_step(pipeline.executor, lambda: pipeline.step({"input_ids": ids, "labels": ids}))
@@ -454,6 +454,7 @@ def test_ways_out_fit_and_say_what_they_cost():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_strategies")
 def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
     monkeypatch.setattr(measure_module, "resident_memory", lambda: 0)  # it differs from one moment to the next
     monkeypatch.setattr(would_fit, "CHANGES", ())

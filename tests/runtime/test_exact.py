@@ -327,11 +327,10 @@ MORE = {
     "adapters": {"topology": (2, 2), "lora": True, "delays": 1},
     "early": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},
     "groups": {"topology": (2, 2), "strategy": "tawpipe-groups", "groups": "1n/1n/2n", "delays": 2},
-    "a low rate": {"topology": (3, 2), "lr": 1e-5},
+    "a low rate": {"topology": (3, 1), "lr": 1e-5},
     "homes in the host's memory": {"topology": (2, 2), "host_homes": "state"},
     "adapters on 4 bits": {"topology": (2, 2), "lora": True, "quantize": "nf4"},
     "gradients in 8 bits": {"topology": (2, 1), "gradients_compression": "int8", "reduce_dtype": "same"},
-    "delays": {"topology": (2, 2), "delays": 3},
 }
 
 

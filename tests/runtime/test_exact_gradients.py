@@ -165,7 +165,6 @@ def test_gpus_and_fp64_are_refused_by_name(where, reason):
 CODED = {"gradients_compression": "exact"}
 CASES = {"a ring of three": {"topology": (3, 1), "delays": 1}}
 MORE = {
-    "step": {"topology": (2, 1)},
     "spread": {"topology": (2, 2), "strategy": "tawpipe-spread", "delays": 2},
     "bf16": {"topology": (2, 1), "reduce_dtype": "same"},
     "early": {"topology": (2, 1), "frozen": True, "early_updates": True, "clip_norm": None},

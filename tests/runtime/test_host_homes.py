@@ -78,19 +78,19 @@ OTHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str) -> None:
-    for nodes, local, level in ((2, 2, "all"), (1, 1, "state")):
-        if (nodes, local) == (1, 1) and name in ("sets", "messages in 8 bits", "adapters"):
-            continue
-        cases = [{"steps": 2, **OTHERS[name], "host_homes": level}]
-        for found in pool.run("host_homes:compared", nodes, local, cases=cases):
-            assert found and not any(found)
+    nodes, local, level = (
+        (1, 1, "state") if name in ("muon, early", "counts of its own", "nothing kept") else (2, 2, "all")
+    )
+    cases = [{"steps": 2, **OTHERS[name], "host_homes": level}]
+    for found in pool.run("host_homes:compared", nodes, local, cases=cases):
+        assert found and not any(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "level"), [("tawpipe-spread", "all"), ("1f1b", "state")])
 def test_random_delays_change_no_bit(pool, strategy: str, level: str) -> None:
     knobs = {"strategy": strategy, "host_homes": level, "rows": 5, "steps": 3}
-    for found in pool.run("host_homes:delayed", 2, 1, seeds=4, **knobs):
+    for found in pool.run("host_homes:delayed", 2, 1, seeds=2, **knobs):
         assert not any(found)
 
 

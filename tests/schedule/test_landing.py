@@ -47,8 +47,9 @@ def test_homes_on_devices_have_the_schedules_that_they_had() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(("nodes", "local"), quick_ones(SHAPES, [(2, 2)]))
-def test_every_strategy_is_proved_with_homes_in_the_host(name: str, nodes: int, local: int) -> None:
+@pytest.mark.parametrize("shape", quick_ones(SHAPES, [(2, 2)]), ids=str)
+def test_every_strategy_is_proved_with_homes_in_the_host(name: str, shape: tuple[int, int]) -> None:
+    nodes, local = shape
     if strategies()[name].axis and nodes * local == 1:
         return
     for early, level in itertools.product((False, True), levels_of(name)):

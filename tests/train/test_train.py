@@ -124,14 +124,6 @@ def test_one_process_sees_the_same_losses(trained):
     same_losses(trained, "same")
 
 
-@pytest.mark.slow
-def test_three_processes_see_the_same_losses(trained):
-    words = ("--nodes", "1", "--nproc", "3", "--schedule.strategy", "tawpipe-whole")
-    done = run(trained, "three", *words, "--export.enabled", "false", "--sample.tokens", "0")
-    assert done.returncode == 0, done.stderr
-    same_losses(trained, "three")
-
-
 def same_losses(trained: Path, name: str) -> None:
     for mine, other in zip(rows(trained, name), rows(trained, "first"), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
