@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from tawpipe.data.cache import MARKER, is_complete, leader_first, make_folder
@@ -189,44 +189,30 @@ def test_a_note_of_a_failure_that_cannot_be_removed_leaves_nobody_waiting(tmp_pa
     assert waited == [0]
 
 
-def _prepare_in_process(rank, settings, barrier, results):
+def prepared_together(world, *, settings):
+    """What a rank has of the data, and whether from a cache; or its error."""
+    leader = world.rank == 0
     try:
-        prepared = prepare_data(
-            settings, sequence_length=64, seed=0, leader=rank == 0, barrier=lambda: barrier.wait(60) and None
-        )
-        results.put((rank, samples(prepared.train), prepared.report.reused))
+        prepared = prepare_data(settings, sequence_length=64, seed=0, leader=leader, barrier=lambda: dist.barrier())
+        return samples(prepared.train), prepared.report.reused
     except (UserError, RunError) as error:
-        results.put((rank, type(error).__name__, str(error)))
-
-
-def _run_two(settings):
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    processes = [
-        context.Process(target=_prepare_in_process, args=(rank, settings, barrier, results)) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    found = sorted(results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    return found
+        return type(error).__name__, str(error)
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_makes_the_cache_and_both_see_the_same(corpus, settings_for):
-    (_, first, first_reused), (_, second, second_reused) = _run_two(settings_for(corpus / "*.txt"))
-    assert first == second
-    assert (first_reused, second_reused) == (False, True)
+def test_of_two_processes_one_makes_the_cache_and_both_see_the_same(pool, corpus, settings_for):
+    settings = settings_for(corpus / "*.txt")
+    first, second = pool.run("test_prepare:prepared_together", 1, 2, settings=settings)
+    assert first[0] == second[0] and (first[1], second[1]) == (False, True)
 
 
 @pytest.mark.slow
-def test_if_the_leader_fails_all_fail_with_its_words(corpus, settings_for):
+def test_if_the_leader_fails_all_fail_with_its_words(pool, corpus, settings_for):
     for file in corpus.iterdir():
         file.write_bytes(b"\xff\xfe\xfa")
-    first, second = _run_two(settings_for(corpus / "*.txt"))
-    assert first[1:] == second[1:] and first[1] == "UserError"
-    assert "40 files left out, not UTF-8; the first: " in first[2] and "00.txt" in first[2]
+    first, second = pool.run("test_prepare:prepared_together", 1, 2, settings=settings_for(corpus / "*.txt"))
+    assert first == second and first[0] == "UserError"
+    assert "40 files left out, not UTF-8; the first: " in first[1] and "00.txt" in first[1]
 
 
 def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):

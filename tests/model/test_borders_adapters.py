@@ -15,7 +15,7 @@ from model_families import family_config, keep_fp64, real_model
 from tawpipe.errors import UserError
 
 peft = pytest.importorskip("peft")
-RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)]
+RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow)]
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
 
 

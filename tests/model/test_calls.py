@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_leaves
 from every_family import PACKED, families, micro_batches, random_model
 from family_configs import tiny_config
 from model_families import Holder, meta_model
+from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.model.attention import PackedMask
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
+from tawpipe.model.tested import TESTED_FAMILIES
 
 SAMPLE = "llama", "gpt2", "opt", "bloom", "gemma3_text", "roberta", "falcon_mamba", "gpt_oss", "biogpt", "deepseek_v3"
 """Plain, learned positions, projections, ALiBi and a norm, two kinds of layers, counted padding, no attention, sinks,
@@ -50,7 +52,8 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in SAMPLE else pytest.param(family, marks=pytest.mark.slow) for family in families()]
+    "family",
+    quick_ones([one for one in families() if one in {*TESTED_FAMILIES, *SAMPLE, *NEED_WEIGHTS}], SAMPLE),
 )
 def test_the_calls_of_layers_need_no_weights_of_the_embedding(family: str):
     try:

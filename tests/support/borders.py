@@ -26,7 +26,7 @@ from tawpipe.runtime.world import World
 
 ROWS, LENGTH = 3, 16
 WAYS = ["full", "selective", "none"]
-RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), "none"]
+RECOMPUTE = ["full", *(pytest.param(one, marks=pytest.mark.slow) for one in ("selective", "none"))]
 """What layers keep; `make test` leaves out the slowest."""
 Make = Callable[[], Any]
 """Makes a model with values, the same each time."""

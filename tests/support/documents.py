@@ -25,7 +25,7 @@ def steps_of(seed: int, steps: int = 3) -> list[list[MicroBatch]]:
     found = []
     for _ in range(steps):
         documents = []
-        for _ in range(draw.choice([3, 9, 20])):
+        for _ in range(draw.choice([3, 7, 12])):
             length = min(MOST, max(2, int(draw.lognormvariate(2, 1))))
             ids = torch.randint(0, VOCABULARY, (1, length), generator=generator)
             labels = ids.clone()

@@ -9,13 +9,22 @@ import os
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 SIZE = 6
-PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "tawpipe.pipeline.pipeline"]
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "tawpipe.train.run"]
+
+
+def forking() -> ForkServerContext:
+    """Processes are forked from one that has imported what takes seconds: they are started now and then."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return context
 
 
 class WorkerPool:
@@ -64,10 +73,7 @@ class WorkerPool:
         importlib.import_module("cases")  # see ``_work``
         # Processes find each other by a server, whose answer comes at once: a file they would look at every 10 ms.
         self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Forked from one process that has imported what takes seconds: pools are restarted now and then.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        os.environ["OMP_NUM_THREADS"] = "1"
+        context = forking()
         for _ in range(SIZE):
             mine, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self._store.port), daemon=True)

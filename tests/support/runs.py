@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked_commands import run_tawpipe
+
 TIMEOUT_S = 300
 
 
@@ -28,6 +30,11 @@ def run(home: Path, output: str, *words: str, program: tuple[str, ...] = (sys.ex
     return subprocess.run(
         [*program, *command(home, output, *words)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
+
+
+def run_forked(home: Path, output: str, *words: str):
+    """As ``run``, but what takes seconds has been imported."""
+    return run_tawpipe(command(home, output, *words)[2:], environment(), TIMEOUT_S)
 
 
 def rows(home: Path, output: str) -> list[dict]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import command, rows, run
+from runs import command, rows, run_forked
 from small import make_small
 from tawpipe.cli import main
 from tawpipe.errors import UserError
@@ -42,7 +42,7 @@ def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, 
     assert alone(home, "one") == 0
     said = capsys.readouterr().out
     assert "long.txt" in said and "documents in" in said
-    two = run(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1", "--report", str(home / "two.html"))
+    two = run_forked(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1", "--report", str(home / "two.html"))
     assert two.returncode == 0, two.stderr
     assert "Lengths of documents" in (home / "two.html").read_text()
     assert alone(home, "again", "--resume", str(home / "two" / "checkpoints" / "step-00000002")) == 0
@@ -64,7 +64,7 @@ def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, 
 def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, capsys):
     assert alone(home, "whole") == 0
     words = ("--nproc", "2", "--nodes", "1", "--schedule.strategy", "1f1b", "--bin-tokens", "90")
-    piped = run(home, "piped", *BALANCED, *words)
+    piped = run_forked(home, "piped", *BALANCED, *words)
     assert piped.returncode == 0, piped.stderr
     assert "bins of at most 90 tokens" in piped.stdout and "checked against" in piped.stdout
     for mine, theirs in zip(rows(home, "whole"), rows(home, "piped"), strict=True):
@@ -75,7 +75,7 @@ def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, cap
     assert "bins for each pipeline (" in piped.stdout and " rounds" not in piped.stdout
     there = ("--resume", str(home / "piped" / "checkpoints" / "step-00000002"))
     other = ("--nproc", "4", "--nodes", "2", "--schedule.strategy", "1f1b", "--schedule.stages", "nodes")
-    goes_on = run(home, "other", *BALANCED, *other, "--bin-tokens", "60", *there)
+    goes_on = run_forked(home, "other", *BALANCED, *other, "--bin-tokens", "60", *there)
     assert goes_on.returncode == 0, goes_on.stderr
     whole = ("--schedule.strategy", "tawpipe-spread", "--bin-tokens", "300")
     assert alone(home, "together", *whole, *there) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from family_configs import tiny_config
-from runs import command, rows, run
+from runs import command, rows, run_forked
 from small import make_small
 from tawpipe.cli import main
 
@@ -40,7 +40,7 @@ def alone(home: Path, output: str, *words: str) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_dealt_by_their_time_give_the_same_on_two_processes_and_after_a_resume(homes, family, capsys):
     home = homes[family]
-    two = run(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1")
+    two = run_forked(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1")
     assert two.returncode == 0, two.stderr
     assert alone(home, "one", *BALANCED) == 0
     state = str(home / "two" / "checkpoints" / "step-00000002")

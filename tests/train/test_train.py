@@ -23,7 +23,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, T5Config
 
 from processes import wait_for
-from runs import TIMEOUT_S, command, environment, rows, run
+from runs import TIMEOUT_S, command, environment, rows, run, run_forked
 from small import WORDS, make_small
 from tawpipe import Pipeline, StepResult
 from tawpipe.cli import main
@@ -133,7 +133,7 @@ def same_losses(trained: Path, name: str) -> None:
 def test_resume_goes_on_with_the_identical_losses(trained):
     shutil.copytree(trained / "first", trained / "again")
     shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
-    done = run(trained, "again", "--resume", "auto", "--plan", "auto")
+    done = run_forked(trained, "again", "--resume", "auto", "--plan", "auto")
     assert done.returncode == 0, done.stderr
     assert "weights: resumed from" in done.stdout and "step 2, 12 samples consumed" in done.stdout
     assert "weights: random" not in done.stdout
@@ -373,7 +373,7 @@ def test_unreadable_files_are_named_and_skipped(home, capfd):
 @pytest.mark.slow
 def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
     words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.background", "false")
-    done = run(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
+    done = run_forked(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
     assert done.returncode == 0, done.stderr
     assert "restart 1 of at most 1" in done.stderr and "resumed from" in done.stdout
     assert [row["loss"] for row in rows(trained, "restarted")] == [row["loss"] for row in rows(trained, "first")]
@@ -457,7 +457,7 @@ def stopped_at(said: str) -> tuple[int, str, list[str]]:
 @pytest.mark.slow
 def test_a_run_that_dies_says_what_is_saved(trained):
     dies = ("--inject", "rank=1,step=4,at=forward,kind=kill", "--checkpoint.background", "false")
-    done = run(trained, "died", *QUIET, *TWO, *dies)
+    done = run_forked(trained, "died", *QUIET, *TWO, *dies)
     assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr
     folder = trained / "died" / "checkpoints" / "step-00000002"
     go_on = f"tawpipe train --config {trained / 'died' / 'config.yaml'} --resume auto"
@@ -479,7 +479,7 @@ def test_part_of_the_matrix_of_faults(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named(trained):
     words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
-    done = run(trained, "hung", *QUIET, *TWO, *words)
+    done = run_forked(trained, "hung", *QUIET, *TWO, *words)
     assert done.returncode == 1
     assert "tawpipe: stuck: rank 1 (node 1): waits for nobody: it computes" in done.stderr
     assert "tawpipe: stuck: rank 0 (node 0): " in done.stderr
@@ -487,7 +487,7 @@ def test_a_process_that_hangs_is_named(trained):
 
 @pytest.mark.slow
 def test_a_full_disk_costs_one_checkpoint(trained):
-    done = run(trained, "full", *QUIET, *TWO, "--inject", "rank=1,step=2,at=save,kind=disk-full")
+    done = run_forked(trained, "full", *QUIET, *TWO, "--inject", "rank=1,step=2,at=save,kind=disk-full")
     assert done.returncode == 0, done.stderr
     assert "could not be written, training goes on without it: rank 1: No space left on device" in done.stdout
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
@@ -496,7 +496,7 @@ def test_a_full_disk_costs_one_checkpoint(trained):
 @pytest.mark.slow
 def test_a_bad_step_is_left_out_if_asked_for(trained):
     words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
-    done = run(trained, "skipped", *QUIET, *TWO, *words)
+    done = run_forked(trained, "skipped", *QUIET, *TWO, *words)
     assert done.returncode == 0, done.stderr
     assert "step 2: loss" in done.stdout and "the update was left out, 1 of at most 10 in a row" in done.stdout
     found = rows(trained, "skipped")
@@ -507,7 +507,7 @@ def test_a_bad_step_is_left_out_if_asked_for(trained):
 def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
     words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.every", "0")
     words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))
-    done = run(trained, "memory", *words, *QUIET, "--inject", "rank=3,step=4,at=forward,kind=kill")
+    done = run_forked(trained, "memory", *words, *QUIET, "--inject", "rank=3,step=4,at=forward,kind=kill")
     assert done.returncode == 0, done.stderr
     assert "resumed from memory: step" in done.stdout
     assert [row["loss"] for row in rows(trained, "memory")] == [row["loss"] for row in rows(trained, "first")]
