@@ -93,7 +93,7 @@ SLICED = {"bin_tokens": 11}
 
 @HALVES
 def test_slices_have_the_numbers_of_one_process(pool, first):
-    """Of families whose layers hand states or experts on, those are quick that no test of whole bins is."""
+    """Quick are other cases than those of whole bins."""
     cases = [
         ("plain", {"strategy": "1f1b"}),
         ("tied", {"strategy": "interleaved-1f1b", "recompute": "none"}),
