@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.cli import main
@@ -36,7 +37,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with weights, and an adapter trained on it in 4 bits; both as runs, with checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     steps = ["--steps", "4", "--checkpoint.every", "2", "--checkpoint.keep", "0"]
-    base = ["train", "--model", "tiny", "--vocab-size", "300", *steps, *WORDS, "--output", str(folder / "base")]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**sizes, vocab_size=512, max_position_embeddings=64).save_pretrained(folder / "start")
+    start = ["--model", str(folder / "start"), "--vocab-size", "300"]
+    base = ["train", *start, *steps, *WORDS, "--output", str(folder / "base")]
     assert main(base) == 0
     adapter = ["--model", str(folder / "base" / "model"), "--lora.rank", "2", "--quantize", "nf4", "--export.merge"]
     assert main(["train", *adapter, *steps, *WORDS, "--output", str(folder / "adapter")]) == 0
