@@ -129,8 +129,9 @@ def test_a_load_that_breaks_off_leaves_no_pipeline_that_goes_on(saved, tmp_path,
     expected.close()
 
 
-@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault", ["refused", pytest.param("broken", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fault", "copied"), [("refused", False), pytest.param("broken", True, marks=pytest.mark.slow)]
+)
 def test_what_one_rank_cannot_read_stops_all(pool, tmp_path, fault, copied):
     for message, unchanged, stopped, goes_on in pool.run(
         "test_load:load_with_fault", 2, 1, folder=str(tmp_path / "state"), fault=fault, copied=copied

@@ -105,7 +105,6 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
         (2, 2, 1),
         pytest.param(3, 1, 0, marks=pytest.mark.slow),
         pytest.param(1, 2, None, marks=pytest.mark.slow),
-        pytest.param(2, 1, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):

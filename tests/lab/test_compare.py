@@ -112,7 +112,8 @@ def test_every_suite_can_be_read_and_bounded(name):
     least = min(suite.cells, key=lambda cell: cell.nodes * cell.local)
     cells = (least,) if name in LARGE else (suite.cells[0], suite.cells[-1])
     for cell in {cell.name: cell for cell in cells}.values():
-        for entry in cell.strategies or suite.strategies:
+        every = cell.strategies or suite.strategies
+        for entry in every[::3] if name in LARGE else every:
             try:
                 bounds = bounds_of(cell, entry, link_of(cell))
             except UserError as error:  # a row of the table says so

@@ -51,17 +51,13 @@ def test_packed_documents_are_cut_anywhere(size):
 
 
 @pytest.mark.parametrize("family", quick_ones(FAMILIES, FAMILIES[::2]))
-@pytest.mark.parametrize(
-    "knobs",
-    [{"sequence_chunk": 5, "recompute": "selective"}, pytest.param({"sequence_chunk": 3}, marks=pytest.mark.slow)],
-    ids=lambda knobs: " ".join(map(str, knobs.values())),
-)
-def test_every_kind_of_attention(family, knobs):
+def test_every_kind_of_attention(family):
     """Windows, soft caps, sinks, biases, few heads of keys, experts, values of another width, learned positions."""
     batch, documents = packed([0], DOCUMENTS)
     config = family_config(family)
     if family == "qwen3_moe":
         config.output_router_logits = False
+    knobs = {"sequence_chunk": 5, "recompute": "selective"}
     assert right_or_refused(lambda: real_model(config), batch, documents=documents, **knobs) == "right"
 
 

@@ -57,7 +57,6 @@ def in_fp64(monkeypatch):
     ("family", "chunk"),
     [
         *((family, 7) for family in QUICK),
-        *(pytest.param(family, 0, marks=pytest.mark.slow) for family in QUICK),
         *(pytest.param(one, 7, marks=pytest.mark.slow) for one in FAMILIES if one not in QUICK),
     ],
 )
@@ -88,7 +87,6 @@ def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
     ("family", "mixer", "waiting"),
     [
         ("lfm2", "Lfm2ShortConv", 2),
-        pytest.param("lfm2", "Lfm2ShortConv", 0, marks=pytest.mark.slow),
         pytest.param("qwen3_next", "Qwen3NextGatedDeltaNet", 2, marks=pytest.mark.slow),
     ],
 )

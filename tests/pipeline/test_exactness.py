@@ -290,7 +290,7 @@ def test_evaluation_between_steps_changes_nothing(pool):
 @pytest.mark.parametrize(
     "knobs",
     [
-        *(pytest.param({"strategy": name}, marks=pytest.mark.slow) for name in ("tawpipe-striped", "hsdp")),
+        pytest.param({"strategy": "hsdp"}, marks=pytest.mark.slow),
         pytest.param(
             {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1}, marks=pytest.mark.slow
         ),

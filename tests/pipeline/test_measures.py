@@ -64,10 +64,9 @@ def test_every_token_counts_in_the_bucket_of_what_stands_before_it(chunk, micro_
     assert whole == pytest.approx(sum(loss * tokens for loss, tokens in said), rel=1e-9)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
-def test_processes_sum_what_one_would(pool, nodes, local):
+def test_processes_sum_what_one_would(pool):
     alone = by_position(ALONE, chunk=6, micro_batch=1)
-    results = pool.run("positions:by_position", nodes, local, chunk=6, micro_batch=1)
+    results = pool.run("positions:by_position", 2, 1, chunk=6, micro_batch=1)
     assert results[0][0][0] == results[1][0][0]
     (curve, said, _), (_, usual, _) = results[0]
     assert said == usual

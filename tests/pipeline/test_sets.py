@@ -20,7 +20,6 @@ ROWS = ((5, 9, 3), (17,), (1, 2, 14), (3,), (8, 9))
         pytest.param(1, 2, 2, marks=pytest.mark.slow),
         (2, 2, 2),
         pytest.param(1, 4, 4, marks=pytest.mark.slow),
-        pytest.param(1, 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_of_one_process(pool, nodes, local, ranks):

@@ -35,7 +35,7 @@ LAYER = BlockCost(Seconds(0.0, 1e-4, 1e-7), Seconds(0.0, 3e-4, 3e-7))
     [
         (10, 344e3, 1.28e6),
         (400, 38e3, 32e3),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((25, 208e3, 512e3), (100, 93e3, 128e3))),
+        pytest.param(100, 93e3, 128e3, marks=pytest.mark.slow),
     ],
 )
 def test_the_formulas_on_two_nodes_of_eight_devices(tmp_path, gbit, weights, keys):

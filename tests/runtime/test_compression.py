@@ -87,10 +87,6 @@ def test_bytes_and_room():
     "knobs",
     [
         pytest.param(
-            {"strategy": "tawpipe-spread", "weights_compression": "int8", "gradients_compression": "int8"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             {
                 "strategy": "tawpipe-spread",
                 "weights_compression": "fp8",
@@ -101,7 +97,6 @@ def test_bytes_and_room():
         ),
         {"strategy": "tawpipe-striped", "weights_compression": "int8", "gradients_compression": "fp8"},
         pytest.param({"strategy": "tawpipe-whole", "gradients_compression": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"strategy": "flat", "weights_compression": "fp8"}, marks=pytest.mark.slow),
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
