@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tawpipe.model.weights import InitSource, ModuleSource
     from tawpipe.pipeline.batches import LocalBatch, Share
     from tawpipe.pipeline.pipeline import Pipeline
-    from tawpipe.runtime.executor import StepResult
     from tawpipe.runtime.named_optimizers import muon
     from tawpipe.runtime.optimizer import adamw, whole_matrices
+    from tawpipe.runtime.step_result import StepResult
     from tawpipe.runtime.storage import piece_of
     from tawpipe.runtime.world import World, connect
     from tawpipe.schedule.settings import ScheduleSettings
@@ -42,7 +42,7 @@ _HOMES = {
     "Schedule": "tawpipe.schedule.step",
     "ScheduleSettings": "tawpipe.schedule.settings",
     "Share": "tawpipe.pipeline.batches",
-    "StepResult": "tawpipe.runtime.executor",
+    "StepResult": "tawpipe.runtime.step_result",
     "StepSpec": "tawpipe.schedule.step",
     "Strategy": "tawpipe.schedule.step",
     "Topology": "tawpipe.topology",

@@ -18,7 +18,8 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.exact import ChangeForm
-from tawpipe.runtime.executor import Executor, Optimizers, UpdateRule
+from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.home_actions import Optimizers, UpdateRule
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.step_input import StepInput

@@ -15,8 +15,10 @@ from schedules import llama, make
 from tawpipe.errors import RunError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
-from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
+from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.home_actions import UpdateRule
 from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.unit_optimizers import UnitOptimizers

@@ -10,7 +10,7 @@ import torch
 
 import tawpipe
 from cases import llama
-from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.home_actions import HomeActions
 from tawpipe.runtime.slices import squares_of
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
@@ -27,10 +27,8 @@ def test_the_norm_does_not_depend_on_how_numbers_are_cut():
 
 def test_a_rank_whose_stripes_are_padding_makes_its_zero_on_the_device():
     """From the host it would be a copy that blocks, in every step."""
-    executor: Any = SimpleNamespace(
-        streaming=None, optimizers=SimpleNamespace(pieces={0: ()}), device=torch.device("meta")
-    )
-    assert Executor._squares(executor, [0, 1]).is_meta
+    end: Any = SimpleNamespace(streaming=None, optimizers=SimpleNamespace(pieces={0: ()}), device=torch.device("meta"))
+    assert HomeActions._squares(end, [0, 1]).is_meta
 
 
 def test_the_norm_of_a_large_gradient_is_exact():

@@ -15,7 +15,7 @@ from fake_cuda import DEVICE, fake_cuda
 from ledger import Ledger
 from pipelines import make_pipeline
 from tawpipe.model.batch import MicroBatch
-from tawpipe.runtime.executor import StepResult
+from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 

@@ -45,14 +45,15 @@ from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
 from tawpipe.pipeline.wiring import Wiring, filled_homes, first_values
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
-from tawpipe.runtime.executor import StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.groups import PipelineOptimizer
+from tawpipe.runtime.home_actions import UpdateRule
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.passes import Sampling
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bin, Bins, LayerTime

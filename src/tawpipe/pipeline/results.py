@@ -9,7 +9,7 @@ from math import isfinite
 from tawpipe.errors import RunError
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.executor import StepResult
+from tawpipe.runtime.step_result import StepResult
 
 logger = logging.getLogger(__name__)
 

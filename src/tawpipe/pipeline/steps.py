@@ -15,11 +15,12 @@ from tawpipe.pipeline.costs import StepCosts
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.executor import StepResult, UpdateRule
+from tawpipe.runtime.home_actions import UpdateRule
 from tawpipe.runtime.measures import Measure
 from tawpipe.runtime.moves import make_places
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.step_result import StepResult
 from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.step import Schedule
 

@@ -7,30 +7,28 @@ strategy is a schedule.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tawpipe.errors import RunError, UserError
+from tawpipe.errors import RunError
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.home_actions import HomeActions, Optimizers, StepValues, UpdateRule
 from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, Moment, make_lane
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.refresh import Refresh
-from tawpipe.runtime.slices import loads_of, squares_of
 from tawpipe.runtime.step_input import LapInput, StepInput
-from tawpipe.runtime.storage import HomePiece, Storage
-from tawpipe.runtime.streaming import Streaming
+from tawpipe.runtime.step_result import VALUES, StepResult
+from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight
+from tawpipe.schedule.buffers import Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.footprint import MOST_AHEAD, most_ahead
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.step import Schedule
@@ -62,132 +60,6 @@ class BlockCompute(Protocol):
     def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]: ...
 
     def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None: ...
-
-
-class Optimizers(Protocol):
-    """``UnitOptimizers``, or something that stands for it in a measurement.
-
-    ``pieces`` are what is updated of every unit.
-    """
-
-    pieces: dict[int, tuple[HomePiece, ...]]
-
-    def step(
-        self, unit: int, updates: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None
-    ) -> None: ...
-
-
-VALUES = ("loss", "norm", "tokens", "finite", "alike")
-"""What NORM leaves of a step, in this order."""
-
-
-class StepResult:
-    """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
-
-    def __init__(self, event: Event, values: Tensor, ended: Moment) -> None:
-        self._event, self._values, self._ended = event, values, ended
-
-    def __repr__(self) -> str:
-        """The numbers, which are waited for; or why there are none."""
-        try:
-            self.wait()
-        except Exception as error:
-            return f"StepResult(failed: {error})"
-        norm = f", grad norm {self.grad_norm:.3g}" if self.grad_norm else ""  # an evaluation has none
-        return f"StepResult(loss {self.loss:.4f}{norm}, {self.tokens:,} tokens{'' if self.finite else ', not finite'})"
-
-    def wait(self) -> None:
-        """Wait until the numbers are there."""
-        waited = not self._event.done
-        self._event.wait()
-        self._ended.seconds(waited=waited)  # before more time passes
-
-    def _read(self, name: str) -> float:
-        self.require_alike()
-        return float(self._values[VALUES.index(name)])
-
-    def require_alike(self) -> None:
-        """Raises UserError, on all ranks, if they were given different batches or rates. The weights were not touched,
-        unless updates are early. Whatever number of the step is read asks for it first.
-        """
-        self.wait()
-        if not self._values[VALUES.index("alike")]:
-            raise UserError(
-                "batch",
-                "different ones on different ranks",
-                "the same global batch (and learning rates) on all ranks, each of which computes its own part of it; a "
-                "rank that knows only its own rows gives a LocalBatch of what Pipeline.shares says",
-            )
-
-    @property
-    def ended_s(self) -> float:
-        """The moment at which the numbers were there, as a time of ``time.perf_counter``, however much later it is that
-        somebody looks.
-        """
-        self.wait()
-        return self._ended.seconds(waited=False)
-
-    @property
-    def took_s(self) -> float:
-        """Seconds from issuing the step until its numbers were there, the rest of the step before it included."""
-        return self.ended_s - self._ended.issued_s
-
-    @property
-    def loss(self) -> float:
-        """Mean over all tokens of the step, on all ranks, that count; not a number if none does."""
-        return self._read("loss")
-
-    @property
-    def grad_norm(self) -> float:
-        """Global norm of the gradient of that mean, before clipping."""
-        return self._read("norm")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that count, on all ranks."""
-        return int(self._read("tokens"))
-
-    @property
-    def finite(self) -> bool:
-        """False if loss or norm, of this step or of one before it, was not finite. The weights were not touched, unless
-        updates are early. True for a step without ``tokens``, which is left out and has no loss.
-        """
-        return bool(self._read("finite"))
-
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """The treatment of one step's gradients by NORM and UPDATE.
-
-    Args:
-        clip_norm: largest global norm, None for no clipping; None where updates are early.
-        rate: multiplies every learning rate.
-        chosen: options of the optimizers' groups, see ``UnitOptimizers.step``.
-        memory: of numbers that were not finite: 1, and no later step changes the weights either; 0, and each step is
-            looked at by itself.
-    """
-
-    clip_norm: float | None = 1.0
-    rate: float = 1.0
-    memory: float = 1.0
-    chosen: Sequence[Mapping[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The values that the actions of one step share.
-
-    Args:
-        given: of a lap, what its actions share.
-        result: on the CPU; NORM leaves ``VALUES`` there: loss, gradient norm, tokens, whether all was finite, and
-            whether the ranks were given the same.
-        ended: of a step, the moment after NORM.
-    """
-
-    given: Any
-    rule: UpdateRule
-    result: Tensor
-    ended: Moment | None = None
 
 
 @dataclass
@@ -234,11 +106,8 @@ class Executor:
             self._buffers[home_weight(unit)] = storage.compute_copy[unit]
             if unit in storage.gradient and not storage.in_host:
                 self._buffers[home_gradient(unit)] = storage.gradient[unit]
-        self.streaming: Streaming | None = None
-        """What passes between the device and homes in the host's memory; None where homes are on the device."""
-        if storage.in_host:
-            assert isinstance(optimizers, UnitOptimizers)
-            self.streaming = Streaming(storage, optimizers)
+        self._home = home = HomeActions(storage, transport, optimizers, buffers=self._buffers, losses=compute.losses)
+        self.streaming = home.streaming
         self.refresh = Refresh(storage.units, transport)
         """What changes the copies of weights that stay from step to step."""
         self._failure = failure = Failure()
@@ -260,10 +129,7 @@ class Executor:
         """The end of the last step that was issued."""
         doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
-        self._factor = torch.ones((), dtype=torch.float64, device=self.device)
-        self._finite = torch.ones((), dtype=torch.float64, device=self.device)
-        self._updates = torch.ones((), dtype=torch.float64, device=self.device)
-        self._run: dict[Op, Callable[[Action, _Step], None]] = {
+        self._run: dict[Op, Callable[[Action, StepValues], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
             Op.KEYS: lambda action, step: compute.keys(action, self._buffers, step.given),
@@ -272,16 +138,16 @@ class Executor:
             Op.BACKWARD_INPUT: lambda action, step: compute.backward(action, self._buffers, step.given),
             Op.BACKWARD_WEIGHT: lambda action, _: compute.backward_weight(action, self._buffers),
             Op.ZERO: lambda action, _: self._zero(action),
-            Op.ADD: lambda action, _: self._add(action),
+            Op.ADD: lambda action, _: home.add(action),
             Op.RAISE: lambda action, _: self._raise(action),
             Op.EXCHANGE: self._exchange,
             Op.COLLECTIVE: lambda action, _: self._collective(action),
             Op.OFFLOAD: lambda action, _: compute.offload(action),
             Op.RELOAD: lambda action, _: compute.reload(action),
             Op.SIZE: lambda action, _: self.refresh.size(action, self._buffers),
-            Op.COUNT: self._count,
-            Op.NORM: self._norm,
-            Op.UPDATE: self._update,
+            Op.COUNT: home.count,
+            Op.NORM: home.norm,
+            Op.UPDATE: home.update,
         }
 
     def adopt(self, schedule: Schedule) -> None:
@@ -316,7 +182,7 @@ class Executor:
         name = f"step {given.step + 1}" if training else "an evaluation"
         issued = self._issue(
             schedule,
-            _Step(given, rule, values, ended),
+            StepValues(given, rule, values, ended),
             name,
             faulty=given.step + 1 if training else 0,
             recording=recording,
@@ -339,7 +205,7 @@ class Executor:
         while laps or not last:
             while len(laps) < LAPS_AHEAD and not last:
                 lap = LapInput(number)
-                step = _Step(lap, UpdateRule(), torch.empty(0))
+                step = StepValues(lap, UpdateRule(), torch.empty(0))
                 laps.append((lap, self._issue(schedule, step, f"lap {number + 1}", recording=recording)))
                 number += 1
             lap, issued = laps.popleft()
@@ -349,7 +215,7 @@ class Executor:
         return number
 
     def _issue(
-        self, schedule: Schedule, step: _Step, name: str, *, faulty: int = 0, recording: Recording | None = None
+        self, schedule: Schedule, step: StepValues, name: str, *, faulty: int = 0, recording: Recording | None = None
     ) -> _Issued:
         """Issue one step, or one lap.
 
@@ -360,8 +226,8 @@ class Executor:
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         issued = _Issued()
-        end = LastEvents(issued.last)
-        self.watchdog.watch(name, end)
+        last = LastEvents(issued.last)
+        self.watchdog.watch(name, last)
         for lane in self._lanes.values():
             lane.begin_step()
         try:
@@ -376,7 +242,7 @@ class Executor:
         except BaseException as error:  # on CUDA actions run here
             self._failure.note(error)
             raise
-        end.issued = True
+        last.issued = True
         return issued
 
     def on_compute(self, run: Callable[[], None]) -> None:
@@ -425,9 +291,9 @@ class Executor:
 
     def forgive(self) -> None:
         """Updates happen again after a number that was not finite, because the weights have been replaced."""
-        self._finite.fill_(1)
+        self._home.forgive()
 
-    def _submit(self, action: Action, run: Callable[[], None], step: _Step) -> Event:
+    def _submit(self, action: Action, run: Callable[[], None], step: StepValues) -> Event:
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
         awaited, ahead = self._hazards.before(**names), self.transport.ahead
         begins = ahead is not None and ahead.begins(action)
@@ -440,7 +306,7 @@ class Executor:
         self._submitted += 1
         return event
 
-    def _begin_ahead(self, action: Action, step: _Step) -> Event:
+    def _begin_ahead(self, action: Action, step: StepValues) -> Event:
         """Begin an action as soon as its buffers allow, of an EXCHANGE those that it receives into: they are written
         from then on. Its lane is not waited for, so what else happens there to the buffers is.
         """
@@ -452,7 +318,7 @@ class Executor:
         begin = partial(self._begin, action, step, tuple(self._begun[lane]))
         return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), str(action))
 
-    def _begin(self, action: Action, step: _Step, earlier: Sequence[Event]) -> None:
+    def _begin(self, action: Action, step: StepValues, earlier: Sequence[Event]) -> None:
         """The beginning of an action, in the thread beside its lane.
 
         Args:
@@ -469,7 +335,7 @@ class Executor:
 
     # actions
 
-    def _exchange(self, action: Action, step: _Step) -> None:
+    def _exchange(self, action: Action, step: StepValues) -> None:
         if action.transfers[0].buffer.is_activation:
             self.compute.travel(action, self.transport, step.given)
         else:
@@ -490,94 +356,3 @@ class Executor:
     @torch.no_grad()
     def _raise(self, action: Action) -> None:
         self._buffers[action.writes[0]].copy_(self._buffers[action.reads[0]], non_blocking=True)
-
-    @torch.no_grad()
-    def _add(self, action: Action) -> None:
-        sources = [buffer for buffer in action.reads if buffer != action.writes[0]]
-        if self.streaming is not None and sources[0].is_home:
-            self.streaming.fetch(action.unit, self._buffers[action.writes[0]])
-            return
-        if self.streaming is not None and action.writes[0].is_home:
-            given = [self._buffers[buffer] for buffer in sources]
-            self.streaming.add(action.unit, given, replaces=len(sources) == len(action.reads))
-            return
-        target = self._buffers[action.writes[0]]
-        if len(sources) == len(action.reads):
-            target.copy_(self._buffers[sources.pop(0)])
-        for buffer in sources:
-            target.add_(self._buffers[buffer])
-
-    @torch.no_grad()
-    def _count(self, action: Action, step: _Step) -> None:
-        """Sum the tokens over the world; leave the factor for the updates that do not wait for the norm."""
-        tokens = torch.zeros(1, dtype=torch.float64, device=self.device)
-        tokens += step.given.tokens
-        self.transport.all_reduce(action, tokens)
-        self._factor.copy_(1 / (step.given.scale * tokens[0].clamp(min=1)))
-        self._updates.copy_(tokens[0] > 0)
-
-    @torch.no_grad()
-    def _norm(self, action: Action, step: _Step) -> None:
-        """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
-        scaled = COUNT in action.reads  # by the updates, which were early
-        units = [buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_GRADIENT]
-        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
-        squares, losses, tokens, digests, squared_digests = sums.unbind()
-        if units:
-            squares.copy_(self._squares(units).sum())
-        if summed := self.compute.losses(action):
-            losses.copy_(torch.stack(summed).sum())
-        tokens.fill_(step.given.tokens)
-        digests.fill_(step.given.digest)
-        squared_digests.fill_(step.given.digest**2)
-        self.transport.all_reduce(action, sums)
-        # Equal numbers, and no others, have as many times the sum of their squares as there are of them.
-        alike = (squared_digests * self.transport.topology.world_size == digests.square()).to(torch.float64)
-        counted = tokens.clamp(min=1)
-        mean = 1 / (step.given.scale * counted)
-        norm, loss = squares.sqrt() * (1 if scaled else mean), losses / counted
-        clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
-        if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
-            self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
-        finite = (norm + loss).isfinite().to(torch.float64) * alike
-        if NORM in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
-            finite = self._finite.pow_(step.rule.memory).mul_(finite)
-            if not scaled:
-                self._updates.copy_(finite * (tokens > 0))
-        values = {"loss": losses / tokens, "norm": norm, "tokens": tokens, "finite": finite, "alike": alike}
-        step.result.copy_(torch.stack([values[name] for name in VALUES]), non_blocking=True)
-        assert step.ended is not None
-        step.ended.note()
-
-    def _squares(self, units: Sequence[int]) -> Tensor:
-        """The sums of squares of the gradients of units at home, slice by slice."""
-        if self.streaming is not None:
-            return torch.cat([self.streaming.squares[unit] for unit in units])
-        assert self.optimizers is not None
-        owned = [self.optimizers.pieces[unit] for unit in units if unit in self.optimizers.pieces]
-        parts = [part.of(pieces[part.place].gradient) for pieces in owned for load in loads_of(pieces) for part in load]
-        if not parts:  # the stripes here are padding
-            return torch.zeros(1, dtype=torch.float64, device=self.device)
-        return squares_of(parts)
-
-    @torch.no_grad()
-    def _update(self, action: Action, step: _Step) -> None:
-        assert self.optimizers is not None
-        # Where updates are early, a rank that sees a label itself need not look: that may be a host sync.
-        early = COUNT in action.reads
-        updates = None if early and step.given.learns else self._updates
-        if self.streaming is not None:
-            rule, landed = step.rule, [self._buffers[read] for read in action.reads if read.kind is Kind.LANDING]
-            self.streaming.update(
-                action.unit,
-                self._factor,
-                updates,
-                rule.rate,
-                rule.chosen,
-                early=early,
-                gradient=landed[0] if landed else None,
-            )
-            return
-        self._buffers[home_gradient(action.unit)].mul_(self._factor)
-        self.optimizers.step(action.unit, updates, step.rule.rate, step.rule.chosen)
-        self.storage.refresh(action.unit)

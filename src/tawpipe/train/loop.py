@@ -28,8 +28,8 @@ from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
-from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_result import StepResult
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.evaluation import Best, Evaluation
