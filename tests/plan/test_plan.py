@@ -36,7 +36,7 @@ from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of
 from tawpipe.plan.page import memory_parts
 from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, request_from, settings_of
+from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.request import PlanRequest
@@ -493,8 +493,10 @@ def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_pat
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
 def test_a_broken_plan_is_named(tmp_path, content):
     (tmp_path / "plan.yaml").write_text(content)
-    with pytest.raises(UserError, match="--plan"):
-        load_plan(tmp_path / "plan.yaml")
+    with pytest.raises(UserError, match="PLAN: got"):
+        replay(tmp_path / "plan.yaml")
+    with pytest.raises(UserError, match="--plan: got"):
+        load_plan(tmp_path / "plan.yaml", setting="--plan")
 
 
 # the command

@@ -44,8 +44,11 @@ NUMBERS = (
 """Parts of a request that are plain numbers."""
 
 
-def load_plan(path: Path) -> dict[str, Any]:
+def load_plan(path: Path, *, setting: str = "PLAN") -> dict[str, Any]:
     """A saved plan.
+
+    Args:
+        setting: that names the file.
 
     Raises:
         UserError: no such file, or not a plan of this format.
@@ -53,11 +56,11 @@ def load_plan(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
+        raise UserError(setting, str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
     needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
     good = isinstance(content, dict) and content.get("format") == FORMAT and all(name in content for name in needed)
     if not good or not isinstance(content["schedule"], dict):
-        raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
+        raise UserError(setting, str(path), f"a plan of format {FORMAT}")
     return content
 
 
