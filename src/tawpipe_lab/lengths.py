@@ -155,8 +155,8 @@ def mean_bin(workload: LengthsWorkload, packing: str, positions: int, pipelines:
     """As many micro-batches as pipelines over so many positions have bins, all alike: for these stages and orders are
     made.
     """
-    tokens = workload.tokens / pipelines
-    each = bins_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // workload.bin_tokens)
+    tokens, room = workload.tokens / pipelines, workload.max_document if packing == "rows" else workload.bin_tokens
+    each = bins_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // room)
     return _alike(workload, workload.lengths, int(each) * pipelines)
 
 

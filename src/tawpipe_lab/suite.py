@@ -129,7 +129,7 @@ class Suite:
         """The suite with the named strategies or cells alone.
 
         Raises:
-            UserError: a name that is neither.
+            UserError: a name that is neither, or nothing that is both.
         """
         entries = [*self.strategies, *(entry for cell in self.cells for entry in cell.strategies)]
         known = {entry.strategy for entry in entries} | {cell.name for cell in self.cells}
@@ -147,6 +147,8 @@ class Suite:
             for cell in cells
             if named(cell.strategies or self.strategies)
         )
+        if not cells:
+            raise UserError("--only", ",".join(names), "a cell and a strategy that it has")
         return replace(self, cells=cells, strategies=named(self.strategies))
 
 

@@ -211,6 +211,15 @@ def test_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_p
     assert "--output: got '/proc/run'" in refused(capsys, "--output", "/proc/run")
 
 
+def test_a_run_that_is_refused_leaves_no_folder_behind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "there").mkdir()
+    for folder in ("new/run", "there"):
+        words = "--data", "empty.txt", "--output", folder, "--nproc", "1", "--device", "cpu"
+        assert main(["train", *words]) == 2 and "--data: got" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["there"]
+
+
 @pytest.mark.parametrize("left", ["config.yaml", "metrics.jsonl", "checkpoints"])
 def test_output_of_another_run_is_not_touched(capsys: pytest.CaptureFixture[str], tmp_path: Path, left: str) -> None:
     (tmp_path / "run" / left).mkdir(parents=True)

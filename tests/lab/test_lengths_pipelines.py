@@ -22,25 +22,15 @@ from tawpipe.topology import Topology
 from tawpipe_lab import ours
 from tawpipe_lab.bounds import Bounds, workload_costs
 from tawpipe_lab.compare import bounds_of, link_of
-from tawpipe_lab.lengths import DealtWorkload
+from tawpipe_lab.lengths import DealtWorkload, dealt, mean_bin
 from tawpipe_lab.ours_run import _SleepingCompute
 from tawpipe_lab.sleeper import BusyTime, Sleeper
 from tawpipe_lab.suite import Cell, Entry, load_suite
 from tawpipe_lab.worker import make
 from tawpipe_lab.workload import PASSES, LengthsWorkload, spell_out, with_found
+from timed import DOCUMENTS
 
-TINY = LengthsWorkload(
-    layers=4,
-    layer_bytes=4 * 1002,
-    token_s=1e-7,
-    mu=6.35,
-    sigma=2.33,
-    max_document=6000,
-    bin_tokens=6000,
-    tokens=40_000,
-    even_at=500,
-    seed=2,
-)
+TINY = LengthsWorkload(**DOCUMENTS | {"layers": 4})
 NAMES = ("1f1b-ours", "interleaved-1f1b-ours", "zero-bubble", "generated")
 TOPOLOGY = Topology.grid(2, 2)
 
@@ -201,3 +191,13 @@ def test_few_tokens_over_slow_links_have_pipelines_in_the_suite() -> None:
     assert [cell.name for cell in few.cells] == ["few-48k-3x2"]
     assert [entry.strategy for entry in few.cells[0].strategies] == ["step-balanced", "1f1b-ours", "1f1b-ours"]
     assert all(cell.name.startswith("few") for cell in suite.only(["generated"]).cells)
+    with pytest.raises(UserError, match="--only: got 'prod-1m-2x4,generated'; a cell and a strategy that it has"):
+        suite.only(["prod-1m-2x4", "generated"])
+
+
+def test_stages_are_made_for_as_many_bins_as_there_are() -> None:
+    """Rows end where documents of that length do, and bins where they are full."""
+    wide = replace(TINY, bin_tokens=2 * TINY.max_document)
+    for packing in ("in turn", "rows"):
+        there = dealt(wide, packing, Topology.grid(2, 1)).micro_batches
+        assert mean_bin(wide, packing, 2, 2).micro_batches == there

@@ -20,7 +20,7 @@ from tawpipe_lab.suite import Cell, Entry, read_suite
 from tawpipe_lab.table import write_table
 from tawpipe_lab.worker import make
 from tawpipe_lab.workload import PASSES, LengthsWorkload, TimedWorkload, from_spelled_out, spell_out
-from timed import WORKLOAD
+from timed import DOCUMENTS, WORKLOAD
 
 PRODUCTION = LengthsWorkload(
     layers=6,
@@ -32,10 +32,7 @@ PRODUCTION = LengthsWorkload(
     bin_tokens=98_304,
     tokens=2_097_152,
 )
-TINY = replace(
-    PRODUCTION, layers=2, layer_bytes=4 * 1002, token_s=1e-7, tokens=40_000, max_document=6000, even_at=500, seed=2
-)
-TINY = replace(TINY, bin_tokens=6000)
+TINY = LengthsWorkload(**DOCUMENTS)
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "balanced": ("tawpipe-balanced", {}),
     "balanced, no sets": ("hsdp-balanced", {"sequence_ranks": 1}),

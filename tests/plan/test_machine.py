@@ -89,6 +89,9 @@ def test_topologies_in_short(tmp_path):
     assert machine_of(str(tmp_path / "unnamed.yaml"), device=Device()).device.name == ""
     with pytest.raises(UserError, match="YAML"):
         machine_of(str(tmp_path / "broken.yaml"), device=Device())
+    (tmp_path / "text.yaml").write_text("hello\n" * 100)
+    with pytest.raises(UserError, match=r"--topology: got '.*text.yaml'; .*3x8@10gbit.* no mapping"):
+        machine_of(str(tmp_path / "text.yaml"), device=Device())
 
 
 LOOPBACK = "nodes 0 and 1 are on one machine: what is measured between them is its loopback, not a network"

@@ -36,7 +36,7 @@ from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of
 from tawpipe.plan.page import memory_parts
 from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, request_from, settings_of
+from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.request import PlanRequest
@@ -495,8 +495,10 @@ def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_pat
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
 def test_a_broken_plan_is_named(tmp_path, content):
     (tmp_path / "plan.yaml").write_text(content)
-    with pytest.raises(UserError, match="--plan"):
-        load_plan(tmp_path / "plan.yaml")
+    with pytest.raises(UserError, match="PLAN: got"):
+        replay(tmp_path / "plan.yaml")
+    with pytest.raises(UserError, match="--plan: got"):
+        load_plan(tmp_path / "plan.yaml", setting="--plan")
 
 
 # the command
@@ -523,7 +525,9 @@ def test_the_command(tmp_path, capsys):
         (["--sequence-length", "1"], "--sequence-length"),
         (["--global-batch", "0"], "--global-batch"),
         (["--micro-batch", "9"], "--micro-batch"),
-        (["--lengths", "3,4"], "--lengths: got 7"),
+        (["--lengths", "3,4"], "--lengths: got '3,4'"),
+        (["--lengths", "0,64"], "--lengths: got '0,64'; documents of at least one token"),
+        (["--save", "nowhere/plan.yaml"], "--save: got 'nowhere/plan.yaml'; a file in a folder that exists"),
         (["--lengths", "a"], "--lengths"),
         (["--profile", "guess"], "--profile"),
         (["--device-name", "Abacus", "--profile", "estimate"], "a device whose peak is known"),

@@ -11,17 +11,21 @@ import pytest
 from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from tawpipe.plan.dealt import BALANCED, played
 from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.pipelines import hops
 from tawpipe.plan.plan_file import record_of, request_from
 from tawpipe.plan.predict import memory_of, predict, short_schedule
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.balance import Bins, deal
+from tawpipe.schedule.balance import Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import held
 from tawpipe.schedule.pipelines.dealing import LONG
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, step_of_bins
+from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
+from tawpipe.topology import Topology
 
 CAP = 450
 SHORT, LONG_ONES = [5] * 60 + [20] * 30 + [100] * 6, [300] * 2
@@ -133,6 +137,19 @@ def test_pipelines_side_by_side_are_all_taken_for_the_one_that_has_most_slices()
     assert predict(again, step_of(again, "1f1b", stages="nodes")).step_seconds == predict(request, step).step_seconds
 
 
+@pytest.mark.parametrize(("strategy", "settings"), [("1f1b", {"stages": "nodes"}), ("tawpipe-spread", {})])
+def test_a_saved_plan_deals_as_it_did_where_attention_does_not_show(strategy: str, settings: dict[str, str]) -> None:
+    """Of a hybrid's layers some have no attention, and documents are dealt by what is counted, not by the profile."""
+    request = request_of(lengths_of(1, longest=400))
+    first, layer, *others = request.profile.blocks
+    hybrid = replace(request.profile, blocks=(first, replace(layer, forward=Seconds(1e-3, 1e-3)), *others))
+    request = replace(request, profile=hybrid, work=LayerTime((LayerKind(1, 1.0, 0.05),)))
+    again = request_from(json.loads(json.dumps(record_of(request))), where="here")
+    before, after = (step_of(asked, strategy, **settings) for asked in (request, again))
+    assert after == before and again.dealt_by(after.strategy) == request.dealt_by(before.strategy)
+    assert predict(again, after).step_seconds == predict(request, before).step_seconds
+
+
 def test_stages_that_are_made_anew_are_dealt_anew() -> None:
     """A search finds other stages for what layers keep; slices are those that these are dealt."""
     request = request_of(lengths_of(1, longest=700))
@@ -145,6 +162,21 @@ def test_stages_that_are_made_anew_are_dealt_anew() -> None:
 
 def test_fewer_rows_are_fewer_documents_and_shorter_bins_hold_shorter_ones() -> None:
     request = request_of(lengths_of(1))
-    assert len(request.with_rows(request.global_batch // 2).dealt) == pytest.approx(75, abs=15)
+    for order in (request.dealt, sorted(request.dealt), sorted(request.dealt)[::-1]):  # as drawn, or from a plan's file
+        half = replace(request, dealt=tuple(order)).with_rows(request.global_batch // 2)
+        assert len(half.dealt) == 75 and max(half.dealt) == max(request.dealt)
+        assert sum(half.dealt) == pytest.approx(sum(request.dealt) / 2, rel=0.1)
     shorter = request.with_length(200)
     assert max(shorter.dealt) == 200 and sum(shorter.dealt) == sum(request.dealt)
+
+
+@pytest.mark.parametrize(("nodes", "shared", "messages"), [(2, True, 2), (2, False, 1), (3, True, 4), (3, False, 2)])
+def test_boundaries_wait_for_those_that_pass_their_own_link(nodes: int, shared: bool, messages: int) -> None:
+    """Of two pipelines over nodes: both over one link, or one over each; between two others, both ways."""
+    strategy, link = (
+        find("1f1b").configured(ScheduleSettings(strategy="1f1b", stages="nodes")),
+        LinkModel(1e6, shared=shared),
+    )
+    assert hops(strategy.positions(Topology.grid(nodes, 2)), 1e6, between=link, inside=link) == {
+        "hop": messages * 10**6
+    }

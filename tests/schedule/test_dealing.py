@@ -134,6 +134,7 @@ def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> Non
     schedule = schedule_of(use, topology, bins)
     verify(schedule, one_thread=True)
     assert seconds_of(schedule, bins) == pytest.approx(bins.seconds, rel=0.02)
+    assert bins.seconds >= bins.floor * (1 - 1e-9), "no deal is faster"
 
 
 def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,3 +15,16 @@ WORKLOAD: dict[str, Any] = {
     "micro_batches": 8,
     "activation_bytes": 4 * 64,
 }
+DOCUMENTS: dict[str, Any] = {
+    "layers": 2,
+    "layer_bytes": 4 * 1002,
+    "token_s": 1e-7,
+    "mu": 6.35,
+    "sigma": 2.33,
+    "max_document": 6000,
+    "bin_tokens": 6000,
+    "tokens": 40_000,
+    "even_at": 500,
+    "seed": 2,
+}
+"""The same of documents of uneven lengths."""

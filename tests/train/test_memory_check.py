@@ -160,3 +160,17 @@ def test_what_groups_have_left_is_looked_at_before_the_first_step(
     words += ["--plan", "none", "--nproc", "1", "--device", "cpu", "--evaluation.every", "0"]
     assert main(["train", *words, "--output", str(tmp_path / "run"), "--cache-dir", str(tmp_path / "cache")]) == 2
     assert "memory: got 'what NCCL has taken'" in capsys.readouterr().err
+
+
+def test_smaller_batches_are_said_in_the_settings_of_bins() -> None:
+    """A request's rows are bins: of all processes that compute one, and as many as a step has."""
+    given = {"global_batch": 64, "sequence_length": 256, "schedule": ScheduleSettings(sequence_ranks=2)}
+    batch = BatchShape.of(replace(CONFIG, **given, micro_batch=1, bin_tokens=512), "balanced", 4)
+    assert (batch.rows, batch.row_tokens, batch.step_tokens) == (16, 1024, 16384)
+    ways = "--sequence-length 512: 1 s", "--sequence-length 128: 1 s", "--global-batch 8: 1 s of fewer rows"
+    said = [memory._for_bins(way, batch) for way in ways]
+    assert said == [
+        "--bin-tokens 256: 1 s",
+        "--bin-tokens 64 --max-document 128: 1 s",
+        "--tokens-per-step 8192: 1 s of fewer tokens",
+    ]

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from tawpipe.errors import UserError
@@ -169,6 +170,8 @@ class PlanWords:
         from tawpipe.schedule.strategies.table import strategies
 
         check_page(self.report)
+        if self.save and (Path(self.save).is_dir() or not Path(self.save).absolute().parent.is_dir()):
+            raise UserError("--save", self.save, "a file in a folder that exists")
         if self.explain and self.explain not in strategies():
             raise UserError("--explain", self.explain, f"one of {', '.join(strategies())}")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
@@ -42,25 +43,35 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
     validate(config, gpus=gpus)
     if launched is not None:
         check_output_name(config)
-        if launched.rank == 0:
-            check_output(config, make=not config.dry_run)
+        made = check_output(config, make=not config.dry_run) if launched.rank == 0 else []
         if config.dry_run:
             return _look(config, None)
-        with _held(config) if launched.rank == 0 else nullcontext():
+        with _held(config, made) if launched.rank == 0 else nullcontext():
             return _train_unwatched(config, speaks=launched.rank == 0)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
-    check_output(config, make=not config.dry_run)
+    made = check_output(config, make=not config.dry_run)
     if config.dry_run:
         return _look(config, shape)
-    with _held(config):
+    with _held(config, made):
         return _start(argv, config, shape, gpus)
 
 
-def _held(config: TrainConfig) -> AbstractContextManager[None]:
-    """The run's hold on its output folder. After a restart the process before may still be about to end."""
-    return running_in(config.output_path, patience_s=config.timeouts.grace_s if restart_count() else 0.0)
+@contextmanager
+def _held(config: TrainConfig, made: Sequence[Path]) -> Iterator[None]:
+    """The run's hold on its output folder. After a restart the process before may still be about to end.
+
+    Args:
+        made: folders that were made for it, the innermost first, which go again if nothing was written.
+    """
+    try:
+        with running_in(config.output_path, patience_s=config.timeouts.grace_s if restart_count() else 0.0):
+            yield
+    finally:
+        with suppress(OSError):  # from the first one on that holds something
+            for folder in made:
+                folder.rmdir()
 
 
 def _start(argv: Sequence[str], config: TrainConfig, shape: Shape, gpus: Sequence[Gpu]) -> int:

@@ -23,6 +23,7 @@ SHOWN_RANKS = 48
 
 def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
     """A deal as JSON."""
+    floor = min(dealt.median.floor, deal.bins.floor)  # the stages of a pipeline share a long document
     return {
         "packing": deal.name,
         "sequence_ranks": deal.bins.ranks,
@@ -32,7 +33,7 @@ def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
         "exposed_communication_s": deal.exposed_s,
         "tokens_per_second": deal.tokens_per_second,
         "imbalance": deal.over_mean,
-        "imbalance_over_floor": deal.bins.seconds / dealt.median.floor if deal.name == BALANCED else None,
+        "imbalance_over_floor": deal.bins.seconds / floor if deal.name == BALANCED else None,
     }
 
 

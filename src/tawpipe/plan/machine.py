@@ -161,12 +161,17 @@ def load_machine(path: Path) -> Machine:
     Raises:
         UserError: it is not there, not of this format, or contradicts itself.
     """
+    expected = "a file that `tawpipe doctor --out FILE` writes, or nodes, devices of each and rate as in 3x8@10gbit"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(SETTING, str(path), f"a file that `tawpipe doctor --out FILE` writes ({error})") from error
+    except OSError as error:
+        raise UserError(SETTING, str(path), f"{expected} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(SETTING, str(path), f"{expected} ({error})") from error
     except yaml.YAMLError as error:
         raise UserError(SETTING, str(path), f"YAML ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, Mapping):
+        raise UserError(SETTING, str(path), f"{expected} (it holds no mapping)")
     return machine_from(content, where=str(path))
 
 

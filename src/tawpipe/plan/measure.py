@@ -138,7 +138,8 @@ class Asked:
         if self.micro_batch > self.global_batch:
             raise UserError("--micro-batch", self.micro_batch, f"at most --global-batch, which is {self.global_batch}")
         if sum(self.documents) != self.row or min(self.documents) < 1:
-            raise UserError("--lengths", sum(self.documents), f"documents that fill a row of {self.row} tokens")
+            expected = f"documents of at least one token that together fill a row of {self.row}"
+            raise UserError("--lengths", ",".join(map(str, self.documents)), expected)
 
     @property
     def row(self) -> int:

@@ -298,11 +298,12 @@ def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: L
         boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time, and a node between
             two others sends both ways.
     """
-    ways = 2 if positions.size > 2 else 1
-    together = ways * positions.replicas if positions.axis == "nodes" else 1
+    over_nodes = positions.axis == "nodes"
+    beside = positions.replicas if over_nodes else 1
+    together = beside * (2 if over_nodes and positions.size > 2 else 1)
 
     def time(link: LinkModel) -> int:
-        return round((link.latency_s + boundary * together / link.node_rate(together)) * MICRO)
+        return round((link.latency_s + boundary * together / link.node_rate(beside)) * MICRO)
 
     if positions.axis == "locals" or positions.topology.num_nodes == 1:
         return {"hop": time(inside)}

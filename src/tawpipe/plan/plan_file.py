@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -20,8 +20,8 @@ from tawpipe.errors import UserError
 from tawpipe.plan.machine import machine_from, spell_machine
 from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
-from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.balance import LayerTime
+from tawpipe.plan.request import BY_TOKENS, PlanRequest
+from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
@@ -44,8 +44,11 @@ NUMBERS = (
 """Parts of a request that are plain numbers."""
 
 
-def load_plan(path: Path) -> dict[str, Any]:
+def load_plan(path: Path, *, setting: str = "PLAN") -> dict[str, Any]:
     """A saved plan.
+
+    Args:
+        setting: that names the file.
 
     Raises:
         UserError: no such file, or not a plan of this format.
@@ -53,11 +56,11 @@ def load_plan(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
+        raise UserError(setting, str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
     needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
     good = isinstance(content, dict) and content.get("format") == FORMAT and all(name in content for name in needed)
     if not good or not isinstance(content["schedule"], dict):
-        raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
+        raise UserError(setting, str(path), f"a plan of format {FORMAT}")
     return content
 
 
@@ -161,6 +164,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},
         "dealt": _packed(sorted(request.dealt, reverse=True)),
         "cuts": request.cuts,
+        "work": [list(astuple(kind)) for kind in request.work.kinds] if request.dealt else [],
         **{name: getattr(request, name) for name in NUMBERS},
     }
 
@@ -187,7 +191,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             for of_block, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
         )
         costs = tuple(_block_cost(*parts) for _, _, _, *parts in blocks)
-        size = MicroBatchSize(**content["size"])
+        size, work = MicroBatchSize(**content["size"]), content.get("work")
         return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
             profile=_profile(costs, **content["profile"]),
@@ -197,6 +201,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             settings=ScheduleSettings(**content["settings"]),
             dealt=tuple(_unpacked(content.get("dealt", ()))),
             cuts=content.get("cuts", False),
+            work=LayerTime(tuple(LayerKind(*kind) for kind in work)) if work else BY_TOKENS,
             **{name: content[name] for name in NUMBERS},
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

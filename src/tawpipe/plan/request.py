@@ -248,10 +248,11 @@ class PlanRequest:
         return replace(self, micro_batch=sequences, size=self.size.times(sequences / self.micro_batch))
 
     def with_rows(self, rows: int) -> PlanRequest:
-        """Steps of so many rows."""
+        """Steps of so many rows; of documents that are dealt those whose lengths are spread alike, the longest too."""
         size = self.size.times(min(1.0, rows / self.micro_batch))
-        few, share = min(self.micro_batch, rows), rows / self.global_batch
-        dealt = self.dealt[: max(1, round(len(self.dealt) * share))]
+        few, share, longest_first = min(self.micro_batch, rows), rows / self.global_batch, sorted(self.dealt)[::-1]
+        some = max(1, round(len(self.dealt) * share))
+        dealt = tuple(longest_first[number * len(self.dealt) // some] for number in range(some)) if self.dealt else ()
         return replace(self, global_batch=rows, micro_batch=few, size=size, flops=self.flops * share, dealt=dealt)
 
     def with_length(self, length: int) -> PlanRequest:

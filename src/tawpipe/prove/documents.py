@@ -212,9 +212,19 @@ def of_model(
             for name, value in computed.items():
                 size = max(float(expected[name].norm()), least[name] / math.sqrt(len(lengths)))
                 usual = float((of_library[name].float() - expected[name]).norm()) / size
-                error = float((value - expected[name]).norm()) / size / max(1.0, BESIDE_LIBRARY * usual / LIMIT)
-                errors[f"{way}, document of {length}, {name}"] = error if math.isfinite(error) else math.inf
+                error = float((value - expected[name]).norm()) / size
+                errors[f"{way}, document of {length}, {name}"] = counted(error, usual)
     return errors, ran
+
+
+def counted(error: float, usual: float) -> float:
+    """An error as it counts where the library's own is ``usual``, if that is a number; infinite if it is none itself.
+
+    >>> counted(0.04, 0.01), counted(0.04, 0.03), counted(0.04, math.inf), counted(math.nan, 0.0)
+    (0.04, 0.02, 0.04, inf)
+    """
+    allowed = BESIDE_LIBRARY * usual / LIMIT if math.isfinite(usual) else 0.0
+    return error / max(1.0, allowed) if math.isfinite(error) else math.inf
 
 
 def _made(config: PreTrainedConfig, dtype: torch.dtype) -> Any:

@@ -226,9 +226,9 @@ class Bins:
 
     @cached_property
     def floor(self) -> float:
-        """No deal is faster: the mean over all ranks, or the longest document over a set of them."""
+        """No deal is faster: the mean over all ranks, or the longest document over a set of them, or a pipeline."""
         of = self.work.of
-        return max(self.mean_seconds, max(map(of, self.lengths)) / self.ranks)
+        return max(self.mean_seconds, max(map(of, self.lengths)) / (self.ranks * self.positions))
 
     @property
     def imbalance(self) -> float:

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import takewhile
 from pathlib import Path
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
@@ -257,11 +258,14 @@ def check_output_name(config: TrainConfig) -> None:
         raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
 
 
-def check_output(config: TrainConfig, *, make: bool = True) -> None:
+def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
     """The output folder is there, can be written to and belongs to no other run. Only one process may call this.
 
     Args:
         make: False leaves everything as it is: a folder that could be made will do.
+
+    Returns:
+        the folders that were made, the innermost first.
 
     Raises:
         UserError: it is not so, or the folder's name still holds ``{time}``.
@@ -281,13 +285,15 @@ def check_output(config: TrainConfig, *, make: bool = True) -> None:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise UserError("--output", config.output, f"a folder that can be written to ({there} cannot)")
-        return
+        return []
+    made = list(takewhile(lambda path: not path.exists(), (folder.absolute(), *folder.absolute().parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UserError("--output", config.output, f"a folder that can be written to ({error.strerror})") from error
+    return made
 
 
 def check_format(config: TrainConfig, setting: str) -> None:

@@ -197,15 +197,20 @@ def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
 
 
 def _for_bins(way: str, batch: BatchShape) -> str:
-    """Shorter rows are smaller bins under ``balanced``, which hold the longest document."""
+    """Rows are bins under ``balanced``: shorter ones, of all processes that compute one, hold the longest document;
+    fewer ones are fewer tokens.
+    """
     if not batch.dealt:
         return way
-    longest = batch.document_tokens // batch.ranks
-    return re.sub(
-        r"--sequence-length (\d+)",
-        lambda match: f"--bin-tokens {match[1]}" + f" --max-document {match[1]}" * (int(match[1]) < longest),
-        way,
-    )
+
+    def shorter(match: re.Match[str]) -> str:
+        tokens = int(match[1])
+        longest = f" --max-document {tokens}" if tokens < batch.document_tokens else ""
+        return f"--bin-tokens {tokens // batch.ranks}{longest}"
+
+    way = re.sub(r"--sequence-length (\d+)", shorter, way)
+    fewer = lambda match: f"--tokens-per-step {batch.step_tokens * int(match[1]) // batch.rows}"  # noqa: E731
+    return re.sub(r"--global-batch (\d+)", fewer, way).replace(" of fewer rows", " of fewer tokens")
 
 
 def _refuse(

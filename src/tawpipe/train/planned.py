@@ -253,5 +253,5 @@ class Planning:
 
 
 def _read(path: Path) -> str:
-    load_plan(path)
+    load_plan(path, setting="--plan")
     return path.read_text(encoding="utf-8")
