@@ -358,12 +358,15 @@ def test_200_steps_have_the_same_bits(pool, tmp_path):
     assert pool.run("exact:long_runs", 2, 1, steps=200, folder=str(tmp_path), coded=coded, timeout_s=900) == [[], []]
 
 
-@pytest.mark.parametrize(("coded", "lr"), [({}, 3e-4), ({"weights_compression": "exact"}, 1e-5)])
-def test_what_leaves_a_rank_is_what_is_said(pool, coded, lr):
+@pytest.mark.parametrize(
+    ("coded", "lr", "most"),
+    [({}, 3e-4, 1.0), ({"weights_compression": "exact"}, 3e-4, 0.37), ({"weights_compression": "exact"}, 1e-5, 0.16)],
+)
+def test_what_leaves_a_rank_is_what_is_said(pool, coded, lr, most):
     """Before anything has changed by 5 bits a weight, then as in the last step."""
     for sent, said, expected, weights, gradients in pool.run("exact:moved", 2, 1, coded=coded, lr=lr):
         assert sent == pytest.approx(said, rel=0.03) and sent == pytest.approx(expected, rel=0.03) and gradients == 1
-        assert weights < 0.3 if coded else weights == 1
+        assert weights <= most and bool(coded) == (weights < 1)
 
 
 def test_a_copy_that_a_bit_has_spoiled_is_found_said_and_healed(pool):
