@@ -22,8 +22,9 @@ NOTHING, WHOLE = 0, 16
 CODED = (2, 4, 8)
 ABSENT = 1 << 40
 """In a place of ``changes`` of weights whose copy is not there: more than any count."""
-CPU_SLICE, GPU_SLICE = 1 << 17, 1 << 22
-"""Elements that are worked on at one time: what a core's cache holds, and what keeps temporary copies small."""
+CPU_SLICE, GPU_SLICE = 1 << 19, 1 << 22
+"""Elements that are worked on at one time: so many that calls take little beside them, and so few that a core's caches
+hold them, or that temporary copies stay small."""
 _HASH = (1 << 31) - 1
 _FIRST = -0x8000
 """The least 16 bits: in the order of integers of 16 bits from here on, differences are compared as if without sign."""

@@ -21,8 +21,8 @@ Array = NDArray[np.generic]
 ESCAPE = 15
 """The code of an exponent whose element is in the list."""
 WINDOW = 14
-SLICE = 1 << 17
-"""Elements that are worked on at one time: what a core's cache holds."""
+SLICE = 1 << 18
+"""Elements that are worked on at one time: what a core's caches hold."""
 SAMPLE = 1 << 11
 """Elements by which the form of a message is chosen."""
 _BITS = {2: torch.int16, 4: torch.int32}
