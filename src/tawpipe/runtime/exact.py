@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from tawpipe.runtime.compression import Rooms
 
 NOTHING, WHOLE = 0, 16
 """Bits of an element: of weights that have not changed; of weights that come as they are."""
 CODED = (2, 4, 8)
 ABSENT = 1 << 40
 """In a place of ``changes`` of weights whose copy is not there: more than any count."""
-CPU_SLICE, GPU_SLICE = 1 << 19, 1 << 22
+CPU_SLICE, GPU_SLICE = 1 << 18, 1 << 22
 """Elements that are worked on at one time: so many that calls take little beside them, and so few that a core's caches
 hold them, or that temporary copies stay small."""
 _HASH = (1 << 31) - 1
+_ROOMS = Rooms()
 _FIRST = -0x8000
 """The least 16 bits: in the order of integers of 16 bits from here on, differences are compared as if without sign."""
 
@@ -91,13 +93,15 @@ def changes(home: Tensor, copy: Tensor) -> Tensor:
     """
     counts: list[Any] = [0] * (1 + len(CODED))
     for new, old in _slices(home, copy):
-        moved = new - old
-        sizes = np.abs(moved.numpy()).view(np.uint16) if _waits_for_nobody(home) else None
+        moved = _moved(new, old)
+        sizes, mask = moved.numpy() if _waits_for_nobody(home) else None, _room("mask", moved, torch.bool)
+        if sizes is not None:
+            sizes = np.abs(sizes, out=sizes).view(np.uint16)
         for place, most in enumerate((0, *map(_most, CODED))):
             if sizes is None:
                 counts[place] += torch.count_nonzero(moved + (_FIRST + most) > _FIRST + 2 * most)
             else:
-                counts[place] += int(np.count_nonzero(sizes > most))
+                counts[place] += int(np.count_nonzero(np.greater(sizes, most, out=mask.numpy())))
     return torch.tensor(counts) if _waits_for_nobody(home) else torch.stack(counts)
 
 
@@ -111,7 +115,7 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
     """
     listed, begin = _lists(form, out, home.numel()), 0
     for new, old in _slices(home, copy):
-        moved, end = new - old, begin + -(-new.numel() * form.bits // 8)
+        moved, end = _moved(new, old), begin + -(-new.numel() * form.bits // 8)
         listed.append(moved, _write(moved, form.bits, out[begin:end]))
         begin = end
     listed.finish()
@@ -137,22 +141,22 @@ def _write(moved: Tensor, bits: int, out: Tensor) -> Any:
     """Write codes of differences (int16 [n]) into bytes, each of which has codes that lie a part of n from each other;
     which differences do not fit.
     """
-    beyond, each = _FIRST + (1 << bits) - 1, out.numel()
-    code = (moved + (_FIRST + _most(bits))).clamp_(max=beyond)
+    beyond, each, count = _FIRST + (1 << bits) - 1, out.numel(), moved.numel()
+    codes = _ROOMS.take(f"{bits} bits", 8 // bits * each, torch.int16, moved.device)
+    codes[count:] = 0
+    code = torch.add(moved, _FIRST + _most(bits), out=codes[:count]).clamp_(max=beyond)
     far = _equal(code, beyond)
-    if missing := 8 // bits * each - code.numel():
-        code = F.pad(code, (0, missing))
-    *parts, packed = code.split(each)
+    *parts, packed = codes.split(each)
     for part in reversed(parts):
-        packed = torch.add(part, packed, alpha=1 << bits)  # _FIRST is 0 in the byte that is left
+        packed = part.add_(packed, alpha=1 << bits)  # _FIRST is 0 in the byte that is left
     out.copy_(packed)
     return far
 
 
 def _read(packed: Tensor, bits: int, listed: _Counted | _Placed, old: Tensor) -> None:
     """Add the differences that codes say to ``old`` (int16 [n])."""
-    last, wide = (1 << bits) - 1, packed.short()
-    code = torch.empty(8 // bits * wide.numel(), dtype=torch.int16, device=old.device)
+    last, wide = (1 << bits) - 1, _room("packed", packed, torch.int16).copy_(packed)
+    code = _ROOMS.take(f"{bits} bits", 8 // bits * wide.numel(), torch.int16, old.device)
     for place, part in enumerate(code.split(wide.numel())):
         _shift(wide, bits * place, part)
     code = code.bitwise_and_(last)[: old.numel()]
@@ -239,8 +243,17 @@ class _Placed:
 def _equal(code: Tensor, value: int) -> Any:
     """Which codes have a value: on a CPU their places, and a mask where nothing may wait for these."""
     if _waits_for_nobody(code):
-        return torch.from_numpy(np.flatnonzero(code.numpy() == value))
+        mask = _room("mask", code, torch.bool).numpy()
+        return torch.from_numpy(np.flatnonzero(np.equal(code.numpy(), value, out=mask)))
     return code == value
+
+
+def _moved(new: Tensor, old: Tensor) -> Tensor:
+    return torch.sub(new, old, out=_room("moved", new, torch.int16))
+
+
+def _room(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return _ROOMS.take(name, like.numel(), dtype, like.device)
 
 
 def _shift(wide: Tensor, places: int, out: Tensor) -> None:

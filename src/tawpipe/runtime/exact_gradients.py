@@ -10,11 +10,14 @@ Nearly all is done with bytes, by numpy, whose operations on these take less tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tawpipe.runtime.compression import Rooms
 from tawpipe.schedule.spec import CODED_HEADER
 
 Array = NDArray[np.generic]
@@ -25,6 +28,7 @@ SLICE = 1 << 18
 """Elements that are worked on at one time: what a core's caches hold."""
 SAMPLE = 1 << 11
 """Elements by which the form of a message is chosen."""
+_ROOMS = Rooms()
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -46,7 +50,7 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
     for at in range(0, count, SLICE) if kept else ():
         given, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
         code, bytes_of = _codes(given, lowest, kept)
-        far = np.flatnonzero(code == ESCAPE)
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=_room("mask", code.size, torch.bool)))
         if begin + (used + far.size) * width >= CODED_HEADER + count * width:
             kept = 0
             break
@@ -54,7 +58,9 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
         used += far.size
         packed = codes[at // 2 : at // 2 + half]
         np.copyto(packed, code[:half])
-        packed[: code.size - half] |= code[half:] * np.uint8(16)
+        last = code[half:]
+        last *= np.uint8(16)
+        packed[: last.size] |= last
         for plane, some in zip(planes, bytes_of, strict=True):
             plane[at : at + SLICE] = some
     message[:CODED_HEADER].view(np.int32)[:] = kept, lowest
@@ -81,22 +87,27 @@ def decode_gradient(message: Tensor, out: Tensor) -> None:
     for at in range(0, count, SLICE):
         target, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
         packed = codes[at // 2 : at // 2 + half]
-        code = np.concatenate((packed & 15, packed >> 4))[: target.size]
+        code = _room("code", 2 * half)
+        np.bitwise_and(packed, 15, out=code[:half])
+        np.right_shift(packed, 4, out=code[half:])
+        code = code[: target.size]
         first, *more = (plane[at : at + SLICE] for plane in planes)
-        exponent = (code + np.uint8(lowest - 1)) * (code != 0)
-        top = exponent.astype(np.int16)
-        top <<= 7
-        top |= first & 0x7F
-        sign = first.astype(np.int16)
-        sign &= 0x80
-        sign <<= 8
-        top |= sign
-        raised = top.astype(bits.dtype)
+        exponent, mask = _room("exponent", code.size), _room("mask", code.size, torch.bool)
+        np.add(code, np.uint8(lowest - 1), out=exponent)
+        exponent *= np.not_equal(code, 0, out=mask)
+        top, some = _room("top", code.size, torch.int16), _room("some", code.size, torch.int16)
+        digits = _room("digits", code.size)
+        np.left_shift(_into(top, exponent), 7, out=top)
+        top |= np.bitwise_and(first, 0x7F, out=digits)
+        np.left_shift(_into(some, np.bitwise_and(first, 0x80, out=digits)), 8, out=some)
+        top |= some
+        _into(target, top)
+        wide = _room("wide", code.size, _BITS[width])
         for plane in more:
-            raised <<= 8
-            raised |= plane.astype(bits.dtype)
-        np.left_shift(raised, 8 * (width - 1 - kept), out=target)
-        far = np.flatnonzero(code == ESCAPE)
+            target <<= 8
+            target |= _into(wide, plane)
+        target <<= 8 * (width - 1 - kept)
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=mask))
         target[far] = room[taken : taken + far.size]
         taken += far.size
 
@@ -120,22 +131,41 @@ def _form(bits: Array) -> tuple[int, int]:
 
 def _codes(bits: Array, lowest: int, kept: int) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
     """Codes of exponents, uint8 [n]; and the bytes that are said of every element, sign and leading digits first."""
-    width = bits.itemsize
-    top = bits if width == 2 else (bits >> 16).astype(np.int16)
-    high, low = (top >> 8).astype(np.uint8), top.astype(np.uint8)
-    exponent = high + high
-    exponent |= low >> 7
-    code = exponent - np.uint8(lowest)  # what is below the lowest becomes large
+    width, count = bits.itemsize, bits.size
+    top = bits if width == 2 else _into(_room("top", count, torch.int16), _shifted(bits, 16))
+    high, low = _into(_room("high", count), _shifted(top, 8)), _into(_room("low", count), top)
+    exponent, code, mask = _room("exponent", count), _room("code", count), _room("mask", count, torch.bool)
+    np.add(high, high, out=exponent)
+    exponent |= np.right_shift(low, 7, out=code)
+    np.subtract(exponent, np.uint8(lowest), out=code)  # what is below the lowest becomes large
     torch.from_numpy(code).clamp_max_(WINDOW)  # numpy's takes ten times as long
     code += np.uint8(1)
-    code *= exponent != 0
+    code *= np.not_equal(exponent, 0, out=mask)
     if dropped := width - 1 - kept:
-        rest = bits.astype(np.int16 if dropped == 2 else np.uint8)
-        code |= (rest != 0) * np.uint8(ESCAPE)
+        rest = _into(_room("rest", count, torch.int16 if dropped == 2 else torch.uint8), bits)
+        np.multiply(np.not_equal(rest, 0, out=mask), np.uint8(ESCAPE), out=exponent)
+        code |= exponent
     high &= 0x80
     low &= 0x7F
     low |= high
-    return code, [low, *((bits >> (8 * (width - place))).astype(np.uint8) for place in range(3, kept + 2))]
+    more = (_into(_room(f"byte {place}", count), _shifted(bits, 8 * (width - place))) for place in range(3, kept + 2))
+    return code, [low, *more]
+
+
+def _shifted(bits: Array, places: int) -> Array:
+    """To the right; good until the next call with this type."""
+    out = _room("shifted", bits.size, torch.int16 if bits.itemsize == 2 else torch.int32)
+    return np.right_shift(bits, places, out=out)
+
+
+def _into(out: Any, values: Array) -> Any:
+    """``out`` with the values, of which it takes as many bits as it has."""
+    np.copyto(out, values, casting="unsafe")
+    return out
+
+
+def _room(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
+    return _ROOMS.take(name, count, dtype).numpy()
 
 
 def _parts(message: NDArray[np.uint8], count: int, kept: int) -> tuple[Array, list[NDArray[np.uint8]], Array]:
