@@ -133,8 +133,9 @@ def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
 def _lists(form: ChangeForm, message: Tensor, elements: int) -> _Counted | _Placed:
     """What is behind the codes of a message."""
     _, listed, whole = form.parts(message, elements)
-    kind = _Counted if _waits_for_nobody(message) else _Placed
-    return kind(listed, kind(whole)) if form.listed else kind(whole)
+    if _waits_for_nobody(message):
+        return _Counted(listed, _Counted(whole)) if form.listed else _Counted(whole)
+    return _Placed(listed, _Placed(whole)) if form.listed else _Placed(whole)
 
 
 def _write(moved: Tensor, bits: int, out: Tensor) -> Any:

@@ -20,7 +20,8 @@ from torch import Tensor
 from tawpipe.runtime.compression import Rooms
 from tawpipe.schedule.spec import CODED_HEADER
 
-Array = NDArray[np.generic]
+Bytes = NDArray[np.uint8]
+Array = NDArray[np.integer[Any]]
 ESCAPE = 15
 """The code of an exponent whose element is in the list."""
 WINDOW = 14
@@ -129,7 +130,7 @@ def _form(bits: Array) -> tuple[int, int]:
     return best, lowest
 
 
-def _codes(bits: Array, lowest: int, kept: int) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
     """Codes of exponents, uint8 [n]; and the bytes that are said of every element, sign and leading digits first."""
     width, count = bits.itemsize, bits.size
     top = bits if width == 2 else _into(_room("top", count, torch.int16), _shifted(bits, 16))
@@ -168,7 +169,7 @@ def _room(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
     return _ROOMS.take(name, count, dtype).numpy()
 
 
-def _parts(message: NDArray[np.uint8], count: int, kept: int) -> tuple[Array, list[NDArray[np.uint8]], Array]:
+def _parts(message: Bytes, count: int, kept: int) -> tuple[Bytes, list[Bytes], Bytes]:
     """Codes, planes of bytes and what is behind them; each begins at a multiple of four bytes."""
     codes, end = message[CODED_HEADER:][: (count + 1) // 2], _list_begins(count, kept)
     begins = (end - place * _aligned(count) for place in range(kept, 0, -1))
