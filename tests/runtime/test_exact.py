@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -124,6 +125,18 @@ def test_a_copy_that_messages_alone_have_changed_has_its_owners_bits():
             copy = home.clone()
         assert torch.equal(copy.view(torch.int16), home.view(torch.int16))
     assert {NOTHING, 2, 4, WHOLE} <= forms
+
+
+def test_lanes_that_code_at_one_time_have_memory_of_their_own():
+    def changed_rightly(seed: int) -> bool:
+        dice = torch.Generator().manual_seed(seed)
+        before = torch.randint(0, 1 << 16, (16 * SLICE,), generator=dice)
+        home, copy = bf16(before + torch.randint(-9, 10, before.shape, generator=dice)), bf16(before)
+        form = best_form(changes(home, copy).tolist(), len(before))
+        return torch.equal(there(home, copy, form).view(torch.int16), home.view(torch.int16))
+
+    with ThreadPoolExecutor(4) as lanes:
+        assert all(lanes.map(changed_rightly, range(40)))
 
 
 def test_the_shortest_form_is_taken():
