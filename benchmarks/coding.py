@@ -67,6 +67,12 @@ class Run:
         """All of them, bf16."""
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
+    def units(self) -> list[int]:
+        """Elements of what travels as one: the embedding, every layer, the head with its norm."""
+        inside, model = self.model.model, self.model
+        parts = ([inside.embed_tokens], *([layer] for layer in inside.layers), [inside.norm, model.lm_head])
+        return [sum(weight.numel() for part in unit for weight in part.parameters()) for unit in parts]
+
     def gradients(self, count: int) -> list[Tensor]:
         """Of so many micro-batches, in bf16."""
         found = []
@@ -102,18 +108,20 @@ def timed(run: Callable[[], object], elements: int) -> float:
 
 def of_changes(text: Tensor, rate: float, steps: int) -> dict[str, Any]:
     """Bits and times of the changes of every step."""
-    run, bits, forms = Run(text, rate), list[float](), set[int]()
+    run, bits = Run(text, rate), list[float]()
     before = run.weights()
     for step in range(steps):
         run.step()
         home = run.weights()
-        counts = changes(home, before).tolist()
-        form = best_form(counts, home.numel())
-        bits.append(8 * form.message_bytes(home.numel()) / home.numel())
-        forms.add(form.bits)
+        sent = 0
+        for new, old in zip(home.split(run.units()), before.split(run.units()), strict=True):
+            sent += best_form(changes(new, old).tolist(), new.numel()).message_bytes(new.numel())
+        bits.append(8 * sent / home.numel())
         if step < steps - 1:
             before = home
     row: dict[str, Any] = {"rate": rate, "mean_bits": statistics.mean(bits), "most_bits": max(bits), "bits": bits}
+    counts = changes(home, before).tolist()
+    form = best_form(counts, home.numel())
     row["zeros"], row["count_ns"] = 1 - counts[0] / home.numel(), timed(lambda: changes(home, before), home.numel())
     if form.bits in CODED:
         message = torch.empty(form.message_bytes(home.numel()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""How close is the memory that a run says before its first step to what its largest process then holds? Ten runs.
+"""How close is the memory that a run says before its first step to what its largest process then holds? Eleven runs.
 
     python benchmarks/said_memory.py --out benchmarks/results/DATE-said-memory
 
@@ -38,6 +38,8 @@ RUNS = {
     "graphs are kept": "--nproc 2 --nodes 1 --schedule.recompute none --sequence-length 512 --global-batch 4 --steps 6",
     "rows in chunks": "--nproc 1 --schedule.sequence-chunk 512 --sequence-length 4096 --global-batch 2 --steps 3",
     "checkpoints often": "--nproc 2 --nodes 1 --checkpoint.every 2 --sequence-length 256 --global-batch 4 --steps 8",
+    "gradients coded": "--nproc 2 --nodes 2 --schedule.strategy tawpipe-step --schedule.gradients-compression exact "
+    "--sequence-length 256 --global-batch 8 --steps 6",
     "no checkpoints": "--nproc 2 --nodes 1 --checkpoint.every 0 --sequence-length 256 --global-batch 4 --steps 8",
 }
 """Name of a run -> its words besides ``COMMON``."""

@@ -1,4 +1,4 @@
-"""Coding without loss in a plan: it is charged with its time, and proposed where a step is faster with it."""
+"""Coding without loss in a plan: it is charged with its time, and chosen where a step is faster with it."""
 
 from __future__ import annotations
 
@@ -12,45 +12,77 @@ from plan_requests import plan_request, profile, search_only, step_of
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.plan.coding import ELEMENTS, estimated, measured
-from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import Asked, request_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import predict
+from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.refine import codings
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.without_loss import without_loss
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import CodingTimes, LinkModel
 
+FAST = CodingTimes(1e-12, (1e-12, 1e-12), (1e-12, 1e-12))
 SLOW = CodingTimes(1e-2, (1e-2, 1e-2), (1e-2, 1e-2))
 EXACT = {"weights_compression": "exact"}
+BOTH = EXACT | {"gradients_compression": "exact"}
 
 
-def asked_with(coding: CodingTimes, **changes) -> PlanRequest:
-    return plan_request(profile=replace(profile(), coding=coding), **changes)
+LINKS = {"between": LinkModel(1e4, 1e-5), "inside": LinkModel(1e8)}
+
+
+def asked_with(coding: CodingTimes, machine: Machine | None = None, **changes) -> PlanRequest:
+    machine = machine or uniform(2, 2, **LINKS, device=Device())
+    return plan_request(machine, profile=replace(profile(), coding=coding), **changes)
+
+
+def planned(asked: PlanRequest) -> Plan:
+    return Plan.of(asked, search_only(asked, "tawpipe-step"))
 
 
 def lines_of(asked: PlanRequest) -> list[str]:
-    return list(without_loss(Plan.of(asked, search_only(asked, "tawpipe-step"))))
+    return list(without_loss(planned(asked)))
 
 
-def test_it_is_proposed_where_a_step_is_faster_and_left_off_where_it_is_not():
-    (gains,) = lines_of(asked_with(CodingTimes()))
-    assert gains.startswith("no number changes with --schedule.strategy tawpipe-step ") and "taken for 5 bits" in gains
+def test_it_is_chosen_where_a_step_is_faster_and_left_off_where_it_is_not():
+    fast, slow = (planned(asked_with(coding)) for coding in (FAST, SLOW))
+    assert fast.chosen is not None and fast.chosen.step is not None and slow.chosen is not None
+    (gains,) = without_loss(fast)
+    assert gains.startswith("chosen, as no number changes with it: ") and "taken for 4.4 bits" in gains
     assert "--schedule.weights-compression exact" in gains and "--schedule.gradients-compression exact" in gains
-    (loses,) = lines_of(asked_with(SLOW))
-    assert "are left off" in loses
+    assert fast.chosen.seconds < 0.95 * slow.chosen.seconds
+    chosen = fast.chosen.chosen_settings()
+    assert chosen["weights_compression"] == chosen["gradients_compression"] == "exact"
+    asked = asked_with(FAST)
+    assert fast.chosen.prediction is not None
+    assert memory_quickly(asked, fast.chosen.step).parts["buffers"] == fast.chosen.prediction.memory["buffers"]
+    (loses,) = without_loss(slow)
+    assert "are left off" in loses and slow.chosen.chosen_settings()["weights_compression"] == "none"
     alone = uniform(1, 4, between=LinkModel(2e5), inside=LinkModel(1e8), device=Device())
-    assert not lines_of(asked_with(CodingTimes(), machine=alone))
+    assert not lines_of(asked_with(FAST, machine=alone))
 
 
-def test_what_cannot_be_coded_is_not_proposed():
-    links = {"between": LinkModel(2e5, 1e-5), "inside": LinkModel(1e8)}
-    (gpus,) = lines_of(asked_with(CodingTimes(), machine=uniform(2, 2, **links, device=Device("NVIDIA H100"))))
-    assert "weights-compression exact" in gpus and "gradients-compression" not in gpus
-    (fp32,) = lines_of(asked_with(CodingTimes(), widths=Widths(4, 4, 4, 2)))
+def test_it_is_not_chosen_without_room_for_its_copies():
+    asked = asked_with(FAST)
+    fast, plain = (predict(asked, step_of(asked, "tawpipe-step", **given)) for given in (BOTH, {}))
+    assert fast.peak_bytes > plain.peak_bytes
+    tight = planned(replace(asked, memory_bytes=planned(asked_with(SLOW)).chosen.prediction.peak_bytes))  # type: ignore[union-attr]
+    assert tight.chosen is not None and tight.chosen.chosen_settings()["weights_compression"] == "none"
+
+
+def test_it_is_proposed_where_a_plan_does_not_choose_it():
+    (unknown,) = lines_of(asked_with(CodingTimes()))
+    assert unknown.startswith("no number changes with --schedule.") and "coding was not measured" in unknown
+    (gpus,) = lines_of(asked_with(FAST, machine=uniform(2, 2, **LINKS, device=Device("NVIDIA H100"))))
+    assert "weights-compression exact" in gpus and "gradients-compression" not in gpus and "for GPUs" in gpus
+
+
+def test_what_cannot_be_coded_is_not_chosen():
+    (fp32,) = lines_of(asked_with(FAST, widths=Widths(4, 4, 4, 2)))
     assert "gradients-compression exact" in fp32 and "weights-compression" not in fp32
+    assert codings(asked_with(FAST, widths=Widths(8, 8, 8, 2))) == []
 
 
 @pytest.mark.parametrize(

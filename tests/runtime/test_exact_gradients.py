@@ -15,15 +15,24 @@ from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_settings
-from tawpipe.runtime.exact_gradients import SLICE, decode_gradient, encode_gradient
+from tawpipe.runtime.exact_gradients import decode_gradient, encode_gradient
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import coded_room, sum_width
 from tawpipe.simulate import CodingTimes, CostModel, LinkModel, play
 
+SLICE = 1 << 12
 EXACT: dict[str, Any] = {"strategy": "tawpipe-step", "gradients_compression": "exact"}
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_slices():
+    """Messages of several slices do not take long here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tawpipe.runtime.exact_gradients.SLICE", SLICE)
+        yield
 
 
 def there_and_back(values: torch.Tensor) -> int:
@@ -47,7 +56,7 @@ def sums(count: int, numbers: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    length=st.one_of(st.integers(1, 70), st.integers(1, 70_000), st.sampled_from((SLICE, SLICE + 1, 2 * SLICE))),
+    length=st.one_of(st.integers(1, 70), st.integers(1, 10_000), st.sampled_from((SLICE, SLICE + 1, 2 * SLICE))),
     dtype=st.sampled_from((torch.bfloat16, torch.float32)),
     kind=st.sampled_from(("any bits", "sums", "zeros", "few sizes", "rows of zeros")),
     seed=st.integers(0, 2**31),

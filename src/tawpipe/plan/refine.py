@@ -1,4 +1,6 @@
-"""Settings of a step that are changed one by one as long as that gains something, and homes that are found for it."""
+"""Settings of a step that are changed one by one as long as that gains something; homes that are found for it, and
+whether what it sends is coded without loss.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.step import StepSpec
+from tawpipe.simulate import CodingTimes
 
 LESS_MEMORY = 0.01
 """A choice that takes as long and saves as much of the memory is better."""
 PASSES = 3
+CODING_GAIN = 0.05
+"""The part of a step by which coding without loss must make it shorter, on the clock, to be chosen: how many bits are
+left depends on numbers that no plan has seen."""
 NEAR = 1.05
 """The same beyond which what is long to make is not made anew: another search gains a few per cent."""
 
@@ -73,6 +79,51 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
         if moved.step_seconds < prediction.step_seconds * (1 - gain) and fits(request, moved.needs):
             step, prediction = other, moved
     return replace(candidate, step=step, prediction=prediction, homes=homes)
+
+
+def codings(request: PlanRequest) -> list[dict[str, str]]:
+    """Settings by which what passes between nodes is coded without loss, as far as that can be and nobody has chosen
+    otherwise.
+    """
+    if request.topology.num_nodes == 1:
+        return []
+    given = request.settings
+    weights = [{"weights_compression": "exact"}]
+    if given.weights_compression != "none" or request.widths.weight != 2:
+        weights = []
+    if given.gradients_compression != "none" or request.widths.gradient > 4 or request.on_cuda:
+        return weights
+    gradients = {"gradients_compression": "exact"}
+    return [*weights, gradients, *(option | gradients for option in weights)]
+
+
+def why_not_coded(request: PlanRequest) -> str:
+    """Why a plan leaves it to others to choose coding without loss, though a step might be shorter; or nothing."""
+    if request.on_cuda:
+        return "a plan does not choose it for GPUs, where it has not run yet"
+    unknown = request.profile.coding == CodingTimes()
+    return "a plan does not choose it where coding was not measured" if unknown else ""
+
+
+def coded(request: PlanRequest, candidate: Candidate) -> Candidate:
+    """The candidate with what it sends coded without loss, which changes no number, if a step is shorter by
+    ``CODING_GAIN``.
+    """
+    best, seconds = candidate, candidate.seconds * (1 - CODING_GAIN)
+    assert candidate.step is not None
+    if why_not_coded(request) or plays(request, candidate.step) > QUICK_PLAYED // 2:  # each takes seconds
+        return candidate
+    for option in codings(request):
+        try:
+            other = with_settings(candidate.step, **option)
+            if bound_of(request, other) >= seconds or not fits(request, memory_quickly(request, other)):
+                continue
+            tried = predict(request, other)
+        except UserError:  # not for this strategy
+            continue
+        if tried.step_seconds < seconds:
+            best, seconds = replace(candidate, step=other, prediction=tried), tried.step_seconds * (1 - GAIN)
+    return best
 
 
 def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,7 @@ from tawpipe.plan.predict import (
     predict,
     short_schedule,
 )
-from tawpipe.plan.refine import improve, settle
+from tawpipe.plan.refine import coded, improve, settle
 from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
@@ -108,7 +108,7 @@ def search(
         if candidate.fits and candidate.step is not None and candidate.prediction and near:
             asked = request.with_homes(candidate.step.settings.host_homes or "none")
             step, prediction = improve(asked, candidate.step, candidate.prediction, outlook)
-            candidates[i] = settle(asked, replace(candidate, step=step, prediction=prediction))
+            candidates[i] = coded(asked, settle(asked, replace(candidate, step=step, prediction=prediction)))
     return sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 

@@ -1,7 +1,7 @@
-"""Coding without loss in a plan: whether a step would gain something.
+"""Coding without loss in a plan: what it makes of a step, and why it was chosen or left off.
 
-A plan does not choose it: how many bits it needs depends on numbers that no plan has seen. It says what a step would
-take where the learning rate's usual bits are right.
+How many bits it needs depends on numbers that no plan has seen: what is said is right where the learning rate's usual
+bits are.
 """
 
 from __future__ import annotations
@@ -14,26 +14,35 @@ from tawpipe.plan.candidate import GAIN, Candidate
 from tawpipe.plan.feasible import QUICK_PLAYED, fits, plays, with_settings
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.refine import CODING_GAIN, codings, why_not_coded
 from tawpipe.plan.remedy import options_of
 from tawpipe.plan.request import PlanRequest
 
 
 def without_loss(plan: Plan) -> Iterator[str]:
-    """A sentence on what coding would make of the plan; none where nothing that can be coded passes a link."""
+    """A sentence on what coding makes of a plan, or would make; none where nothing that can be coded passes a link."""
     chosen, request = plan.chosen, plan.request
     if chosen is None or chosen.step is None or request.topology.num_nodes == 1:
+        return
+    bits = f"a change of a weight taken for {8 * request.widths.change:.2g} bits"
+    usual = {name: "none" for option in codings(request) for name in option}
+    plain = with_settings(chosen.step, **usual)
+    if plain != chosen.step:
+        seconds, words = span(predict(request, plain).step_seconds), " ".join(options_of(chosen.step, plain))
+        yield f"chosen, as no number changes with it: {words}; without it a step takes {seconds} ({bits})"
         return
     ways = list(_coded(request, chosen, plan.candidates))
     if not ways:
         return
-    seconds, plain, words = min(ways)
+    seconds, without, words = min(ways)
     if seconds < chosen.seconds * (1 - GAIN):
-        bits = f"a change of a weight taken for {8 * request.widths.change:.2g} bits"
-        yield f"no number changes with {words}: {span(seconds)} a step instead of {span(chosen.seconds)} ({bits})"
-    elif seconds >= plain * (1 - GAIN):
+        spared = f"a plan chooses it where the best step is {CODING_GAIN:.0%} shorter with it"
+        took = f"{span(seconds)} a step instead of {span(chosen.seconds)} ({bits})"
+        yield f"no number changes with {words}: {took}; {why_not_coded(request) or spared}"
+    elif seconds >= without * (1 - GAIN):
         yield (
-            f"exact weights and gradients are left off: a step would take {span(seconds)} instead of {span(plain)}, as "
-            "coding takes as long as the link that it spares, or computing hides both"
+            f"exact weights and gradients are left off: a step would take {span(seconds)} instead of {span(without)}, "
+            "as coding takes as long as the link that it spares, or computing hides both"
         )
 
 
@@ -43,10 +52,6 @@ def _coded(
     """Seconds of what was chosen, and of the fastest other whose copies of weights stay, with something coded; seconds
     without, and settings.
     """
-    options = [{"weights_compression": "exact"}] if request.widths.weight == 2 else []
-    if not request.on_cuda:
-        gradients = {"gradients_compression": "exact"}
-        options += [gradients, *(option | gradients for option in options)]
     kept = [
         other
         for other in others
@@ -57,7 +62,7 @@ def _coded(
         if not candidate.fits or step is None or plays(request, step) > QUICK_PLAYED // 2:  # each takes seconds
             continue
         asked = request.with_homes(step.settings.host_homes or "none")
-        for option in options:
+        for option in codings(request):
             try:
                 other, usual = with_settings(step, **option), asked.step(asked.settings)
             except UserError:  # not for this strategy

@@ -7,6 +7,7 @@ block with a number that is not finite comes out as not finite, so that the fini
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tawpipe.schedule.spec import COMPRESSION_BLOCK, compressed_bytes
 
+CPU = torch.device("cpu")
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
 SLICE = 1 << 20
 """Elements that are worked on at one time: so small are the temporary copies, however large a message is."""
@@ -87,6 +89,24 @@ class Scratch:
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._buffer.device)
         return list(self._buffer[: sum(sizes)].split(sizes))
+
+
+class Rooms(threading.local):
+    """Memory for what is soon forgotten, of every thread its own, taken again and again: on a processor memory that is
+    new takes longer than the coding that is done in it.
+    """
+
+    def __init__(self) -> None:
+        self._of = dict[tuple[str, torch.dtype], Tensor]()
+
+    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """[count], with whatever it holds; on a CPU good until the next call with this name."""
+        if device.type != "cpu":  # whose allocator keeps what it has
+            return torch.empty(count, dtype=dtype, device=device)
+        held = self._of.get((name, dtype))
+        if held is None or held.numel() < count:
+            held = self._of[name, dtype] = torch.empty(count, dtype=dtype)
+        return held[:count]
 
 
 class Sent:

@@ -4,22 +4,32 @@ Exponents of gradients lie near one another, and a sum of few bf16 numbers in fp
 every element its sign with its leading digits in one, two or three bytes, and in 4 bits its exponent: one of 14 that
 follow each other, or none, which is zero. What that does not say comes whole in a list behind. Where this is not
 shorter, all do. So the length of a message is known only when it is made, and depends on nothing else.
+
+Nearly all is done with bytes, by numpy, whose operations on these take less than torch's.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tawpipe.runtime.compression import Rooms
 from tawpipe.schedule.spec import CODED_HEADER
 
+Bytes = NDArray[np.uint8]
+Array = NDArray[np.integer[Any]]
 ESCAPE = 15
 """The code of an exponent whose element is in the list."""
 WINDOW = 14
-SLICE = 1 << 16
-"""Elements that are worked on at one time: what a core's cache holds."""
-SAMPLE = 1 << 12
+SLICE = 1 << 18
+"""Elements that are worked on at one time: what a core's caches hold."""
+SAMPLE = 1 << 11
 """Elements by which the form of a message is chosen."""
+_ROOMS = Rooms()
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -30,32 +40,35 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
         values: bf16 or fp32 [n], on a CPU.
         out: uint8 [coded_room(n, bytes of an element)].
     """
-    count, width = values.numel(), values.itemsize
-    kept, lowest = _form(values)
-    if _list_begins(count, kept) >= CODED_HEADER + count * width:  # of very few
+    count, width, message = values.numel(), values.itemsize, out.numpy()
+    bits = values.view(_BITS[width]).numpy()
+    kept, lowest = _form(bits)
+    begin = _list_begins(count, kept)
+    if begin >= CODED_HEADER + count * width:  # of very few
         kept = 0
-    exceptions, at = list[Tensor](), 0
-    codes, planes, rest = _parts(out, count, kept)
-    for given in values.split(SLICE) if kept else ():
-        end, raw = at + given.numel(), given.view(torch.uint8).view(-1, width)
-        code, signed = _codes(given, lowest, kept)
-        exceptions.append(given.view(_BITS[width])[code == ESCAPE])
-        half = (given.numel() + 1) // 2
+    codes, planes, rest = _parts(message, count, kept)
+    room, used = rest[: rest.size // width * width].view(bits.dtype), 0
+    for at in range(0, count, SLICE) if kept else ():
+        given, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+        code, bytes_of = _codes(given, lowest, kept)
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=_room("mask", code.size, torch.bool)))
+        if begin + (used + far.size) * width >= CODED_HEADER + count * width:
+            kept = 0
+            break
+        np.take(given, far, out=room[used : used + far.size])
+        used += far.size
         packed = codes[at // 2 : at // 2 + half]
-        packed.copy_(code[:half])
-        packed[: given.numel() - half].bitwise_or_(code[half:] << 4)
-        planes[0][at:end] = signed
-        for place, plane in enumerate(planes[1:], 3):
-            plane[at:end] = raw[:, width - place]
-        at = end
-    size = sum(part.numel() for part in exceptions) * width
-    if not kept or _list_begins(count, kept) + size >= CODED_HEADER + count * width:
-        kept, size = 0, count * width
-        rest = out[CODED_HEADER:]
-        exceptions = [values.view(_BITS[width])]
-    rest[:size].view(_BITS[width]).copy_(torch.cat(exceptions))
-    out[:CODED_HEADER].view(torch.int32).copy_(torch.tensor([kept, lowest]))
-    return _list_begins(count, kept) + size
+        np.copyto(packed, code[:half])
+        last = code[half:]
+        last *= np.uint8(16)
+        packed[: last.size] |= last
+        for plane, some in zip(planes, bytes_of, strict=True):
+            plane[at : at + SLICE] = some
+    message[:CODED_HEADER].view(np.int32)[:] = kept, lowest
+    if kept:
+        return begin + used * width
+    message[CODED_HEADER : CODED_HEADER + count * width].view(bits.dtype)[:] = bits
+    return CODED_HEADER + count * width
 
 
 def decode_gradient(message: Tensor, out: Tensor) -> None:
@@ -65,68 +78,102 @@ def decode_gradient(message: Tensor, out: Tensor) -> None:
         message: of ``encode_gradient``; what is behind it is not looked at.
     """
     count, width = out.numel(), out.itemsize
-    kept, lowest = message[:CODED_HEADER].view(torch.int32).tolist()
-    codes, planes, rest = _parts(message, count, kept)
+    bits, whole = out.view(_BITS[width]).numpy(), message.numpy()
+    kept, lowest = whole[:CODED_HEADER].view(np.int32).tolist()
+    codes, planes, rest = _parts(whole, count, kept)
+    room, taken = rest[: rest.size // width * width].view(bits.dtype), 0
     if not kept:
-        out.view(torch.uint8).copy_(rest[: count * width])
+        bits[:] = room[:count]
         return
-    exceptions, at = rest[: rest.numel() // width * width].view(_BITS[width]), 0
-    taken = 0
-    for target in out.split(SLICE):
-        end, raw = at + target.numel(), target.view(torch.uint8).view(-1, width)
-        packed = codes[at // 2 : at // 2 + (target.numel() + 1) // 2]
-        code = torch.cat((packed & 15, packed >> 4))[: target.numel()]
-        turned = torch.empty(target.numel(), 2, dtype=torch.uint8)
-        turned[:, 0] = planes[0][at:end]
-        turned[:, 1] = (code + (lowest - 1)).masked_fill_(code == 0, 0)
-        halves, top = target.view(torch.int16).view(-1, width // 2), turned.view(torch.int16)[:, 0]
-        if width == 4:
-            halves[:, 0] = 0
-        halves[:, -1] = (top >> 1).bitwise_and_(0x7FFF).bitwise_or_(top << 15)
-        for place, plane in enumerate(planes[1:], 3):
-            raw[:, width - place] = plane[at:end]
-        far = (code == ESCAPE).nonzero()[:, 0]
-        target.view(_BITS[width]).index_copy_(0, far, exceptions[taken : taken + far.numel()])
-        taken, at = taken + far.numel(), end
+    for at in range(0, count, SLICE):
+        target, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+        packed = codes[at // 2 : at // 2 + half]
+        code = _room("code", 2 * half)
+        np.bitwise_and(packed, 15, out=code[:half])
+        np.right_shift(packed, 4, out=code[half:])
+        code = code[: target.size]
+        first, *more = (plane[at : at + SLICE] for plane in planes)
+        exponent, mask = _room("exponent", code.size), _room("mask", code.size, torch.bool)
+        np.add(code, np.uint8(lowest - 1), out=exponent)
+        exponent *= np.not_equal(code, 0, out=mask)
+        top, some = _room("top", code.size, torch.int16), _room("some", code.size, torch.int16)
+        digits = _room("digits", code.size)
+        np.left_shift(_into(top, exponent), 7, out=top)
+        top |= np.bitwise_and(first, 0x7F, out=digits)
+        np.left_shift(_into(some, np.bitwise_and(first, 0x80, out=digits)), 8, out=some)
+        top |= some
+        _into(target, top)
+        wide = _room("wide", code.size, _BITS[width])
+        for plane in more:
+            target <<= 8
+            target |= _into(wide, plane)
+        target <<= 8 * (width - 1 - kept)
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=mask))
+        target[far] = room[taken : taken + far.size]
+        taken += far.size
 
 
-def _form(values: Tensor) -> tuple[int, int]:
+def _form(bits: Array) -> tuple[int, int]:
     """How many bytes of an element's sign and digits are said, 0 where it comes whole; and the lowest exponent of the
     window. By a sample.
     """
-    some, width = values[:: values.numel() // SAMPLE | 1].contiguous(), values.itemsize
-    exponents = (some.view(torch.int16).view(-1, width // 2)[:, -1] >> 7).bitwise_and_(0xFF)
-    often = torch.bincount(exponents.long(), minlength=256)[1:]
-    lowest = 1 + int(often.unfold(0, WINDOW, 1).sum(1).argmax())
-    best, fewest = 0, 8.0 * width
+    some, width = np.ascontiguousarray(bits[:: bits.size // SAMPLE | 1]), bits.itemsize
+    exponents = (some >> (8 * width - 9)).astype(np.uint8)
+    often = np.cumsum(np.bincount(exponents, minlength=256))
+    lowest = 1 + int((often[WINDOW:] - often[:-WINDOW]).argmax())
+    far, best, fewest = _codes(some, lowest, width - 1)[0] == ESCAPE, 0, 8.0 * width
     for kept in range(1, width):
-        far = (_codes(some, lowest, kept)[0] == ESCAPE).double().mean().item()
-        bits = 4 + 8 * kept + 8 * width * far
-        if bits < fewest:
-            best, fewest = kept, bits
+        dropped = some & ((1 << 8 * (width - 1 - kept)) - 1)
+        size = 4 + 8 * kept + 8 * width * np.count_nonzero(far | (dropped != 0)) / some.size
+        if size < fewest:
+            best, fewest = kept, size
     return best, lowest
 
 
-def _codes(values: Tensor, lowest: int, kept: int) -> tuple[Tensor, Tensor]:
-    """Codes of exponents; and sign and leading digits, in the last bit and the seven before it; uint8 [n]."""
-    width = values.itemsize
-    halves = values.view(torch.int16).view(-1, width // 2)
-    top = halves[:, -1]
-    turned = (top << 1).sub_(top >> 15).view(torch.uint8).view(-1, 2)  # the sign goes behind the digits
-    exponent = turned[:, 1]
-    code = (exponent - (lowest - 1)).clamp_(max=ESCAPE)  # what is below the lowest has become large
-    code.masked_fill_(code == 0, ESCAPE).masked_fill_(exponent == 0, 0)
+def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
+    """Codes of exponents, uint8 [n]; and the bytes that are said of every element, sign and leading digits first."""
+    width, count = bits.itemsize, bits.size
+    top = bits if width == 2 else _into(_room("top", count, torch.int16), _shifted(bits, 16))
+    high, low = _into(_room("high", count), _shifted(top, 8)), _into(_room("low", count), top)
+    exponent, code, mask = _room("exponent", count), _room("code", count), _room("mask", count, torch.bool)
+    np.add(high, high, out=exponent)
+    exponent |= np.right_shift(low, 7, out=code)
+    np.subtract(exponent, np.uint8(lowest), out=code)  # what is below the lowest becomes large
+    torch.from_numpy(code).clamp_max_(WINDOW)  # numpy's takes ten times as long
+    code += np.uint8(1)
+    code *= np.not_equal(exponent, 0, out=mask)
     if dropped := width - 1 - kept:
-        low = halves[:, 0] if dropped == 2 else values.view(torch.uint8).view(-1, width)[:, 0]
-        code.masked_fill_(low != 0, ESCAPE)
-    return code, turned[:, 0]
+        rest = _into(_room("rest", count, torch.int16 if dropped == 2 else torch.uint8), bits)
+        np.multiply(np.not_equal(rest, 0, out=mask), np.uint8(ESCAPE), out=exponent)
+        code |= exponent
+    high &= 0x80
+    low &= 0x7F
+    low |= high
+    more = (_into(_room(f"byte {place}", count), _shifted(bits, 8 * (width - place))) for place in range(3, kept + 2))
+    return code, [low, *more]
 
 
-def _parts(message: Tensor, count: int, kept: int) -> tuple[Tensor, list[Tensor], Tensor]:
+def _shifted(bits: Array, places: int) -> Array:
+    """To the right; good until the next call with this type."""
+    out = _room("shifted", bits.size, torch.int16 if bits.itemsize == 2 else torch.int32)
+    return np.right_shift(bits, places, out=out)
+
+
+def _into(out: Any, values: Array) -> Any:
+    """``out`` with the values, of which it takes as many bits as it has."""
+    np.copyto(out, values, casting="unsafe")
+    return out
+
+
+def _room(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
+    return _ROOMS.take(name, count, dtype).numpy()
+
+
+def _parts(message: Bytes, count: int, kept: int) -> tuple[Bytes, list[Bytes], Bytes]:
     """Codes, planes of bytes and what is behind them; each begins at a multiple of four bytes."""
     codes, end = message[CODED_HEADER:][: (count + 1) // 2], _list_begins(count, kept)
-    planes = message[end - kept * _aligned(count) : end].split(_aligned(count)) if kept else ()
-    return codes, [plane[:count] for plane in planes], message[end:]
+    begins = (end - place * _aligned(count) for place in range(kept, 0, -1))
+    return codes, [message[begin : begin + count] for begin in begins], message[end:]
 
 
 def _list_begins(count: int, kept: int) -> int:

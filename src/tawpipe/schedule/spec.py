@@ -93,7 +93,7 @@ COMPRESSION_BLOCK = 256
 """Elements that share a scale of four bytes where numbers travel in 8 bits."""
 
 
-CHANGE_BITS = ((1e-5, 2.3), (1e-4, 4.4), (3e-4, 5.0), (1e-3, 7.3), (2e-3, 8.2))
+CHANGE_BITS = ((1e-5, 2.2), (1e-4, 3.4), (3e-4, 4.4), (1e-3, 6.0), (2e-3, 6.7))
 """Bits in which the change of a bf16 weight in one step travels at a learning rate, and at less: what was measured
 (benchmarks/coding.py), past the first steps."""
 SUM_BITS = ((1, 12.6), (8, 21.1), (16, 22.7), (32, 26.3))
@@ -124,7 +124,7 @@ def change_width(learning_rate: float) -> float:
     """Bytes in which the change of a bf16 weight travels where AdamW's learning rate is at most this.
 
     >>> change_width(3e-4), change_width(1.0)
-    (0.625, 2.0)
+    (0.55, 2.0)
     """
     return next((bits for rate, bits in CHANGE_BITS if learning_rate <= rate), 16) / 8
 
