@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import RunError, UserError
+from tawpipe.plan.serving import HAND_S
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.spec import change_width
@@ -399,11 +400,12 @@ def _served(
     workload: ServingWorkload, topology: Topology, between: LinkModel, reading: dict[str, Any]
 ) -> dict[str, Any]:
     """Seconds of tokens, and what the plan says of them."""
-    way = planned(workload, topology, between, reading["knobs"]["groups"])
+    groups = reading["knobs"]["groups"]
+    way, formula = (planned(workload, topology, between, groups, hand_s=hand_s) for hand_s in (HAND_S, 0.0))
     token, first = statistics.median(reading["token"]), statistics.median(reading["first"])
-    users = way.groups * way.slots
-    told = {"token_s": token, "first_s": first, "groups": way.groups, "tokens_per_second": users / token}
-    return told | {"token_s_predicted": way.token_s, "first_s_predicted": way.first_s}
+    told = {"token_s": token, "first_s": first, "groups": groups, "tokens_per_second": groups * way.slots / token}
+    told |= {"token_s_predicted": way.token_s, "first_s_predicted": way.first_s}
+    return told | {"of_formula": formula.token_s / token}
 
 
 def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.plan.machine import uniform
-from tawpipe.plan.serving import PassCost, ServeRequest, ServeWay, lap_seconds
+from tawpipe.plan.serving import HAND_S, PassCost, ServeRequest, ServeWay, lap_seconds
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.step_input import LapInput
 from tawpipe.runtime.storage import Storage
@@ -57,15 +57,22 @@ def serving_model(workload: ServingWorkload) -> ModelSpec:
     return ModelSpec((BlockSpec((), "embedding", False, False), *layers, BlockSpec((), "head")), units)
 
 
-def planned(workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int) -> ServeWay:
-    """The way to serve that a plan would know of, with the costs of the workload."""
+def planned(
+    workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int, *, hand_s: float = HAND_S
+) -> ServeWay:
+    """The way to serve that a plan would know of, with the costs of the workload.
+
+    Args:
+        hand_s: of a hop besides the link's; 0 for the formula alone.
+    """
     points = ((0.0, workload.forward_s), (workload.slots, workload.forward_s))
     with_chunk = (workload.slots + workload.chunk, workload.forward_s + workload.chunk_s)
     layer = PassCost((*points, with_chunk))
-    costs = (PassCost(), *[layer] * workload.layers, PassCost())
+    costs = (PassCost(((0.0, workload.embedding_s),)), *[layer] * workload.layers, PassCost())
     machine = uniform(topology.num_nodes, topology.local_size, between=between, inside=INSIDE)
     users, context = groups * workload.slots, workload.chunks * workload.chunk
-    request = ServeRequest(serving_model(workload), costs, machine, users, context, workload.token_bytes, 0.0)
+    model, token_bytes = serving_model(workload), workload.token_bytes
+    request = ServeRequest(model, costs, machine, users, context, token_bytes, 0.0, hand_s=hand_s)
     stages = Layout.even(workload.layers + 2, topology.world_size)
     return ServeWay(request, 1, stages, groups, workload.slots, workload.chunk)
 
@@ -88,7 +95,7 @@ def serving_knobs(name: str, workload: Workload, topology: Topology, between: Li
 
 def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int) -> Bounds:
     """Bounds on a step of one row."""
-    way, laps = planned(workload, topology, between, groups), workload.laps + workload.chunks
+    way, laps = planned(workload, topology, between, groups, hand_s=0.0), workload.laps + workload.chunks
     held, (messages, _) = way.stage_seconds(), way.hops()
     tokens = groups * (laps * workload.slots + workload.chunks * workload.chunk)
     sent, received = ([0.0] * topology.num_nodes for _ in range(2))
@@ -189,8 +196,9 @@ class _SleepingPasses:
             header, given.last = bytes((last, chunk)), given.last or last
         else:
             header = self._held[block_input(group, block)]
-        if block <= work.layers and block and not header[0]:
-            self._sleeper.compute(work.forward_s + work.chunk_s * header[1])
+        if block <= work.layers and not header[0]:
+            layer_s = work.forward_s + work.chunk_s * header[1]
+            self._sleeper.compute(layer_s if block else work.embedding_s)
         self._held[ids(group) if block > work.layers else block_input(group, block + 1)] = header
         if self._alone and block > work.layers:
             self.back.append(time.perf_counter())
@@ -203,7 +211,7 @@ class _SleepingPasses:
         for transfer in action.transfers:
             if transfer.send:
                 header = self._held.pop(transfer.buffer)
-                message = torch.zeros(self._bytes(transfer.buffer, header), dtype=torch.uint8)
+                message = torch.empty(self._bytes(transfer.buffer, header), dtype=torch.uint8)
                 message[:HEADER] = torch.tensor(list(header), dtype=torch.uint8)
                 messages[transfer.buffer] = message
         for buffer, message in transport.exchange(action, messages).items():
@@ -212,7 +220,7 @@ class _SleepingPasses:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
-        return {buffer: torch.zeros(self._bytes(buffer, b"\0\1"), dtype=torch.uint8) for buffer in action.writes}
+        return {buffer: torch.empty(self._bytes(buffer, b"\0\1"), dtype=torch.uint8) for buffer in action.writes}
 
     def _bytes(self, buffer: Buffer, header: bytes) -> int:
         work, (last, chunk) = self._workload, header

@@ -106,9 +106,9 @@ def _workload(row: dict[str, Any]) -> str:
     if workload.get("kind") == "serving":
         return (
             f"{workload['layers']} layers, each {1e3 * workload['forward_s']:g} ms on a pass of {workload['slots']} "
-            f"users and {1e3 * workload['chunk_s']:g} ms more with a chunk of {workload['chunk']} tokens; a token has "
-            f"{workload['token_bytes']} bytes between stages. A step is {workload['laps']} laps, then prompts of "
-            f"{workload['chunks']} chunks, one behind the other."
+            f"users and {1e3 * workload['chunk_s']:g} ms more with a chunk of {workload['chunk']} tokens, the "
+            f"embedding {1e3 * workload['embedding_s']:g} ms; a token has {workload['token_bytes']} bytes between "
+            f"stages. A step is {workload['laps']} laps, then prompts of {workload['chunks']} chunks, in turn."
         )
     if _is_real(row):
         return (
@@ -198,7 +198,7 @@ def _served(row: dict[str, Any]) -> list[str]:
         f"{1e3 * token:.1f} ({1e3 * row['token_s_predicted']:.1f})",
         f"{first:.3f} ({row['first_s_predicted']:.3f})",
         f"{row['tokens_per_second']:.0f}",
-        f"{row['token_s_predicted'] / token:.3f}",
+        f"{row['of_formula']:.3f}",
     ]
 
 

@@ -357,6 +357,8 @@ class ServingWorkload:
         laps: of a step in which nothing but such tokens pass.
         chunk, chunks: tokens of a part of a prompt, and parts of the prompts that follow these laps.
         chunk_s: that a layer takes longer with such a part.
+        embedding_s: of the embedding on a pass. So the first stage is what passes wait for: if all were alike, it would
+            be whichever is slower by a hair, and a step would end long before all wait there.
 
     Raises:
         UserError: a setting that cannot work.
@@ -370,12 +372,13 @@ class ServingWorkload:
     chunk: int
     chunks: int
     chunk_s: float
+    embedding_s: float
 
     kind: ClassVar[str] = "serving"
 
     def __post_init__(self) -> None:
         check_whole(self, laps=3, **dict.fromkeys(("layers", "slots", "token_bytes", "chunk", "chunks"), 1))
-        check_positive(self, "forward_s", "chunk_s")
+        check_positive(self, "forward_s", "chunk_s", "embedding_s")
 
     def split(self, parts: int) -> ServingWorkload:
         """The same workload.
@@ -388,7 +391,8 @@ class ServingWorkload:
 
     def faster(self, times: int) -> ServingWorkload:
         """The same bytes with computing that is so many times as fast."""
-        return replace(self, forward_s=self.forward_s / times, chunk_s=self.chunk_s / times)
+        less = {name: getattr(self, name) / times for name in ("forward_s", "chunk_s", "embedding_s")}
+        return replace(self, **less)
 
 
 @dataclass(frozen=True)

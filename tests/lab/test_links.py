@@ -96,6 +96,11 @@ def test_headers_take_a_hundredth_and_nothing_estimates_the_rate(cluster: Cluste
         assert "congctl cubic" in network.call("ip", "-n", cluster.nodes[0], "route", "show")
 
 
+def test_connections_that_have_rested_go_on_as_fast(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        assert network.call("ip", "netns", "exec", node, "cat", network.SLOW_START).strip() == "0"
+
+
 def test_one_node_has_no_links() -> None:
     assert Cluster("alone", 1).links([1000]) is None
 

@@ -16,6 +16,7 @@ from selected import quick_ones
 from served_families import Joining, generated, plain_model, served, staying, wanted
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.pipeline.generate import Wanted
 from tawpipe.runtime.engine import Engine, load_engine
 from tawpipe.runtime.laps import drawn_message, header_of, read_drawn, read_header
 from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
@@ -42,6 +43,16 @@ def test_a_folder_writes_what_generate_writes(folder: Path, groups: int) -> None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert texts_of(engine) == generated(model, wanted())
     assert texts_of(engine) == generated(model, wanted()), "an engine may run again"
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 1031])
+def test_vocabularies_of_any_size(vocabulary: int) -> None:
+    model = plain_model(vocab_size=vocabulary, tie_word_embeddings=True, pad_token_id=None)
+    sampling = Sampling(temperature=0.0, logprobs=20)
+    asked = Wanted([[0] * 5, [vocabulary - 1]], 4, sampling, frozenset())
+    expected, texts = generated(model, asked), Joining(asked, ROOM, join=(0, 1))
+    Engine(staying(Chain(model)), ROOM).run(texts)
+    assert [list(each.ids) for each in texts.continuations] == expected
 
 
 def test_what_is_not_served_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

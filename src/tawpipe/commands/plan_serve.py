@@ -44,7 +44,7 @@ def request_for(
     from tawpipe.model.serving import WeightBytes, form_there, refuse_serving
     from tawpipe.plan.measure import USABLE, device_name, system_of
     from tawpipe.plan.pass_costs import estimated_passes, measured_passes
-    from tawpipe.plan.serving import ServeRequest
+    from tawpipe.plan.serving import HAND_S, ServeRequest
 
     config, device = words.config, machine.device
     measures = words.profile == "measure" or (words.profile == "auto" and device_name(here) == device.name)
@@ -91,4 +91,5 @@ def request_for(
         system_bytes=system_of(machine, here)[0],
         source=source if form == EXACT else f"{source}; weights in {form}",
         why_not_staged=chain.why_not_staged,
+        hand_s=HAND_S,
     )

@@ -340,8 +340,14 @@ def explicit_scores(
     dropout: float,
     softcap: float | None,
     generator: torch.Generator | None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
-    """Scores, cap, causal window, sinks and softmax of some queries; query i stands at key ``offset + i``."""
+    """Scores, cap, causal window, sinks and softmax of some queries; query i stands at key ``offset + i``.
+
+    Args:
+        hidden: True where a query does not see a key, of every [rows, groups, heads of a group, queries, keys]; by
+            default what ``offset`` and ``window`` say.
+    """
     rows, heads, queries, dim = query.shape
     groups, keys = key.shape[1], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -349,9 +355,10 @@ def explicit_scores(
     scores = (folded @ key.transpose(2, 3)).to(wide).view(rows, groups, heads // groups, queries, keys) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    i = torch.arange(queries, device=query.device)[:, None] + offset
-    j = torch.arange(keys, device=query.device)[None, :]
-    hidden = j > i if window is None else (j > i) | (j <= i - window)
+    if hidden is None:
+        i = torch.arange(queries, device=query.device)[:, None] + offset
+        j = torch.arange(keys, device=query.device)[None, :]
+        hidden = j > i if window is None else (j > i) | (j <= i - window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         column = sinks.to(wide).view(1, groups, heads // groups, 1, 1).expand(rows, -1, -1, queries, 1)

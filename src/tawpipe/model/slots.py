@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chunked import AttentionOptions
-from tawpipe.model.kernels import Documents
+from tawpipe.model.kernels import Documents, explicit_scores
 
 WASTED = 2
 """Slots of which each has a token are computed at once where that reads at most so many times the keys they see."""
@@ -319,27 +320,11 @@ def _attention(
         shared = (tensor[0].unsqueeze(1).expand(-1, heads, -1, -1) for tensor in (key, value))
         return F.scaled_dot_product_attention(query[0], *shared, attn_mask=seen, scale=options.scale)[None]
     size = max(1, SCORES // (rows * groups * heads * key.shape[2]))
-    pieces = []
+    folded, pieces = query.flatten(1, 2), list[Tensor]()
+    given: dict[str, Any] = {"window": None, "scale": options.scale, "softcap": options.softcap}
+    given |= {"dropout": 0.0, "generator": None, "offset": key.shape[2] - 1}
     for begin in range(0, count, size):
         part = slice(begin, min(begin + size, count))
-        mask = None if seen is None else seen[:, :, part]
-        pieces.append(_explicit(query[:, :, :, part], key, value, mask, sinks, options))
-    return torch.cat(pieces, dim=3)
-
-
-def _explicit(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, sinks: Tensor | None, options: AttentionOptions
-) -> Tensor:
-    """The same with scores that are there: soft caps, sinks, and values of another size than keys."""
-    rows, groups, heads, count, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.flatten(2, 3) @ key.transpose(2, 3)).to(wide).unflatten(2, (heads, count)) * options.scale
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    if seen is not None:
-        scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
-    if sinks is not None:
-        column = sinks.to(wide).view(1, groups, heads, 1, 1).expand(rows, -1, -1, count, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights.flatten(2, 3) @ value).unflatten(2, (heads, count))
+        hidden = None if seen is None else ~seen[:, :, None, part]  # where None, the one query stands at the last key
+        pieces.append(explicit_scores(folded[:, :, part], key, value, sinks, hidden=hidden, **given))
+    return torch.cat(pieces, dim=2).unflatten(1, (groups, heads))

@@ -34,6 +34,9 @@ LONGER = 2.0
 """Times as long as without it that a pass with a chunk may take: all users of its group wait for it."""
 SIMPLER = 1.05
 """Times as long as the least that a token may take where that needs fewer stages."""
+HAND_S = 9e-4
+"""Seconds of a hop besides the link's: threads that wake one after the other, and the calls of a transfer. Measured on
+CPUs (benchmarks/results/README.md#serving-serving)."""
 ROOMS = 4
 """Passes for which a process has room besides caches, for each group: what comes, what goes, and what it computes."""
 
@@ -85,6 +88,7 @@ class ServeRequest:
         system_bytes: of a device that the driver and libraries take, or of a process.
         source: of ``costs``, in words.
         why_not_staged: the reason why its layers cannot be on other devices than the embedding; mostly empty.
+        hand_s: of a hop besides the link's; 0 for the formula alone.
     """
 
     model: ModelSpec
@@ -99,6 +103,7 @@ class ServeRequest:
     system_bytes: int = 0
     source: str = ""
     why_not_staged: str = ""
+    hand_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("users", 1), ("context", 2)):
@@ -107,14 +112,14 @@ class ServeRequest:
                 raise UserError(f"--{name}", value, f"a whole number from {least}")
 
     def link_of(self, source: int, target: int) -> tuple[float, float]:
-        """(seconds for a byte, latency) from one rank to another."""
+        """(seconds for a byte, seconds besides) from one rank to another."""
         topology, machine = self.machine.topology, self.machine
         ends = topology.node_of(source), topology.node_of(target)
         if ends[0] == ends[1]:
             links = [machine.inside]
         else:
             links = [machine.between_of.get(node, machine.between) for node in ends]
-        return max(1 / link.bytes_per_s for link in links), max(link.latency_s for link in links)
+        return max(1 / link.bytes_per_s for link in links), self.hand_s + max(link.latency_s for link in links)
 
 
 def fullest_bytes(model: ModelSpec, stages: Layout, weight_bytes: Sequence[float], cache_bytes: float) -> float:

@@ -40,6 +40,9 @@ INTERFACE = "lab0"
 MAX_NODES = 250
 """Nodes for which the cluster's network has addresses, with some to spare."""
 
+SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
+"""Of every namespace: whether connections that have rested begin slowly."""
+
 _NETWORK = "10.77.0"
 _NAMESPACES = Path("/var/run/netns")
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -209,8 +212,10 @@ def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
             said = process.stderr.read().decode(errors="replace").strip().splitlines()
             raise RunError(f"links with a latency cannot be made: {said[-1] if said else 'no reason was given'}")
     for node in range(num_nodes):
-        end, _ = ends_of(node)
-        call("ip", "-n", switch, "link", "set", end, "netns", f"{name}{node}", "name", INTERFACE)
+        inside, (end, _) = f"{name}{node}", ends_of(node)
+        call("ip", "-n", switch, "link", "set", end, "netns", inside, "name", INTERFACE)
+        # Or after a rest a message waits for one round trip more, and for some if it is large: see docs/cluster.md.
+        call("ip", "netns", "exec", inside, "sh", "-c", f"echo 0 > {SLOW_START}")
 
 
 def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
