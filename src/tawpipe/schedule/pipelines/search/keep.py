@@ -13,7 +13,8 @@ from itertools import product
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.keeping import Annealing, Keeping
+from tawpipe.schedule.pipelines.search.drafts import Keeping
+from tawpipe.schedule.pipelines.search.keeping import Annealing
 from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play

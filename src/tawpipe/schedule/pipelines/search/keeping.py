@@ -2,23 +2,24 @@
 
 A draft is judged by one order: a pass in time under the limit of memory, and one backward and forward in time. So much
 depends on where backward passes are parted (between its parts a layer keeps more than before them) and on how many
-micro-batches are under way that these belong to a draft, like its cuts and what every layer keeps.
+micro-batches are under way that these belong to a draft, like its cuts and what every layer keeps. A neighbour's order
+begins with that of the draft before it. A stage whose layers' memory waits in the host's takes none in such a pass but
+places for what is on its way; then the works of the host's link are added, and their time and memory count.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby, islice, pairwise, product
+from dataclasses import replace
+from itertools import islice, pairwise, product
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.search.arrange import ROUNDS, began, joined, justified, policies
 from tawpipe.schedule.pipelines.search.bounds import bound
+from tawpipe.schedule.pipelines.search.drafts import SPARE, Draft, Judged, Keeping
 from tawpipe.schedule.pipelines.search.listing import with_host
 from tawpipe.schedule.pipelines.search.passes import Passes, TimedOrder
 from tawpipe.schedule.pipelines.search.room import whole_stages
@@ -34,107 +35,8 @@ LEAN = 0.05
 """Of the mean work of positions, what is added to the time of a step: of equal steps the one that computes less."""
 STARTS = 4
 """Shares of the layers that keep less, the first ones, in the drafts that annealing may begin with."""
-SPARE = (2, 1, 3)
-"""Places for what moves, see ``Draft``."""
 STAGES = 6
 """Of a position, at most."""
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """What layers keep, and the stages that they are in.
-
-    Args:
-        keeps: for every block what its backward pass computes again, as in ``ScheduleSettings.recompute``.
-        moving: blocks whose memory may go to the host's.
-    """
-
-    layout: Layout
-    keeps: tuple[str, ...]
-    moving: frozenset[int] = frozenset()
-
-    @property
-    def recompute(self) -> str:
-        """The setting that says so, from the last layer backwards."""
-        runs = [(how, len([*same])) for how, same in groupby(reversed(self.keeps[1:-1]))]
-        return ",".join([*(f"{how}:{count}" for how, count in runs[:-1]), runs[-1][0]])
-
-    def costs(self, options: Mapping[str, PipelineCosts]) -> PipelineCosts:
-        """The costs of it, by those with all layers alike; with no host where nothing moves."""
-        blocks = []
-        for number, how in enumerate(self.keeps):
-            block = options[how].blocks[number]
-            blocks.append(replace(block, stays=0.0 if number in self.moving else block.kept))
-        costs = next(iter(options.values()))
-        return replace(costs, blocks=tuple(blocks), host=costs.host if self.moving else math.inf)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A choice, and how an order is made for it.
-
-    Args:
-        parted: by stage, whether gradients of weights are computed apart, where memory holds that.
-        policy: see ``arrange.policies``.
-        hosted: by stage, whether what its layers keep waits in the host's memory.
-        spare: places of a position for what is on its way to or from there, each for the most that one stage keeps.
-    """
-
-    choice: Keeping
-    parted: tuple[bool, ...]
-    policy: tuple[int, int]
-    hosted: tuple[bool, ...]
-    spare: int = SPARE[0]
-
-    @property
-    def chosen(self) -> Keeping:
-        """The choice with the layers whose memory moves."""
-        layout = self.choice.layout
-        moving = (block for stage, away in enumerate(self.hosted) if away for block in layout.blocks_of(stage) if block)
-        return replace(self.choice, moving=frozenset(moving))
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A draft with the order that it is judged by.
-
-    Args:
-        length: of a step, in ticks.
-        energy: what annealing lowers, see ``LEAN``.
-        order: with the host's works, where there are some.
-    """
-
-    draft: Draft
-    passes: Passes
-    timed: TimedOrder
-    length: float
-    energy: float
-    order: Order | None = None
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """When works start, by number; a W that is none begins with its B."""
-        count, stages, starts = (
-            self.passes.micro_batches,
-            self.draft.choice.layout.stages,
-            self.passes.starts(self.timed),
-        )
-        for step, split in enumerate(reversed(self.passes.split)):
-            if not split:
-                first = (stages + step) * count
-                starts[first + stages * count : first + (stages + 1) * count] = starts[first : first + count]
-        return starts
-
-    def urgency(self, passes: Passes) -> list[int]:
-        """All works of a neighbour, in the order of their starts here."""
-        count, here, there = passes.micro_batches, self.draft.choice.layout, passes.stages.layout
-        starts = self.starts
-        if here.stages != there.stages:
-            same = [bisect_right(here.cuts, first) - 1 for first in there.cuts]
-            steps = [turn * here.stages + at for turn, at in product((0,), same)]
-            steps += [turn * here.stages + here.stages - 1 - at for turn, at in product((1, 2), reversed(same))]
-            starts = [start for step in steps for start in starts[step * count : (step + 1) * count]]
-        return sorted(passes.works, key=starts.__getitem__)
 
 
 class Annealing:
@@ -199,16 +101,12 @@ class Annealing:
             before: what it is a neighbour of, whose order its own begins with.
         """
         layout, flying, moves = draft.choice.layout, draft.policy[0], any(draft.hosted)
-        if moves and (math.isinf(self._ticks.host) or most == math.inf):
+        if draft.hosted[-1]:  # the head's own input stays
             return None
         costs = self._costs(draft)
         stages = costs.stages(layout)
-        work = (
-            LEAN
-            * self.micro_batches
-            * sum(stages.seconds[kind, s] for kind in "FB" for s in range(layout.stages))
-            / layout.size
-        )
+        work = self.micro_batches * sum(stages.seconds[kind, s] for kind in "FB" for s in range(layout.stages))
+        work *= LEAN / layout.size
         most -= work
         if most < math.inf and self._hopeless(draft, costs, stages, most):
             return None
@@ -290,8 +188,8 @@ class Annealing:
             return self._with_cuts(draft)
         if draw < 0.65:
             return replace(draft, choice=replace(choice, keeps=self._kept(choice.keeps)))
-        if draw < 0.72 and math.isfinite(self._ticks.host):
-            stage = self.random.randrange(choice.layout.stages)
+        if draw < 0.72 and math.isfinite(self._ticks.host) and choice.layout.stages > 1:
+            stage = self.random.randrange(choice.layout.stages - 1)
             hosted = tuple(not away if s == stage else away for s, away in enumerate(draft.hosted))
             spare = self.random.choice(SPARE) if any(draft.hosted) and self.random.random() < 0.3 else draft.spare
             return replace(draft, hosted=hosted if spare == draft.spare else draft.hosted, spare=spare)
