@@ -9,8 +9,8 @@ with 16 micro-batches of one row; memory of a position 0.7, 0.5 and 0.35 of what
 link to the host of 25 or 12.5 GB/s each way, shared by the eight devices of a node; rows of 4,096 and 16,384 tokens.
 
 The baseline is the shortest of 1f1b, interleaved-1f1b, zero-bubble and generated, with no, selective or full
-recomputation of all layers, that fits. Beside it, one after the other: a choice layer by layer without the host's
-memory (search/keep.py), with it, and the solver from there on. Times are those of schedule/pipelines/work.py, and so is
+recomputation of all layers, that fits. Beside it: a choice layer by layer without the host's memory (search/keep.py),
+one with it, and the solver from the shorter of these on. Times are those of schedule/pipelines/work.py, and so is
 memory, the worst of all timings, with room for what is on its way. Weights and optimizer state are left out of both.
 Nothing computes here. Writes ``optpipe.json`` and ``table.md``; where the folder has cells already, it goes on with the
 next. With ``--suite`` it writes four of the cells as a suite of the lab, with the orders found and those of the best
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import platform
 import shlex
 import statistics
@@ -58,7 +59,8 @@ from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
-TRIES, WITH_HOST = 20_000, 8
+TRIES = 6000
+"""Of annealing, without the host's memory, and as many with it."""
 SLOWER, LAB_RATE = {4096: 4, 16384: 1}, 10e6 / 8 * 0.99
 """Of the lab: times as long as on the GPU, by tokens; bytes a second of its links."""
 UNDER_WAY = 13
@@ -135,9 +137,11 @@ def uniform(tokens: int, share: float) -> tuple[dict[str, float], dict[str, Layo
 
 
 @cache
-def on_device(tokens: int, share: float) -> Kept:
-    """The choice without the host's memory, from a V and the stages of the best uniform way on."""
-    options, (fixed, layouts) = problem(Cell(tokens, share, LINKS[0])), uniform(tokens, share)
+def chosen(tokens: int, share: float, link: float = 0.0) -> Kept:
+    """The choice from a V and the stages of the best uniform way on; with the host's memory if there is a link."""
+    options, (fixed, layouts) = problem(Cell(tokens, share, link or LINKS[0])), uniform(tokens, share)
+    if not link:
+        options = {how: replace(costs, host=math.inf) for how, costs in options.items()}
     folded = Layout.even(len(options["none"].blocks), STAGES, 2, folded=True)
     begin = [folded, layouts[min(fixed, key=lambda name: fixed[name])]]
     return choose(options, begin, MICRO_BATCHES, tries=TRIES)
@@ -155,16 +159,16 @@ def held(cell: Cell, kept: Kept, order: Order) -> float:
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     """A cell's baseline, and what is found."""
     begin = time.perf_counter()
-    options, (fixed, _) = problem(cell), uniform(cell.tokens, cell.share)
-    alone = on_device(cell.tokens, cell.share)
-    hosted = choose(options, [alone.choice.layout], MICRO_BATCHES, tries=0, with_host=WITH_HOST, begin=alone)
-    found = solve(hosted.choice.layout, hosted.costs, MICRO_BATCHES, hosted.order, seconds=seconds)
+    fixed, _ = uniform(cell.tokens, cell.share)
+    alone, hosted = chosen(cell.tokens, cell.share), chosen(cell.tokens, cell.share, cell.link)
+    kept = min(alone, hosted, key=lambda kept: kept.makespan)
+    found = solve(kept.choice.layout, kept.costs, MICRO_BATCHES, kept.order, seconds=seconds)
     best = min(fixed, key=lambda name: fixed[name])
-    choice, limit = hosted.choice, hosted.costs.memory + UNDER_WAY
+    choice, limit = kept.choice, kept.costs.memory + UNDER_WAY
     return {
         "name": cell.name,
         "limit": limit,
-        "held": held(cell, hosted, found.order),
+        "held": held(cell, kept, found.order),
         "fixed_s": {name: value / 1e6 for name, value in fixed.items()},
         "best": best,
         "chosen_s": alone.makespan / 1e6,
@@ -176,7 +180,7 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
         "recompute": choice.recompute,
         "moving": sorted(choice.moving),
         "offloads": sum(map(len, found.order.host)) // 2,
-        "costs": spell_times(hosted.costs),
+        "costs": spell_times(kept.costs),
         "order": str(found.order),
         "took_s": time.perf_counter() - begin,
     }

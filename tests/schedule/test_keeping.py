@@ -13,8 +13,9 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.search.arrange import arrange
+from tawpipe.schedule.pipelines.search.drafts import Keeping
 from tawpipe.schedule.pipelines.search.keep import choose
-from tawpipe.schedule.pipelines.search.keeping import Annealing, Keeping
+from tawpipe.schedule.pipelines.search.keeping import Annealing
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import recompute_of_blocks
 
@@ -58,34 +59,44 @@ def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
         assert len(set(choice.keeps[1:-1])) > 1 and made.makespan < 0.97 * alike(given)
 
 
+@pytest.mark.parametrize("host", [math.inf, 0.2])
 @pytest.mark.parametrize("memory", [7.0, 25.0, 60.0])
-def test_any_draft_has_an_order_within_the_limit(memory):
-    given = options(memory)
+def test_any_draft_has_an_order_within_the_limit(memory, host):
+    given = options(memory, host)
     annealing = Annealing(given, MICRO_BATCHES)
-    draft, shapes = annealing.best(LAYOUTS, 0), set()
-    for _ in range(80):
-        assert draft is not None
-        changed = annealing._changed(draft)
-        if changed is None or (length := annealing.length(changed)) == math.inf:
+    here, shapes, moved = annealing.best(LAYOUTS, 0), set(), 0
+    for _ in range(150):
+        assert here is not None
+        changed = annealing.changed(here.draft)
+        if changed is None or (judged := annealing.judged(changed, 3 * here.energy, here)) is None:
             continue
-        draft, choice, costs = changed, changed.choice, changed.choice.costs(given)
-        order = annealing.order(draft)
+        here, choice = judged, judged.draft.chosen
+        costs, order = choice.costs(given), annealing.order(judged)
         done = Counter((work.kind, work.stage) for works in order.compute for work in works)
         assert all(done["F", s] == MICRO_BATCHES for s in range(choice.layout.stages))
         assert all(done["B", s] + done["W", s] == MICRO_BATCHES for s in range(choice.layout.stages))
-        assert makespan(play(choice.layout, order, costs)) <= length * (1 + 1e-9)
+        away = Counter(work.stage for works in order.host for work in works if work.kind == "O")
+        assert away == Counter(
+            {
+                s: MICRO_BATCHES
+                for s, hosted in enumerate(judged.draft.hosted)
+                if hosted and costs.stages(choice.layout).moved[s]
+            }
+        )
+        assert makespan(play(choice.layout, order, costs)) <= judged.length / annealing.scale * (1 + 1e-9)
         assert all(fits(costs, most) for most in peak(choice.layout, order, costs))
-        shapes.add((choice.layout.places, choice.keeps, draft.parted))
+        shapes.add((choice.layout.places, choice.keeps, judged.draft.parted))
+        moved += bool(away)
     assert len(shapes) > 10 and len({places for places, _, _ in shapes}) > 1
+    assert bool(moved) == (host < math.inf)
 
 
 def test_annealing_finds_the_same_each_time_and_more_tries_no_longer_a_step():
     lengths = []
     for tries in (0, 200, 200):
-        annealing = Annealing(options(40.0), MICRO_BATCHES)
-        best = annealing.best(LAYOUTS, tries)
+        best = Annealing(options(40.0), MICRO_BATCHES).best(LAYOUTS, tries)
         assert best is not None
-        lengths.append(annealing.length(best))
+        lengths.append(best.length)
     assert lengths[0] > lengths[1] == lengths[2]
 
 
@@ -96,9 +107,8 @@ def test_a_choice_is_a_setting():
 
 
 def test_some_memory_goes_to_a_host_that_is_near():
-    alone = choose(options(30.0), LAYOUTS[:1], MICRO_BATCHES, tries=0)
-    given = options(30.0, host=0.2)
-    made = choose(given, [], MICRO_BATCHES, tries=0, with_host=30, begin=alone)
+    alone, made = (choose(options(20.0, host), LAYOUTS, MICRO_BATCHES, tries=400) for host in (math.inf, 0.2))
+    assert not alone.choice.moving and not any(alone.order.host)
     assert made.makespan < alone.makespan and made.choice.moving and any(made.order.host)
     assert all(fits(made.costs, most) for most in peak(made.choice.layout, made.order, made.costs))
     assert all(

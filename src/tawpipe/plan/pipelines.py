@@ -36,8 +36,8 @@ from tawpipe.simulate import LinkModel
 MICRO = 1e6
 QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
-KEEP_TRIES, WITH_HOST, SOLVE_S = 3000, 4, 4.0
-"""For a choice layer by layer: tries on the device, orders with the host's memory, the solver's seconds."""
+KEEP_TRIES, SOLVE_S = 3000, 4.0
+"""For a choice layer by layer: tries, and the solver's seconds."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
 LESS = 0.8
@@ -136,7 +136,7 @@ def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Itera
         layouts.append(Layout.even(blocks, positions.size, 2, folded=True))
     for _ in range(2):
         limited = {how: replace(costs, memory=memory) for how, costs in options.items()}
-        kept = choose(limited, layouts, count, tries=KEEP_TRIES, with_host=WITH_HOST)
+        kept = choose(limited, layouts, count, tries=KEEP_TRIES)
         layout, order = kept.choice.layout, kept.order
         if has_solver():
             order = solve(layout, kept.costs, count, order, seconds=SOLVE_S).order

@@ -2,7 +2,9 @@
 
 A draft is judged by one order: a pass in time under the limit of memory, and one backward and forward in time. So much
 depends on where backward passes are parted (between its parts a layer keeps more than before them) and on how many
-micro-batches are under way that these belong to a draft, like its cuts and what every layer keeps.
+micro-batches are under way that these belong to a draft, like its cuts and what every layer keeps. A neighbour's order
+begins with that of the draft before it. A stage whose layers' memory waits in the host's takes none in such a pass but
+places for what is on its way; then the works of the host's link are added, and their time and memory count.
 """
 
 from __future__ import annotations
@@ -10,73 +12,35 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise, product
+from dataclasses import replace
+from itertools import islice, pairwise, product
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.search.arrange import ROUNDS, began, joined, justified, policies
 from tawpipe.schedule.pipelines.search.bounds import bound
+from tawpipe.schedule.pipelines.search.drafts import SPARE, Draft, Judged, Keeping
+from tawpipe.schedule.pipelines.search.listing import with_host
 from tawpipe.schedule.pipelines.search.passes import Passes, TimedOrder
 from tawpipe.schedule.pipelines.search.room import whole_stages
 from tawpipe.schedule.pipelines.search.ticks import Ticks
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, StageCosts, makespan, play
 
 WARM, COLD = 4e-3, 1e-5
 """Share of a step's time by which a worse draft is accepted, about, in the beginning and in the end."""
-HOPELESS = 1.2
-"""Times as long as what would be accepted: a first pass after which no second one is made."""
+HOPELESS, NEAR = 1.2, 1.01
+"""Times as long as what would be accepted: a first pass after which no second one is made; the same for a pass that
+begins with the order of a neighbour."""
+LEAN = 0.05
+"""Of the mean work of positions, what is added to the time of a step: of equal steps the one that computes less."""
 STARTS = 4
 """Shares of the layers that keep less, the first ones, in the drafts that annealing may begin with."""
 STAGES = 6
 """Of a position, at most."""
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """What layers keep, and the stages that they are in.
-
-    Args:
-        keeps: for every block what its backward pass computes again, as in ``ScheduleSettings.recompute``.
-        moving: blocks whose memory may go to the host's.
-    """
-
-    layout: Layout
-    keeps: tuple[str, ...]
-    moving: frozenset[int] = frozenset()
-
-    @property
-    def recompute(self) -> str:
-        """The setting that says so, from the last layer backwards."""
-        runs = [(how, len([*same])) for how, same in groupby(reversed(self.keeps[1:-1]))]
-        return ",".join([*(f"{how}:{count}" for how, count in runs[:-1]), runs[-1][0]])
-
-    def costs(self, options: Mapping[str, PipelineCosts]) -> PipelineCosts:
-        """The costs of it, by those with all layers alike; with no host where nothing moves."""
-        blocks = []
-        for number, how in enumerate(self.keeps):
-            block = options[how].blocks[number]
-            blocks.append(replace(block, stays=0.0 if number in self.moving else block.kept))
-        costs = next(iter(options.values()))
-        return replace(costs, blocks=tuple(blocks), host=costs.host if self.moving else math.inf)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A choice, and how an order is made for it.
-
-    Args:
-        parted: by stage, whether gradients of weights are computed apart, where memory holds that.
-        policy: see ``arrange.policies``.
-    """
-
-    choice: Keeping
-    parted: tuple[bool, ...]
-    policy: tuple[int, int]
-
-
 class Annealing:
-    """Drafts that have been judged.
+    """Drafts that are judged.
 
     Args:
         options: by what layers compute again their costs.
@@ -85,82 +49,155 @@ class Annealing:
     def __init__(self, options: Mapping[str, PipelineCosts], micro_batches: int) -> None:
         self.options, self.micro_batches = options, micro_batches
         self.names = [*options]
-        self.lengths: dict[Draft, float] = {}
         self.random = random.Random(0)
+        costs = next(iter(options.values()))
+        ticks = Ticks.of(replace(costs, blocks=tuple(b for option in options.values() for b in option.blocks)))
+        blocks = iter(ticks.blocks)
+        self._moving = {how: [*islice(blocks, len(costs.blocks))] for how in options}
+        self._staying = {how: [replace(b, stays=b.kept) for b in given] for how, given in self._moving.items()}
+        self._ticks = replace(ticks, blocks=(), host=costs.host * ticks.scale / ticks.memory_scale)
 
-    def best(self, layouts: Iterable[Layout], tries: int) -> Draft | None:
-        """The best draft after so many tries, those of the beginnings not counted; None if memory holds none."""
-        draft, length = None, math.inf
-        for begun in self._beginnings(layouts):
-            if (time := self.length(begun, length)) < length:
-                draft, length = begun, time
-        if draft is None:
+    def best(self, layouts: Iterable[Layout], tries: int) -> Judged | None:
+        """The best draft after so many tries, those of the beginnings not counted; None if memory holds none.
+
+        Half of them go on from the best beginning of each layout, the others from the best that these have found.
+        """
+        found = list[Judged]()
+        for layout in layouts:
+            here = None
+            for begun in self._beginnings(layout):
+                here = self.judged(begun, here.energy if here else math.inf) or here
+            found += [here] if here else []
+        if not found:
             return None
-        best, least = draft, length
+        first = tries // 2 if len(found) > 1 else 0
+        best = min((self._annealed(here, first // len(found)) for here in found), key=lambda one: one.length)
+        return self._annealed(best, tries - first)
+
+    def _annealed(self, here: Judged, tries: int) -> Judged:
+        """The best after so many neighbours."""
+        best = here
         for number in range(tries):
             warmth = WARM * (1 - number / tries) + COLD
-            most = length * (1 - warmth * math.log(1 - self.random.random()))
-            other = self._changed(draft)
-            if other is not None and (time := self.length(other, most)) < most:
-                draft, length = other, time
-                if length < least:
-                    best, least = draft, length
+            most = here.energy * (1 - warmth * math.log(1 - self.random.random()))
+            other = self.changed(here.draft)
+            if other is not None and (judged := self.judged(other, most, here)) is not None:
+                here = judged
+                if here.length < best.length:
+                    best = here
         return best
 
-    def order(self, draft: Draft) -> Order:
-        """A draft's order, with more passes than it was judged by."""
-        passes = self._passes(draft)
-        return joined(passes, justified(passes, began(passes, *draft.policy), draft.policy[0], ROUNDS))
+    def order(self, judged: Judged) -> Order:
+        """A draft's order, with more passes than it was judged by where nothing moves."""
+        if judged.order is not None:
+            return judged.order
+        passes = judged.passes
+        return joined(passes, justified(passes, judged.timed, judged.draft.policy[0], ROUNDS))
 
-    def length(self, draft: Draft, most: float = math.inf) -> float:
-        """The time of a step by a quick order; no end where there is no memory, or it is far above ``most``."""
-        if draft not in self.lengths:
-            costs = draft.choice.costs(self.options)
-            if most < math.inf and bound(draft.choice.layout, costs, self.micro_batches, split=True) >= most:
-                return math.inf
-            try:
-                self.lengths[draft] = self._quickly(self._passes(draft, costs), draft, most)
-            except UserError:
-                self.lengths[draft] = math.inf
-        return self.lengths[draft]
+    def judged(self, draft: Draft, most: float = math.inf, before: Judged | None = None) -> Judged | None:
+        """A draft with a quick order; None where there is no memory, or it takes ``most`` or longer.
 
-    def _quickly(self, passes: Passes, draft: Draft, most: float) -> float:
-        costs = passes.stages.costs
-        assert isinstance(costs, Ticks)
-        timed: TimedOrder = began(passes, *draft.policy)
-        if timed.makespan <= HOPELESS * most * costs.scale:
-            timed = justified(passes, timed, draft.policy[0], rounds=1)
-        return timed.makespan / costs.scale
+        Args:
+            before: what it is a neighbour of, whose order its own begins with.
+        """
+        layout, flying, moves = draft.choice.layout, draft.policy[0], any(draft.hosted)
+        if draft.hosted[-1]:  # the head's own input stays
+            return None
+        costs = self._costs(draft)
+        stages = costs.stages(layout)
+        work = self.micro_batches * sum(stages.seconds[kind, s] for kind in "FB" for s in range(layout.stages))
+        work *= LEAN / layout.size
+        most -= work
+        if most < math.inf and self._hopeless(draft, costs, stages, most):
+            return None
+        if moves:
+            stages = self._without(draft, costs, stages).stages(layout)
+        try:
+            apart = zip(whole_stages(stages, True), draft.parted, strict=True)
+        except UserError:
+            return None
+        passes = Passes(stages, self.micro_batches, tuple(fits and wanted for fits, wanted in apart))
+        if before is None or before.draft.policy != draft.policy:
+            timed, hopeless = began(passes, *draft.policy), HOPELESS
+        else:
+            timed, hopeless = passes.forward(before.urgency(passes), flying), NEAR
+        if timed.makespan > hopeless * most:
+            return None
+        timed = justified(passes, timed, flying, rounds=1)
+        if timed.makespan >= most:
+            return None
+        order, length = self._hosted(draft, passes, timed, most) if moves else (None, timed.makespan)
+        return Judged(draft, passes, timed, length, length + work, order) if length < most else None
 
-    def _passes(self, draft: Draft, costs: PipelineCosts | None = None) -> Passes:
-        stages = Ticks.of(costs or draft.choice.costs(self.options)).stages(draft.choice.layout)
-        apart = zip(whole_stages(stages, True), draft.parted, strict=True)
-        return Passes(stages, self.micro_batches, tuple(fits and wanted for fits, wanted in apart))
+    @property
+    def scale(self) -> float:
+        """Ticks of a unit of time."""
+        return self._ticks.scale
 
-    def _beginnings(self, layouts: Iterable[Layout]) -> Iterator[Draft]:
+    def _costs(self, draft: Draft) -> Ticks:
+        layout, blocks = draft.choice.layout, []
+        for stage, away in enumerate(draft.hosted):
+            table = self._moving if away else self._staying
+            blocks += [table[draft.choice.keeps[block]][block] for block in layout.blocks_of(stage)]
+        return replace(self._ticks, blocks=tuple(blocks))
+
+    def _hopeless(self, draft: Draft, costs: Ticks, stages: StageCosts, most: float) -> bool:
+        """True if no order can be as short, or the host's link cannot."""
+        layout = draft.choice.layout
+        for place in range(layout.size) if any(draft.hosted) else ():
+            if 2 * self.micro_batches * sum(stages.seconds["O", stage] for stage in layout.stages_of(place)) >= most:
+                return True
+        return bound(layout, costs, self.micro_batches, split=True) >= most
+
+    def _without(self, draft: Draft, costs: Ticks, stages: StageCosts) -> Ticks:
+        """As if what moves took no memory but places for what is on its way."""
+        layout, blocks = draft.choice.layout, [*costs.blocks]
+        for place in range(layout.size):
+            away = [stage for stage in layout.stages_of(place) if draft.hosted[stage]]
+            for stage in away:
+                for block in layout.blocks_of(stage):
+                    blocks[block] = replace(blocks[block], kept=0, stays=0)
+            if away:
+                first, places = layout.cuts[away[0]], draft.spare * max(stages.moved[stage] for stage in away)
+                blocks[first] = replace(blocks[first], resident=blocks[first].resident + places)
+        return replace(costs, blocks=tuple(blocks))
+
+    def _hosted(self, draft: Draft, passes: Passes, timed: TimedOrder, most: float) -> tuple[Order | None, float]:
+        """The draft with works of the host's link, if these do not make it too long."""
+        layout, costs, scale = draft.choice.layout, draft.chosen.costs(self.options), self._ticks.scale
+        away = {(s, m) for s, moves in enumerate(draft.hosted) if moves for m in range(self.micro_batches)}
+        order = with_host(layout, joined(passes, timed).compute, away, costs, most / scale)
+        return order, makespan(play(layout, order, costs)) * scale if order else math.inf
+
+    def _beginnings(self, layout: Layout) -> Iterator[Draft]:
         """With all layers alike, or less kept by the first ones; with few or many micro-batches under way."""
         kept = {how: sum(block.kept for block in costs.blocks) for how, costs in self.options.items()}
-        for layout, more, less, part in product(layouts, self.names, self.names, range(STARTS)):
+        for more, less, part in product(self.names, self.names, range(STARTS)):
             if kept[less] > kept[more] or (more == less and part):
                 continue
             first, half = 1 + (layout.blocks - 2) * part // STARTS, layout.stages // 2
             choice = Keeping(layout, (less,) * first + (more,) * (layout.blocks - first))
             for early, late, flying in product((True, False), (True, False), (3 * layout.size // 2, 3 * layout.size)):
                 parted = (early,) * half + (late,) * (layout.stages - half)
-                yield Draft(choice, parted, (min(flying, self.micro_batches), 1))
+                yield Draft(choice, parted, (min(flying, self.micro_batches), 1), (False,) * layout.stages)
 
-    def _changed(self, draft: Draft) -> Draft | None:
+    def changed(self, draft: Draft) -> Draft | None:
         """A neighbour at random; None if there is none of the kind."""
         draw, choice = self.random.random(), draft.choice
         if draw < 0.3:
             return self._with_cuts(draft)
         if draw < 0.65:
             return replace(draft, choice=replace(choice, keeps=self._kept(choice.keeps)))
-        if draw < 0.85:
+        if draw < 0.72 and math.isfinite(self._ticks.host) and choice.layout.stages > 1:
+            stage = self.random.randrange(choice.layout.stages - 1)
+            hosted = tuple(not away if s == stage else away for s, away in enumerate(draft.hosted))
+            spare = self.random.choice(SPARE) if any(draft.hosted) and self.random.random() < 0.3 else draft.spare
+            return replace(draft, hosted=hosted if spare == draft.spare else draft.hosted, spare=spare)
+        if draw < 0.87:
             stage = self.random.randrange(choice.layout.stages)
             parted = tuple(not apart if s == stage else apart for s, apart in enumerate(draft.parted))
             return replace(draft, parted=parted)
-        if draw < 0.93:
+        if draw < 0.94:
             return replace(draft, policy=self.random.choice(policies(choice.layout.size, self.micro_batches)))
         return self._placed(draft)
 
@@ -198,17 +235,24 @@ class Annealing:
         """A stage on another position, parted in two, or joined to the next."""
         choice, layout = draft.choice, draft.choice.layout
         stage, place = self.random.randrange(layout.stages), self.random.randrange(layout.size)
-        cuts, places, parted, kind = [*layout.cuts], [*layout.places], [*draft.parted], self.random.randrange(3)
+        cuts, places, parted, hosted, kind = (
+            [*layout.cuts],
+            [*layout.places],
+            [*draft.parted],
+            [*draft.hosted],
+            self.random.randrange(3),
+        )
         if kind == 0:
             places[stage] = place
         elif kind == 1 and stage + 1 < layout.stages:
-            for values in (cuts, places, parted):
+            for values in (cuts, places, parted, hosted):
                 del values[stage + 1]
         elif kind == 2 and layout.stages < STAGES * layout.size and len(layout.blocks_of(stage)) > 3:
             cuts.insert(stage + 1, self.random.choice(layout.blocks_of(stage)[2:-1]))
             places.insert(stage + self.random.randrange(2), place)
             parted.insert(stage, parted[stage])
+            hosted.insert(stage, hosted[stage])
         if len(set(places)) < layout.size or places == [*layout.places]:
             return None
         changed = Layout(layout.blocks, tuple(cuts), tuple(places))
-        return Draft(replace(choice, layout=changed), tuple(parted), draft.policy)
+        return Draft(replace(choice, layout=changed), tuple(parted), draft.policy, tuple(hosted), draft.spare)

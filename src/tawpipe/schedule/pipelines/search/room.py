@@ -65,10 +65,17 @@ class OrderMemory:
     def __init__(self, stages: StageCosts, micro_batches: int, split: Sequence[bool]) -> None:
         layout, self.count = stages.layout, micro_batches
         self.rooms = stages.rooms
-        places, kept = layout.places, stages.kept
+        kept = stages.kept
         parts = [part if apart else 0 for part, apart in zip(stages.kept_for_weights, split, strict=True)]
-        self.stages, self.split = layout.stages, split
-        self.kept, self.parts, self.places = kept, parts, places
+        self.stages, self.kept = layout.stages, kept
+        self.takes = [*kept, *parts[::-1], *[0] * layout.stages]
+        """By step (passes.py), memory from the start of a work on."""
+        self.changes = [
+            *kept,
+            *(w - k for w, k in zip(parts[::-1], kept[::-1], strict=True)),
+            *(-w for w in parts[::-1]),
+        ]
+        """By step, the same less what is free again after the work."""
         self.held = [0] * layout.size
         self.waiting = [0] * layout.size
         """For W, of what is held."""
@@ -93,21 +100,21 @@ class OrderMemory:
             ready: a heap of indices of ``works``; what is taken leaves it.
         """
         ready.sort()  # a sorted list is a heap, and the next sort has little to do
+        room, enough = self.rooms[place] - self.held[place], self.most[place][-1] - self.waiting[place]
         for at, index in enumerate(ready):
             work = works[index]
-            if self.fits(place, work):
+            step = work // self.count
+            free = room - self.takes[step]
+            if free >= 0 and (step >= self.stages or free >= enough or self._all_end(place, work, free)):
                 del ready[at]
-                self.start(place, work)
+                self._start(place, work)
                 return work
         return -1
 
-    def fits(self, place: int, work: int) -> bool:
-        """True if there is room for a work, and then enough for all that is under way to end, the oldest first."""
-        takes = self._takes(work)
-        free = self.rooms[place] - self.held[place] - takes
-        if free < 0 or work // self.count >= self.stages:
-            return free >= 0
-        mine, wanted, number = self.mine[place], self.wanted[place], work % self.count
+    def _all_end(self, place: int, work: int, free: int) -> bool:
+        """True if all that is under way can end beside an F that leaves so much free, the oldest first."""
+        mine, wanted, (step, number) = self.mine[place], self.wanted[place], divmod(work, self.count)
+        takes = self.takes[step]
         mine[number] += takes
         wanted[number] -= takes
         fits = all_end(free + self.waiting[place], wanted, mine, self.most[place][-1])
@@ -115,28 +122,17 @@ class OrderMemory:
         wanted[number] += takes
         return fits
 
-    def start(self, place: int, work: int) -> None:
+    def _start(self, place: int, work: int) -> None:
         """Take and give back what a work does; nothing else runs there before it ends."""
         step, m = divmod(work, self.count)
-        turn, at = divmod(step, self.stages)
-        if turn == 0:
-            self.held[place] += self.kept[at]
-            self.mine[place][m] += self.kept[at]
-            self.wanted[place][m] -= self.kept[at]
-            return
-        stage = self.stages - 1 - at
-        if turn == 1:
-            self.held[place] += self.parts[stage] - self.kept[stage]
-            self.waiting[place] += self.parts[stage]
-            self.mine[place][m] -= self.kept[stage]
+        self.held[place] += self.changes[step]
+        if step < self.stages:
+            self.mine[place][m] += self.takes[step]
+            self.wanted[place][m] -= self.takes[step]
+        elif step < 2 * self.stages:
+            self.waiting[place] += self.takes[step]
+            self.mine[place][m] -= self.kept[2 * self.stages - 1 - step]
             self.left[place][m] -= 1
             self.wanted[place][m] = self.most[place][self.left[place][m]] - self.mine[place][m]
         else:
-            self.held[place] -= self.parts[stage]
-            self.waiting[place] -= self.parts[stage]
-
-    def _takes(self, work: int) -> int:
-        step = work // self.count
-        if step < self.stages:
-            return self.kept[step]
-        return self.parts[2 * self.stages - 1 - step] if step < 2 * self.stages else 0
+            self.waiting[place] += self.changes[step]
