@@ -48,7 +48,10 @@ def asked_of(memory: int) -> PlanRequest:
 def chosen() -> tuple[PlanRequest, list[dict[str, str]]]:
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))
-    return request, [*changes(request, step, lambda _: True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "KEEP_TRIES", 500)
+        patch.setattr(pipelines, "SOLVE_S", 0.1)
+        return request, [*changes(request, step, lambda _: True)]
 
 
 def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
