@@ -69,6 +69,8 @@ def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
     schedule = build(step)
     verify(for_one_thread(schedule), steps=1, one_thread=True)
     assert sum(action.op is Op.FORWARD for program in schedule.programs for action in program) == ROWS * (LAYERS + 1)
+    moved = [action.op for program in schedule.programs for action in program if action.op in (Op.OFFLOAD, Op.RELOAD)]
+    assert moved and moved.count(Op.OFFLOAD) == moved.count(Op.RELOAD)  # some of it waits in the host's memory
 
 
 def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
