@@ -59,7 +59,7 @@ from tawpipe.simulate import LinkModel
 
 STAGES, LOCAL, MICRO_BATCHES, BETWEEN = 4, 8, 16, 50e9
 LENGTHS, SHARES, LINKS = (4096, 16384), (0.7, 0.5, 0.35), (25e9, 12.5e9)
-TRIES = 6000
+TRIES = 20_000
 """Of annealing, without the host's memory, and as many with it."""
 SLOWER, LAB_RATE = {4096: 4, 16384: 1}, 10e6 / 8 * 0.99
 """Of the lab: times as long as on the GPU, by tokens; bytes a second of its links."""

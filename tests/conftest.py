@@ -90,7 +90,8 @@ def nothing_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quickly_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan's solver has a moment for an order, where a user's has some seconds."""
+    """A plan's annealing and its solver have a moment, where a user's have some seconds."""
+    monkeypatch.setattr(pipelines, "KEEP_TRIES", 500)
     monkeypatch.setattr(pipelines, "SOLVE_S", 0.1)
 
 

@@ -48,7 +48,10 @@ def asked_of(memory: int) -> PlanRequest:
 def chosen() -> tuple[PlanRequest, list[dict[str, str]]]:
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))
-    return request, [*changes(request, step, lambda _: True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "KEEP_TRIES", 500)
+        patch.setattr(pipelines, "SOLVE_S", 0.1)
+        return request, [*changes(request, step, lambda _: True)]
 
 
 def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
@@ -66,6 +69,8 @@ def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
     schedule = build(step)
     verify(for_one_thread(schedule), steps=1, one_thread=True)
     assert sum(action.op is Op.FORWARD for program in schedule.programs for action in program) == ROWS * (LAYERS + 1)
+    moved = [action.op for program in schedule.programs for action in program if action.op in (Op.OFFLOAD, Op.RELOAD)]
+    assert moved and moved.count(Op.OFFLOAD) == moved.count(Op.RELOAD)  # some of it waits in the host's memory
 
 
 def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):

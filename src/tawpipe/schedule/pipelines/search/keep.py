@@ -51,12 +51,12 @@ def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micr
     beginnings = dict.fromkeys(
         layout for given in layouts for layout in (given, _balanced(given, costs, micro_batches))
     )
-    found: list[Kept] = []
+    offers: list[Kept] = []
     refused: UserError | None = None
 
     def offer(choice: Keeping, order: Order) -> None:
-        own = choice.costs(options)
-        found.append(Kept(choice, own, order, makespan(play(choice.layout, order, own))))
+        costs = choice.costs(options)
+        offers.append(Kept(choice, costs, order, makespan(play(choice.layout, order, costs))))
 
     for layout, how, split in product(beginnings, options, (True, False)):
         alike = Keeping(layout, (how,) * layout.blocks)
@@ -67,10 +67,10 @@ def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micr
     annealing = Annealing(options, micro_batches)
     if (judged := annealing.best(beginnings, tries)) is not None:
         offer(judged.draft.chosen, annealing.order(judged))
-    if not found:
+    if not offers:
         assert refused is not None
         raise refused
-    return min(found, key=lambda kept: kept.makespan)
+    return min(offers, key=lambda kept: kept.makespan)
 
 
 def _balanced(layout: Layout, costs: PipelineCosts, micro_batches: int) -> Layout:

@@ -62,16 +62,16 @@ class Annealing:
 
         Half of them go on from the best beginning of each layout, the others from the best that these have found.
         """
-        found = list[Judged]()
+        begun = list[Judged]()
         for layout in layouts:
             here = None
-            for begun in self._beginnings(layout):
-                here = self.judged(begun, here.energy if here else math.inf) or here
-            found += [here] if here else []
-        if not found:
+            for draft in self._beginnings(layout):
+                here = self.judged(draft, here.energy if here else math.inf) or here
+            begun += [here] if here else []
+        if not begun:
             return None
-        first = tries // 2 if len(found) > 1 else 0
-        best = min((self._annealed(here, first // len(found)) for here in found), key=lambda one: one.length)
+        first = tries // 2 if len(begun) > 1 else 0
+        best = min((self._annealed(here, first // len(begun)) for here in begun), key=lambda one: one.length)
         return self._annealed(best, tries - first)
 
     def _annealed(self, here: Judged, tries: int) -> Judged:
