@@ -193,7 +193,9 @@ def prepared_together(world, *, settings):
     """What a rank has of the data, and whether from a cache; or its error."""
     leader = world.rank == 0
     try:
-        prepared = prepare_data(settings, sequence_length=64, seed=0, leader=leader, barrier=lambda: dist.barrier())
+        prepared = prepare_data(
+            settings, sequence_length=64, seed=0, leader=leader, barrier=lambda: dist.barrier() and None
+        )
         return samples(prepared.train), prepared.report.reused
     except (UserError, RunError) as error:
         return type(error).__name__, str(error)

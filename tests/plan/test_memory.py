@@ -254,11 +254,10 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_files", [False, True])
-def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
+def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""
     CONFIG.save_pretrained(tmp_path)
-    files = {"offloaded_layers": 3, "offload_dir": str(tmp_path)} if in_files else {}
+    files = {"offloaded_layers": 3, "offload_dir": str(tmp_path)}
     settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256, sequence_chunk=512, **files)
     given = {"sequence_length": 2048, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
     asked = request_for(str(tmp_path), ALONE, **given)

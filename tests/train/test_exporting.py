@@ -38,7 +38,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     steps = ["--steps", "4", "--checkpoint.every", "2", "--checkpoint.keep", "0"]
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaConfig(**sizes, vocab_size=512, max_position_embeddings=64).save_pretrained(folder / "start")
+    LlamaConfig(**sizes, vocab_size=512, max_position_embeddings=64, tie_word_embeddings=True).save_pretrained(
+        folder / "start"
+    )
     start = ["--model", str(folder / "start"), "--vocab-size", "300"]
     base = ["train", *start, *steps, *WORDS, "--output", str(folder / "base")]
     assert main(base) == 0
