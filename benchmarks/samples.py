@@ -102,7 +102,8 @@ class Trained:
 def work(args: argparse.Namespace) -> None:
     """A rank of the run."""
     run = Trained(args)
-    pipeline, drawn = run.pipeline, {"temperature": TEMPERATURE, "seed": SEED}
+    pipeline = run.pipeline
+    drawn: dict[str, Any] = {"temperature": TEMPERATURE, "seed": SEED}
     wanted = Wanted(run.prompts, args.tokens, Sampling(TEMPERATURE, seed=SEED), frozenset())
     ways: list[dict[str, Any]] = []
     run.step()

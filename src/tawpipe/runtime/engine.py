@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,8 @@ from tawpipe.model.serving import hold_weights, refuse_serving
 from tawpipe.runtime.dtype import AUTO, DTYPES, computes_in_bfloat16, usual_dtype
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.laps import ServeCompute
-from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Room, Row, Sampling
+from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Room, Sampling
+from tawpipe.runtime.requests import Question, Slots
 from tawpipe.runtime.stage import StayingStage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World
@@ -139,22 +139,6 @@ class StagesEngine:
         self._transport.close()
 
 
-class FirstToken:
-    """Feeder of one token, so that everything has its memory, and what is wrong shows before the first request."""
-
-    def __init__(self) -> None:
-        self.drawn: list[Drawn] = []
-        self._fed = False
-
-    def feed(self, group: int) -> Pass:
-        rows = () if self._fed else (Row(0, 0, (0,), Sampling(temperature=0)),)
-        self._fed = True
-        return Pass(group, rows, last=True)
-
-    def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        self.drawn += drawn
-
-
 def load_engine(
     model: str | Path,
     room: Room,
@@ -217,8 +201,11 @@ def load_engine(
     else:
         engine = StagesEngine(chain, room, world, schedule, compression=compression, timeout=timeout)
         world.wait_patiently()  # for ranks that still read their weights
-    first = FirstToken()
+    # So that everything has its memory, and what is wrong shows before the first request.
+    first, told = Slots(room, waiting=1), list[Drawn | None]()
+    first.ask(Question((0,), 1, Sampling(temperature=0)), lambda drawn, *_: told.append(drawn))
+    first.drain()
     engine.run(first)
-    if any(math.isnan(token.logprob) for token in first.drawn):
+    if any(drawn is not None and math.isnan(drawn.logprob) for drawn in told):
         raise UserError("model", str(model), "one whose logits are numbers; what it gives for its first token is none")
     return engine
