@@ -69,6 +69,11 @@ class LaneBins(NamedTuple):
     bins: list[Bin]
     slices: tuple[int, ...]
 
+    def filled(self, count: int) -> list[Bin]:
+        """So many bins, empty ones before whole documents: with an empty last one gradients would wait for nothing."""
+        cut = sum(self.slices)
+        return [*self.bins[:cut], *[Bin(())] * (count - len(self.bins)), *self.bins[cut:]]
+
 
 def lanes_of(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
@@ -133,7 +138,7 @@ def deal_to_pipelines(
     limits = (None,) if cuts is None else (cuts,) if math.isinf(cuts) else tuple(cuts * times for times in TRIED)
     for limit in limits:
         lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=limit)
-        rounds = zip(*(lane.bins + [Bin(())] * (count - len(lane.bins)) for lane in lanes), strict=True)
+        rounds = zip(*(lane.filled(count) for lane in lanes), strict=True)
         slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
         bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
         if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
