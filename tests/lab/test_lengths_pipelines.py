@@ -185,8 +185,9 @@ def test_few_tokens_over_slow_links_have_pipelines_in_the_suite() -> None:
     tenth = next(cell.workload for cell in suite.cells if cell.name == "few-48k-2x4-fast")
     usual = next(cell.workload for cell in suite.cells if cell.name == "few-48k-2x4")
     assert isinstance(tenth, LengthsWorkload) and isinstance(usual, LengthsWorkload)
-    same = {"layer_bytes": usual.layer_bytes, "token_bytes": 20, "keys_bytes": 10, "graph_bytes": 420}
-    assert replace(tenth, **same) == usual
+    sizes = ("layer_bytes", "token_bytes", "keys_bytes", "graph_bytes")
+    same = {name: getattr(usual, name) for name in sizes}
+    assert replace(tenth, **same) == usual and all(10 * getattr(tenth, name) == same[name] for name in sizes)
     few = suite.only(["few-48k-3x2", "1f1b-ours", "step-balanced"])
     assert [cell.name for cell in few.cells] == ["few-48k-3x2"]
     assert [entry.strategy for entry in few.cells[0].strategies] == ["step-balanced", "1f1b-ours", "1f1b-ours"]

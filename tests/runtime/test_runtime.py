@@ -233,5 +233,10 @@ def test_a_slow_lane_has_begun_what_it_has_not_come_to(pool, knobs):
     assert 1 < max(pool.run("cases:begun_ahead", 2, 1, slow="INTER_W", **knobs)) <= MOST_AHEAD
 
 
+def test_in_a_node_what_is_needed_first_has_the_links_for_itself(pool):
+    """Nothing there is begun before what its lane does before it has ended."""
+    assert pool.run("cases:begun_ahead", 1, 2, slow="GATHER", strategy="tawpipe-spread") == [1, 1]
+
+
 def test_ranks_read_weights_at_the_same_time(pool, tmp_path):
     assert all(pool.run("cases:weights_read_together", 2, 1, folder=str(tmp_path)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
@@ -19,8 +19,12 @@ from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import causal, one_f_one_b
-from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts
+from tawpipe.schedule.pipelines.search.arrange import arrange
+from tawpipe.schedule.pipelines.search.slicing import with_slices
+from tawpipe.schedule.pipelines.strategy import check_order
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
@@ -175,6 +179,34 @@ def test_the_last_stage_goes_back_with_a_document_as_soon_as_it_has_come() -> No
     play_stages(layout, order, PipelineCosts((BlockTimes(1, 1, 1),) * (LAYERS + 2)))
     ahead = [next(at for at, work in enumerate(works) if work.kind == "B") for works in order.compute]
     assert ahead == sorted(ahead, reverse=True) and ahead[0] >= 6
+
+
+@pytest.mark.parametrize("hop", [0, 4, 12])
+@pytest.mark.parametrize(
+    ("layout", "slices"), [("0,5@0,1", (2, 3, 8)), ("0,3,5,7@0,1,1,0", (6, 2)), ("0,4,7@0,1,2", (9,))]
+)
+def test_orders_that_are_listed_keep_slices_in_turn_and_are_not_longer(layout: str, slices: tuple, hop: int) -> None:
+    """Every work once, slices forward in turn and back in reverse, and none waits for ever; within memory."""
+    stages, block = Layout.parse(layout, LAYERS + 2), BlockTimes(1, 2, 1)
+    given = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 0, 0)), hop=hop)
+    base = arrange(stages, given, 20)
+
+    def taken(order: Order) -> float:
+        return makespan(play_stages(stages, order, given, larger=lambda _: 1))
+
+    order, plain = with_slices(stages, given, base, slices), causal(base, slices)
+    assert taken(order) <= taken(plain) and (taken(order) < taken(plain) or layout != "0,5@0,1")
+    check_order(stages, order)
+    ends = [*accumulate(slices)]
+    for works in order.compute:
+        for kind, stage in {(work.kind, work.stage) for work in works if work.kind in "FB"}:
+            done = [work.micro_batch for work in works if work[:2] == (kind, stage)]
+            for size, end in zip(slices, ends, strict=True):
+                part = [*range(end - size, end)]
+                assert [m for m in done if m in part] == (part if kind == "F" else part[::-1])
+    assert with_slices(stages, given, base, ()) is base
+    room = max(peak(stages, plain, given))
+    assert max(peak(stages, with_slices(stages, replace(given, memory=room), base, slices), given)) <= room
 
 
 def test_boundaries_between_two_positions_go_one_after_the_other() -> None:

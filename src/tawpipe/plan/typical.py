@@ -18,7 +18,6 @@ from tawpipe.schedule.activations import Shares
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline, deal_to_pipelines, even_s
-from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import makespan, play
 from tawpipe.schedule.spec import ModelSpec
@@ -162,7 +161,14 @@ def typical_of_pipelines(
     """
     shape = strategy.shape(model, topology)
     layout, costs = shape.layout, shape.costs
-    given = {"layout": layout, "costs": costs, "order_of": shape.order_of, "cap": cap, "work": work}
+    given = {
+        "layout": layout,
+        "costs": costs,
+        "order_of": shape.order_of,
+        "sliced": shape.sliced,
+        "cap": cap,
+        "work": work,
+    }
     bins = deal_to_pipelines(lengths, pipelines=shape.positions.replicas, **given, cuts=LONG if cuts else None)
     count, slices = len(bins.single), bins.slices or ((),) * bins.world_size
     lanes = [bins.of(pipeline) for pipeline in range(bins.world_size)]
@@ -170,7 +176,7 @@ def typical_of_pipelines(
     most = max(range(len(lanes)), key=lambda pipeline: (sum(slices[pipeline]), times[pipeline]))
     parts, whole = lanes[most][: sum(slices[most])], lanes[most][sum(slices[most]) :]
     even = [*map(bins.time, parts), *[sum(map(bins.time, whole)) / max(1, len(whole))] * len(whole)]
-    order, mean = causal(shape.order_of(count), slices[most]), bins.mean_seconds * layout.size / count
+    order, mean = shape.sliced(shape.order_of(count), slices[most]), bins.mean_seconds * layout.size / count
     taken = makespan(play(layout, order, costs, lambda work: even[work.micro_batch] / mean))
     uneven = bins.stretch * even_s(layout, costs, count) / taken if taken else 1.0
     spans = iter([part.part or (0, 0) for part in parts])

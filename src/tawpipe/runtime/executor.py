@@ -328,6 +328,8 @@ class Executor:
         if action.writes[0].is_activation:
             buffers = self.compute.room_for(action, step.given)
             most = most_ahead(sum(tensor.nbytes for tensor in buffers.values()))
+        elif action.group == "node":  # no latency to hide: the next would take its rate from what is needed first
+            most = 1
         if len(earlier) >= most:
             earlier[-most].wait()
         assert self.transport.ahead is not None

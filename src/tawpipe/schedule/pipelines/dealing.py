@@ -3,7 +3,7 @@
 What has to be equal is the time of all bins (balance.py): none makes others wait. There are several for every position,
 so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
 longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
-each is a bin of its own, all go to one pipeline one behind the other (``orders.causal``), and they come first, those of
+each is a bin of its own, all go to one pipeline one behind the other, and they come first, those of
 the document with most slices ahead or at the end, so that steps are of few forms. How much longer is tried: slices are
 even, but hold up what is behind them. Documents go to pipelines so that these compute equally long.
 
@@ -69,6 +69,11 @@ class LaneBins(NamedTuple):
     bins: list[Bin]
     slices: tuple[int, ...]
 
+    def filled(self, count: int) -> list[Bin]:
+        """So many bins, empty ones before whole documents: with an empty last one gradients would wait for nothing."""
+        cut = sum(self.slices)
+        return [*self.bins[:cut], *[Bin(())] * (count - len(self.bins)), *self.bins[cut:]]
+
 
 def lanes_of(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
@@ -110,6 +115,7 @@ def deal_to_pipelines(
     layout: Layout,
     costs: PipelineCosts,
     order_of: Callable[[int], Order],
+    sliced: Callable[[Order, tuple[int, ...]], Order] = causal,
     cap: int,
     work: LayerTime,
     cuts: float | None = None,
@@ -121,6 +127,7 @@ def deal_to_pipelines(
         pipelines: side by side.
         costs: of the mean bin.
         order_of: the order of a pipeline with so many bins.
+        sliced: what it becomes where the first ones are slices, see ``PipelineShape``.
         cap: tokens of a bin at most.
         cuts: see ``Strategy.dealing``.
 
@@ -131,13 +138,17 @@ def deal_to_pipelines(
     limits = (None,) if cuts is None else (cuts,) if math.isinf(cuts) else tuple(cuts * times for times in TRIED)
     for limit in limits:
         lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=limit)
-        rounds = zip(*(lane.bins + [Bin(())] * (count - len(lane.bins)) for lane in lanes), strict=True)
+        rounds = zip(*(lane.filled(count) for lane in lanes), strict=True)
         slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
         bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
         if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
             deals.append(bins)
     ways = [way for bins in deals for way in (bins, *_turned(bins))]
-    fitting = [way for way in ways if _has_room(way, layout, costs, order_of(len(way.single)), cap)]
+
+    def orders(way: Bins) -> list[Order]:
+        return [sliced(order_of(len(way.single)), cut) for cut in way.slices or ((),) * pipelines]
+
+    fitting = [way for way in ways if _has_room(way, layout, costs, orders(way), cap)]
     if not fitting:
         given = f"one in {max(map(max, filter(None, deals[0].slices)))} slices, which stages of a pipeline keep"
         expected = (
@@ -147,7 +158,7 @@ def deal_to_pipelines(
         raise UserError("documents", given, expected)
 
     def placed(way: Bins, most: int) -> tuple[float, Bins]:
-        return _in_their_places(way, layout, costs, order_of(len(way.single)), most)
+        return _in_their_places(way, layout, costs, orders(way), most)
 
     best = min(fitting, key=lambda way: (placed(way, 0)[0], sum(map(sum, way.slices))))
     return placed(best, MOST_PLAYED // pipelines)[1]
@@ -166,11 +177,11 @@ def _turned(bins: Bins) -> Iterator[Bins]:
     yield replace(bins, single=tuple(zip(*lanes, strict=True)), slices=slices)
 
 
-def _has_room(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, cap: int) -> bool:
+def _has_room(bins: Bins, layout: Layout, costs: PipelineCosts, orders: Sequence[Order], cap: int) -> bool:
     """True if stages have memory for the slices of documents, beside bins as full as these."""
-    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices, strict=False):
+    for lane, cut, order in zip(zip(*bins.single, strict=True), bins.slices, orders, strict=False):
         full = [bins.tokens(row) / cap for row in lane]
-        if cut and not all(fits(costs, most) for most in _peaks(layout, causal(order, cut), costs, full)):
+        if cut and not all(fits(costs, most) for most in _peaks(layout, order, costs, full)):
             return False
     return True
 
@@ -213,7 +224,9 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
         count += 1
 
 
-def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Order, most: int) -> tuple[float, Bins]:
+def _in_their_places(
+    bins: Bins, layout: Layout, costs: PipelineCosts, orders: Sequence[Order], most: int
+) -> tuple[float, Bins]:
     """How often as long as even work a step is with transfers that wait for each other; and the same with every bin of
     whole documents where that is short, and how long it is without.
 
@@ -225,8 +238,8 @@ def _in_their_places(bins: Bins, layout: Layout, costs: PipelineCosts, order: Or
     tokens = sum(bins.lengths) / count / pipelines
     even = even_s(layout, costs, count) or math.inf  # 0 of a model so small that its blocks take no microsecond
     lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
-    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices or ((),) * pipelines, strict=True):
-        of_lane = causal(order, cut)
+    cuts = bins.slices or ((),) * pipelines
+    for lane, cut, of_lane in zip(zip(*bins.single, strict=True), cuts, orders, strict=True):
 
         def played(places: Sequence[int], *, waits: bool = True, of_lane: Order = of_lane, lane: Any = lane) -> float:
             times = [bins.time(lane[number]) / mean for number in places]

@@ -97,6 +97,13 @@ class Made(ActivationPipeline):
 
         return arrange(layout, self.limited(layout, costs), count)
 
+    def sliced(self, layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
+        if self.given or not slices:
+            return super().sliced(layout, costs, order, slices)
+        from tawpipe.schedule.pipelines.search.slicing import with_slices
+
+        return with_slices(layout, self.limited(layout, costs), order, slices)
+
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
         """The order that goes on for more micro-batches than orders are looked for."""
         from tawpipe.schedule.pipelines.search.arrange import continuing

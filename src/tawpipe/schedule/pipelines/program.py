@@ -12,7 +12,7 @@ before: no deadlock, although a send holds its lane until its receive is there.
 What comes to a rank is freed by its last reader, and what goes by its send. What a micro-batch's layers are called with
 besides (``context``) every rank makes for itself (PREPARE), without the embedding's weights.
 
-A document that is cut into slices passes the stages slice by slice, in an order that ``causal`` makes of any other.
+A document that is cut into slices passes the stages slice by slice, in an order that is made of any other (``sliced``).
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class PipelineShape:
     Args:
         costs: by whose times the transfers of one lane are put in order.
         order_of: the order of a pipeline with so many micro-batches.
+        sliced: the same of an order for micro-batches of which the first ones are so many slices of each document.
     """
 
     model: ModelSpec
@@ -80,6 +81,7 @@ class PipelineShape:
     positions: Positions
     costs: PipelineCosts
     order_of: Callable[[int], Order]
+    sliced: Callable[[Order, tuple[int, ...]], Order] = causal
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +165,7 @@ def build_pipeline(
     losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)
     forms = {share: (len(share), step.cut_in(share)) for share in set(shares)}
-    orders = {form: causal(shape.order_of(form[0]), form[1] if training else ()) for form in set(forms.values())}
+    orders = {form: shape.sliced(shape.order_of(form[0]), form[1] if training else ()) for form in set(forms.values())}
     times = {form: shape.times(order) for form, order in orders.items()}
     crossings = {form: shape.crossings(works) for form, works in times.items()}
     programs: list[tuple[Action, ...]] = [()] * world

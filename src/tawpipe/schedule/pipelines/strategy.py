@@ -16,7 +16,7 @@ from tawpipe.schedule.balance import Bins, LayerTime
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
+from tawpipe.schedule.pipelines.orders import causal, forward_only, interleaved, makes_groups, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
@@ -86,6 +86,10 @@ class ActivationPipeline(Strategy):
         """The positions of so many stages; None where any will do."""
         return None
 
+    def sliced(self, layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
+        """An order for micro-batches of which the first ones are slices of documents, so many of each."""
+        return causal(order, slices)
+
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
         """(micro-batches that are played at least, those of a round) of a pipeline of so many, see ``extended``."""
         return rounds * positions.size, positions.size
@@ -149,7 +153,14 @@ class ActivationPipeline(Strategy):
                 expected = f"{positions.size} numbers, one for every position"
                 raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, numbers))}", expected)
         layout = self.layout_of(model, positions)
-        return PipelineShape(model, layout, positions, costs, lambda count: order_of_layout(self, layout, costs, count))
+        return PipelineShape(
+            model,
+            layout,
+            positions,
+            costs,
+            order_of=partial(order_of_layout, self, layout, costs),
+            sliced=partial(self.sliced, layout, costs),
+        )
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
         """The same for a step."""
@@ -167,7 +178,8 @@ class ActivationPipeline(Strategy):
             pipelines=shape.positions.replicas,
             layout=shape.layout,
             costs=shape.costs,
-            order_of=partial(order_of_layout, self, shape.layout, shape.costs),
+            order_of=shape.order_of,
+            sliced=shape.sliced,
             cap=cap,
             work=work,
             cuts=cuts,
@@ -355,6 +367,10 @@ class Interleaved(ActivationPipeline):
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
         return interleaved(layout, count)
+
+    def sliced(self, layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
+        """An order for micro-batches of which the first ones are slices of documents, so many of each."""
+        return causal(order, slices)
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
         """A group of the order; all micro-batches where these make none, as the order says when it is made."""

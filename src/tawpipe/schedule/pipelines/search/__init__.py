@@ -4,6 +4,7 @@ arrange      an order for any layout, made for given costs
 zero_bubble  the published order that depends on times
 generate     partition, placement and order made together for them
 moves        layouts that differ a little, and bounds of their time
+slicing      the same where micro-batches are slices of documents
 passes       list scheduling forward and backward in time, the fast twin of the clock
 room         what still fits into memory so that all under way can end
 ticks        costs in whole numbers
