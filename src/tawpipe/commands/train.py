@@ -43,34 +43,34 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
     validate(config, gpus=gpus)
     if launched is not None:
         check_output_name(config)
-        made = check_output(config, make=not config.dry_run) if launched.rank == 0 else []
+        new_folders = check_output(config, make=not config.dry_run) if launched.rank == 0 else []
         if config.dry_run:
             return _look(config, None)
-        with _held(config, made) if launched.rank == 0 else nullcontext():
+        with _held(config, new_folders) if launched.rank == 0 else nullcontext():
             return _train_unwatched(config, speaks=launched.rank == 0)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
-    made = check_output(config, make=not config.dry_run)
+    new_folders = check_output(config, make=not config.dry_run)
     if config.dry_run:
         return _look(config, shape)
-    with _held(config, made):
+    with _held(config, new_folders):
         return _start(argv, config, shape, gpus)
 
 
 @contextmanager
-def _held(config: TrainConfig, made: Sequence[Path]) -> Iterator[None]:
+def _held(config: TrainConfig, new_folders: Sequence[Path]) -> Iterator[None]:
     """The run's hold on its output folder. After a restart the process before may still be about to end.
 
     Args:
-        made: folders that were made for it, the innermost first, which go again if nothing was written.
+        new_folders: that were made for it, the innermost first, which go again if nothing was written.
     """
     try:
         with running_in(config.output_path, patience_s=config.timeouts.grace_s if restart_count() else 0.0):
             yield
     finally:
         with suppress(OSError):  # from the first one on that holds something
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
 
 

@@ -286,14 +286,14 @@ def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise UserError("--output", config.output, f"a folder that can be written to ({there} cannot)")
         return []
-    made = list(takewhile(lambda path: not path.exists(), (folder.absolute(), *folder.absolute().parents)))
+    new_folders = list(takewhile(lambda path: not path.exists(), (folder.absolute(), *folder.absolute().parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UserError("--output", config.output, f"a folder that can be written to ({error.strerror})") from error
-    return made
+    return new_folders
 
 
 def check_format(config: TrainConfig, setting: str) -> None:
