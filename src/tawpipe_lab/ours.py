@@ -325,7 +325,7 @@ def found_for(
     positions = strategy.positions(topology)
     costs = strategy.paced(pipeline_costs(work, chosen.recompute), positions)
     if between is not None:
-        costs = replace(costs, **hops(positions, work.activation_bytes, between=between, inside=INSIDE))
+        costs = replace(costs, **hops(positions, work.activation_bytes, costs.blocks, between=between, inside=INSIDE))
     count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
     if name == "generated" and ":" not in knobs.get("stages", ""):
         from tawpipe.schedule.pipelines.search.generate import generate

@@ -20,6 +20,7 @@ from tawpipe.schedule.balance import Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import held
 from tawpipe.schedule.pipelines.dealing import LONG
+from tawpipe.schedule.pipelines.work import BlockTimes
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, step_of_bins
@@ -170,13 +171,17 @@ def test_fewer_rows_are_fewer_documents_and_shorter_bins_hold_shorter_ones() -> 
     assert max(shorter.dealt) == 200 and sum(shorter.dealt) == sum(request.dealt)
 
 
-@pytest.mark.parametrize(("nodes", "shared", "messages"), [(2, True, 2), (2, False, 1), (3, True, 4), (3, False, 2)])
-def test_boundaries_wait_for_those_that_pass_their_own_link(nodes: int, shared: bool, messages: int) -> None:
-    """Of two pipelines over nodes: both over one link, or one over each; between two others, both ways."""
+@pytest.mark.parametrize(
+    ("nodes", "shared", "stage_s", "messages"),
+    [(2, True, 1, 2), (2, False, 1, 1), (3, True, 1, 4), (3, False, 1, 2), (3, True, 8, 2.5), (3, False, 10, 1.1)],
+)
+def test_boundaries_wait_for_those_that_pass_their_own_link(nodes: int, shared: bool, stage_s: int, messages: float):
+    """Of two pipelines over nodes: both over one link, or one over each; between two others, both ways, as often as
+    they meet.
+    """
     strategy, link = (
         find("1f1b").configured(ScheduleSettings(strategy="1f1b", stages="nodes")),
         LinkModel(1e6, shared=shared),
     )
-    assert hops(strategy.positions(Topology.grid(nodes, 2)), 1e6, between=link, inside=link) == {
-        "hop": messages * 10**6
-    }
+    positions, blocks = strategy.positions(Topology.grid(nodes, 2)), [BlockTimes(0, nodes * stage_s * 10**6, 0)]
+    assert hops(positions, 1e6, blocks, between=link, inside=link) == {"hop": messages * 10**6}

@@ -287,23 +287,29 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         pace=paces if max(paces) - min(paces) > 1e-9 or abs(paces[0] - 1) > 1e-9 else (),
         memory=room,
         host=round(host * MICRO) if host < math.inf else math.inf,
-        **hops(positions, passing, between=costs.between, inside=costs.inside),
+        **hops(positions, passing, blocks, between=costs.between, inside=costs.inside),
     )
 
 
-def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: LinkModel) -> dict[str, Any]:
+def hops(
+    positions: Positions, boundary: float, blocks: Sequence[BlockTimes], *, between: LinkModel, inside: LinkModel
+) -> dict[str, Any]:
     """How long boundaries take from one position to another, as ``PipelineCosts`` says it.
 
     Args:
-        boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time, and a node between
-            two others sends both ways.
+        boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time. A node between two
+            others sends both ways: a boundary meets one of the other way as often as the link is busy with those.
+        blocks: times in microseconds.
     """
     over_nodes = positions.axis == "nodes"
     beside = positions.replicas if over_nodes else 1
-    together = beside * (2 if over_nodes and positions.size > 2 else 1)
+    stage_s = sum(b.forward + b.backward_input + b.backward_weight for b in blocks) / positions.size / MICRO
 
     def time(link: LinkModel) -> int:
-        return round((link.latency_s + boundary * together / link.node_rate(beside)) * MICRO)
+        passing_s = boundary * beside / link.node_rate(beside)
+        if over_nodes and positions.size > 2:
+            passing_s += passing_s**2 / max(stage_s, passing_s, 1 / MICRO)
+        return round((link.latency_s + passing_s) * MICRO)
 
     if positions.axis == "locals" or positions.topology.num_nodes == 1:
         return {"hop": time(inside)}
