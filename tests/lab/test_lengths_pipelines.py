@@ -30,7 +30,7 @@ from tawpipe_lab.worker import make
 from tawpipe_lab.workload import PASSES, LengthsWorkload, spell_out, with_found
 from timed import DOCUMENTS
 
-TINY = LengthsWorkload(**DOCUMENTS | {"layers": 4})
+TINY = LengthsWorkload(**{**DOCUMENTS, "layers": 4})
 NAMES = ("1f1b-ours", "interleaved-1f1b-ours", "zero-bubble", "generated")
 TOPOLOGY = Topology.grid(2, 2)
 

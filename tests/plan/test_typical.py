@@ -20,6 +20,7 @@ from tawpipe.schedule.balance import Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import held
 from tawpipe.schedule.pipelines.dealing import LONG
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import BlockTimes
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, StepSpec
@@ -183,5 +184,6 @@ def test_boundaries_wait_for_those_that_pass_their_own_link(nodes: int, shared: 
         find("1f1b").configured(ScheduleSettings(strategy="1f1b", stages="nodes")),
         LinkModel(1e6, shared=shared),
     )
+    assert isinstance(strategy, ActivationPipeline)
     positions, blocks = strategy.positions(Topology.grid(nodes, 2)), [BlockTimes(0, nodes * stage_s * 10**6, 0)]
     assert hops(positions, 1e6, blocks, between=link, inside=link) == {"hop": messages * 10**6}

@@ -68,9 +68,6 @@ class CountedPasses:
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
         return {buffer: torch.zeros(ROOM, dtype=torch.long) for buffer in action.writes}
 
-    def losses(self, action: Action) -> list[torch.Tensor]:
-        return []
-
 
 def executor_of(world: World, schedule: Schedule, compute: Any, delay: Callable[[str], Any] | None = None) -> Executor:
     units = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def quick_ones(titles: Iterable[str], quick: Iterable[str]) -> list[Any]:
+def quick_ones(titles: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     """All titles as parameters, marked slow where they are not among the quick ones."""
     return [title if title in quick else pytest.param(title, marks=pytest.mark.slow) for title in titles]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -37,7 +38,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with weights, and an adapter trained on it in 4 bits; both as runs, with checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     steps = ["--steps", "4", "--checkpoint.every", "2", "--checkpoint.keep", "0"]
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     LlamaConfig(**sizes, vocab_size=512, max_position_embeddings=64, tie_word_embeddings=True).save_pretrained(
         folder / "start"
     )
