@@ -7,7 +7,7 @@ import json
 from drawing import Drawing
 from measured import RESULTS
 
-FOLDER, CELL = "2026-11-26-exact", "100 Mbit/s"
+FOLDER, CELL = "2026-11-26-exact-again", "100 Mbit/s"
 CHANGES = "bf16 True, changes runs/exact/{}.pt, weights_compression exact"
 STEP = {
     "exact weights and gradients, rate 1e-5": CHANGES.format("1e-05") + ", gradients_compression exact",
