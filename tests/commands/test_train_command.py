@@ -50,6 +50,7 @@ def test_one_process_runs_the_loop_here_with_what_it_was_told(runs: list[tuple[T
 def test_a_second_run_does_not_take_the_folder_of_the_first(runs: list[tuple[TrainConfig, str]]) -> None:
     words = ["train", "--nproc", "1", "--output", "run", "--device", "cpu"]
     assert main(words) == 0
+    Path("run").mkdir(exist_ok=True)
     Path("run/metrics.jsonl").touch()  # what the loop leaves behind
     assert main(words) == 2
     assert main([*words, "--resume", "auto"]) == 0
@@ -63,6 +64,7 @@ def test_only_rank_0_checks_the_folder_and_only_before_the_run(
 ) -> None:
     as_worker(monkeypatch, rank, local=local)
     assert main(["train", "--output", "run", "--device", "cpu"]) == 0
+    Path("run").mkdir(exist_ok=True)
     Path("run").mkdir(exist_ok=True)
     Path("run/metrics.jsonl").touch()  # what the loop leaves behind
     again = main(["train", "--output", "run", "--device", "cpu"])
