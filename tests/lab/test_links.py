@@ -57,6 +57,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_a_delayed_link_carries_no_more_than_its_name_and_no_byte_comes_early(cluster: Cluster) -> None:
     links = cluster.links([20_000, 400_000])
     assert links is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from borders import Make, assert_same, llama, opt, piped, piped_numbers, plain_numbers, right_or_refused, rows_of
 from model_families import family_config, keep_fp64, real_model
+from selected import quick_ones
 from tawpipe.errors import UserError
 
 peft = pytest.importorskip("peft")
@@ -69,7 +70,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("what", RIGHT)
+@pytest.mark.parametrize("what", quick_ones(RIGHT, [*RIGHT][::3]))
 def test_adapters_are_as_in_a_plain_process(what, recompute):
     assert right_or_refused(adapted(RIGHT[what]()), rows_of(), recompute=recompute) == "right"
 
@@ -110,7 +111,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("what", quick_ones(OTHERS, [*OTHERS][::3]))
 def test_other_adapters_are_right_or_refused_by_name(what):
     config, refused = OTHERS[what]
     limit = 1e-6 if what == "adaption prompt" else 1e-9  # peft computes its softmax in fp32

@@ -50,7 +50,7 @@ def test_packed_documents_are_cut_anywhere(size):
     assert right_or_refused(llama(), batch, documents=documents, sequence_chunk=size) == "right"
 
 
-@pytest.mark.parametrize("family", quick_ones(FAMILIES, FAMILIES[::2]))
+@pytest.mark.parametrize("family", quick_ones(FAMILIES, FAMILIES[::4]))
 def test_every_kind_of_attention(family):
     """Windows, soft caps, sinks, biases, few heads of keys, experts, values of another width, learned positions."""
     batch, documents = packed([0], DOCUMENTS)

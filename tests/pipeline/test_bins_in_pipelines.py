@@ -38,12 +38,12 @@ def check(pool, nodes, local, cases):
         assert differences == [[]] * len(cases)
 
 
-HALVES = pytest.mark.parametrize("first", [1, pytest.param(0, marks=SLOW)])
+THIRDS = pytest.mark.parametrize("first", [1, pytest.param(0, marks=SLOW), pytest.param(2, marks=SLOW)])
 
 
-@HALVES
+@THIRDS
 def test_two_stages_have_the_numbers_of_one_process(pool, first):
-    check(pool, 2, 1, CASES[first::2])
+    check(pool, 2, 1, CASES[first::3])
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ SLICED = {"bin_tokens": 11}
 """Documents of up to 40 tokens are cut, and short ones are beside them."""
 
 
-@HALVES
+@THIRDS
 def test_slices_have_the_numbers_of_one_process(pool, first):
     """Quick are other cases than those of whole bins."""
     cases = [
@@ -104,16 +104,14 @@ def test_slices_have_the_numbers_of_one_process(pool, first):
         ("qwen3_next", {"strategy": "1f1b"}),
         ("nemotron_h", {"strategy": "generated"}),
     ]
-    check(pool, 2, 1, [(name, SLICED | knobs) for name, knobs in cases[1 - first :: 2]])
+    check(pool, 2, 1, [(name, SLICED | knobs) for name, knobs in cases[(first + 1) % 3 :: 3]])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "local", "stages"),
-    [(2, 2, "nodes"), pytest.param(2, 2, "world", marks=SLOW)],
-)
-def test_slices_in_more_stages_and_pipelines_side_by_side(pool, nodes, local, stages):
+@SLOW
+@pytest.mark.parametrize("stages", ["nodes", "world"])
+def test_slices_in_more_stages_and_pipelines_side_by_side(pool, stages):
     names = ("1f1b", "generated")
-    check(pool, nodes, local, [("tied", {"strategy": name, "stages": stages} | SLICED) for name in names])
+    check(pool, 2, 2, [("tied", {"strategy": name, "stages": stages} | SLICED) for name in names])
 
 
 OTHERS = [
@@ -123,7 +121,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["tied", pytest.param("qwen3_next", marks=SLOW), pytest.param("lora", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("name", ["tied", "qwen3_next", "lora"])
 def test_a_run_with_slices_goes_on_on_other_processes_under_other_strategies_and_back(pool, tmp_path, name):
     """With momentum, which comes from the step before."""
     first, *others = ("zero-bubble" if name == "tied" else "1f1b"), *(OTHERS[1:] if name == "tied" else OTHERS[:2])
@@ -135,7 +134,8 @@ def test_a_run_with_slices_goes_on_on_other_processes_under_other_strategies_and
     assert all(other == pytest.approx(losses, rel=1e-10) for other in again)
 
 
-@pytest.mark.parametrize("tokens", [SLICED["bin_tokens"], pytest.param(44, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("tokens", [SLICED["bin_tokens"], 44])
 def test_pipelines_of_two_speeds_side_by_side_have_the_numbers_of_one_process(pool, tokens):
     knobs = {"strategy": "1f1b", "stages": "nodes", "device_speeds": "1,0.5,1,0.5"}
     check(pool, 2, 2, [("plain", {**knobs, "bin_tokens": tokens})])

@@ -40,7 +40,7 @@ def plain(model: Any, seeds: tuple[int, ...]) -> dict[int, tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize(("chunk", "micro_batch"), [(6, 1), (1000, 2)])
+@pytest.mark.parametrize(("chunk", "micro_batch"), [pytest.param(6, 1, marks=pytest.mark.slow), (1000, 2)])
 def test_every_token_counts_in_the_bucket_of_what_stands_before_it(chunk, micro_batch):
     model = llama()()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -40,7 +40,7 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
     ("local", "chunk", "tied"),
     [
         pytest.param(2, 0, True, marks=pytest.mark.slow),
-        (2, 3, False),
+        pytest.param(2, 3, False, marks=pytest.mark.slow),
         pytest.param(4, 0, False, marks=pytest.mark.slow),
     ],
 )

@@ -280,6 +280,7 @@ def small() -> Chain:
     return Chain(model)
 
 
+@pytest.mark.slow
 def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
     for module in ("plan.memory", "model.chunked"):
         monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 256)

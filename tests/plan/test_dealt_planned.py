@@ -111,6 +111,7 @@ def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_
     assert {one.bins.ranks for one in dealt.deals} == {1, 2}
 
 
+@pytest.mark.slow
 def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> None:
     asked = request(450)
     units = tuple(replace(unit, numel=10_000 * unit.numel) for unit in asked.model.units)

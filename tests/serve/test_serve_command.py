@@ -207,6 +207,7 @@ def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
         assert running.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_stages_on_several_processes_answer_the_same_also_after_being_idle(folder: Path) -> None:
     words = ["--model", str(folder), "--dtype", "float64", "--nproc", "2", "--chunk", "5", "--timeout-s", "1"]
     with serving(words) as running:

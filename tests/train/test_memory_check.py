@@ -94,6 +94,7 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
     assert "--schedule.recompute full: " in said and "s a step" in said
 
 
+@pytest.mark.slow
 def test_texts_that_the_model_writes_are_counted(monkeypatch, chain):
     real, asked = Planning.ask, []
 
