@@ -157,7 +157,7 @@ def held(cell: Cell, kept: Kept, order: Order) -> float:
 
 
 def measure(cell: Cell, seconds: float, under_way: int = UNDER_WAY) -> dict[str, Any]:
-    """A cell's baseline, and what is found; with more room for what is on its way where that held more than the limit."""
+    """A cell's baseline, and what is found; with more room for what is on its way where an order held too much."""
     begin = time.perf_counter()
     fixed, _ = uniform(cell.tokens, cell.share)
     alone = chosen(cell.tokens, cell.share, under_way=under_way)
