@@ -62,9 +62,10 @@ def sleeping_torchrun(folder: Path, *, fails: bool = False) -> None:
         folder,
         "torchrun",
         'case "$*" in *is_host=1*) me=1;; *) me=0;; esac\n'
+        "trap 'touch ended-'$me'; exit 0' TERM\n"  # before anybody can know that it is there
         'printf "%s\\n" "$@" > words-$me; echo "token $HF_TOKEN" > seen-$me; echo $$ > pid-$me\n'
         f"if test $me = 1; then {first}; fi\n"
-        "trap 'touch ended-'$me'; exit 0' TERM; while :; do sleep 0.02; done",
+        "while :; do sleep 0.02; done",
     )
 
 
