@@ -38,7 +38,7 @@ def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, T
     Raises:
         UserError: see ``check_elementwise`` and ``check_whole``.
     """
-    known: dict[str, tuple[Tensor, int]] = {}
+    known: dict[str, int] = {}
     check = check_whole if isinstance(factory, WholeMatrices) else partial(check_elementwise, known=known)
     tried = {}
     for unit in units:
