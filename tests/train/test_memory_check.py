@@ -94,6 +94,16 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
     assert "--schedule.recompute full: " in said and "s a step" in said
 
 
+def test_a_state_that_is_more_than_all_memory_is_said_before_anything_is_measured(monkeypatch, chain):
+    parameters = sum(unit.numel for unit in chain.units)
+    planning = Planning(ALONE, chain, Asked(256, 4, 2, dtype=torch.bfloat16, settings=CONFIG.schedule))
+    for device, host, is_said in ((12, 0, False), (11.9, 0, True), (4, 8, False), (4, 7.9, True), (0, 0, False)):
+        there = Device("CPU", int(device * parameters))
+        machine = Machine((1,), FREE, FREE, device=there, host_bytes=int(host * parameters))
+        monkeypatch.setattr(memory, "machine_unprobed", lambda _, machine=machine: machine)
+        assert memory.too_large(planning).startswith("this does not fit: weights and optimizer state of ") == is_said
+
+
 @pytest.mark.slow
 def test_texts_that_the_model_writes_are_counted(monkeypatch, chain):
     real, asked = Planning.ask, []

@@ -14,12 +14,14 @@ from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.generate import Wanted, why_by_evaluation
+from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.feasible import shortage
 from tawpipe.plan.measure import system_of
 from tawpipe.plan.predict import Needs, memory_quickly, predict, state_bytes
 from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.serving import fullest_bytes
+from tawpipe.plan.updates import states_of
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.pipelines.layout import Layout
@@ -106,6 +108,25 @@ def check_memory(
             expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, and so much is not there"
             raise UserError("--sample.tokens", texts.tokens, expected)
     return needs, measured
+
+
+def too_large(planning: Planning) -> str:
+    """A line for a run that nothing can save, as its state alone is more than all devices and hosts together have: what
+    would fit is found by measuring, which takes minutes where blocks are large. Empty if it is not. Call on all ranks.
+    """
+    world, chain, asked = planning.world, planning.chain, planning.asked
+    machine, trainable = machine_unprobed(world), [unit for unit in chain.units if unit.trainable]
+    widths = widths_of(chain, asked.dtype, asked.settings, states_of(asked.optimizer, chain.units))
+    state = sum(unit.numel * (widths.state(unit.index) - widths.master) for unit in trainable)
+    devices = machine.device_of or (machine.device,) * world.size
+    there = sum(device.memory_bytes for device in devices) + machine.host_bytes * len(machine.nodes)
+    if not there or state <= there:
+        return ""
+    millions = sum(unit.numel for unit in trainable) / 1e6
+    return (
+        f"this does not fit: weights and optimizer state of {millions:,.1f} M parameters take {gib(state)}, and all "
+        f"devices and hosts together have {gib(there)}; finding out what would fit takes a while"
+    )
 
 
 def texts_bytes(chain: Chain, texts: Wanted, request: PlanRequest, schedule: ScheduleSettings, ranks: int) -> int:

@@ -41,7 +41,7 @@ from tawpipe.train.checks import check_steps
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs
-from tawpipe.train.memory import check_memory, room_to_keep
+from tawpipe.train.memory import check_memory, room_to_keep, too_large
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import Planning, probed
 from tawpipe.train.recipe import RECIPES, settle
@@ -193,6 +193,8 @@ def prepare(
         measure=measure,
         show=show,
     )
+    if line := too_large(planning):
+        console.notice(line)
     followed = planning.follow(config.plan, begins.state)
     if followed.line:
         console.line(followed.line)
