@@ -37,7 +37,7 @@ def alone(home: Path, output: str, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_context_is_extended_in_phases(home, capsys):
+def test_a_context_is_extended_in_phases(home, few_strategies, capsys):
     assert alone(home, "short") == 2
     assert "--rope.scaling" in capsys.readouterr().err
     assert alone(home, "first", *YARN, "--steps", "2", "--plan", "auto") == 0
@@ -164,7 +164,7 @@ def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_is_evaluated_without_a_step(home, capsys):
+def test_a_model_is_evaluated_without_a_step(home, few_strategies, capsys):
     """It says what the run that trained the model said at its end."""
     words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto", "--packing", "split")
     assert alone(home, "taught", *LONG, *words, "--dtype", "float64", "--export.dtype", "float64") == 0
