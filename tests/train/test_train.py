@@ -367,13 +367,21 @@ def test_unreadable_files_are_named_and_skipped(home, capfd):
 # bad days
 
 
+@pytest.fixture(scope="module")
+def full_disk(trained) -> tuple[str, list[float]]:
+    """What a run of two processes says that once finds no room for a checkpoint, and its losses."""
+    done = run_forked(trained, "full", *QUIET, *TWO, "--inject", "rank=1,step=2,at=save,kind=disk-full")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [row["loss"] for row in rows(trained, "full")]
+
+
 @pytest.mark.slow
-def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
-    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.background", "false")
-    done = run_forked(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
+def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained, full_disk):
+    words = ("--max-restarts", "1", "--checkpoint.background", "false", "--inject", "rank=1,step=3,at=update,kind=kill")
+    done = run_forked(trained, "restarted", *words, *QUIET, *TWO)
     assert done.returncode == 0, done.stderr
     assert "restart 1 of at most 1" in done.stderr and "resumed from" in done.stdout
-    assert [row["loss"] for row in rows(trained, "restarted")] == [row["loss"] for row in rows(trained, "first")]
+    assert [row["loss"] for row in rows(trained, "restarted")] == full_disk[1]
     assert not list((trained / "restarted" / "checkpoints").glob("*.incomplete"))
 
 
@@ -475,10 +483,8 @@ def test_a_process_that_hangs_is_named(trained):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_one_checkpoint(trained):
-    done = run_forked(trained, "full", *QUIET, *TWO, "--inject", "rank=1,step=2,at=save,kind=disk-full")
-    assert done.returncode == 0, done.stderr
-    assert "could not be written, training goes on without it: rank 1: No space left on device" in done.stdout
+def test_a_full_disk_costs_one_checkpoint(trained, full_disk):
+    assert "could not be written, training goes on without it: rank 1: No space left on device" in full_disk[0]
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
@@ -493,13 +499,13 @@ def test_a_bad_step_is_left_out_if_asked_for(trained):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
-    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.every", "0")
+def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, full_disk, tmp_path):
+    words = ("--max-restarts", "1", "--checkpoint.every", "0", "--inject", "rank=1,step=4,at=forward,kind=kill")
     words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))
-    done = run_forked(trained, "memory", *words, *QUIET, "--inject", "rank=3,step=4,at=forward,kind=kill")
+    done = run_forked(trained, "memory", *words, *QUIET, *TWO)
     assert done.returncode == 0, done.stderr
     assert "resumed from memory: step" in done.stdout
-    assert [row["loss"] for row in rows(trained, "memory")] == [row["loss"] for row in rows(trained, "first")]
+    assert [row["loss"] for row in rows(trained, "memory")] == full_disk[1]
     assert not list(tmp_path.iterdir())
 
 
