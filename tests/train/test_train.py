@@ -491,11 +491,12 @@ def test_a_full_disk_costs_one_checkpoint(trained, full_disk):
 @pytest.mark.slow
 def test_a_bad_step_is_left_out_if_asked_for(trained):
     words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
-    done = run_forked(trained, "skipped", *QUIET, *TWO, *words)
+    done = run_forked(trained, "skipped", *QUIET, *words, "--plan", str(trained / "first" / "plan.yaml"))
     assert done.returncode == 0, done.stderr
     assert "step 2: loss" in done.stdout and "the update was left out, 1 of at most 10 in a row" in done.stdout
     found = rows(trained, "skipped")
     assert len(found) == 4 and found[1]["grad_norm"] is None and found[3]["loss"] is not None
+    assert found[0]["loss"] == rows(trained, "first")[0]["loss"]  # as on the same plan
 
 
 @pytest.mark.slow
