@@ -192,6 +192,8 @@ def long_run(world: World, steps: int, folder: str, **knobs: Any) -> tuple[list[
             pipeline.load(folder)
     pipeline.drain()
     pipeline.check_copies()
+    if "gradients_compression" in knobs:
+        assert 0 < (pipeline.transport.gradients_sent.share() or 0) < 0.9, "no gradient was coded in fewer bytes"
     state = dict(state_of_rank(pipeline))
     pipeline.close()
     return numbers, state
