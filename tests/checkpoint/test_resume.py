@@ -23,6 +23,7 @@ from tawpipe.train.config import TrainConfig, load_config
 from tawpipe.train.run import open_stores
 
 TOTAL = 5
+SMALL: dict[str, Any] = {"strategy": "tawpipe-spread", "layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +109,14 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
     ],
 )
 def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
-    found = pool.run(
-        "test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, strategy="tawpipe-spread"
-    )
+    found = pool.run("test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, **SMALL)
     assert all(one[:2] == (True, True) for one in found)
     assert set(found[0][2].split()) == {"step-00000004"}  # older ones are gone
 
 
 @pytest.mark.slow
 def test_a_copy_without_a_neighbour_is_lost_with_its_node(pool, tmp_path):
-    results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, strategy="tawpipe-spread")
+    results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, **SMALL)
     assert results[0][0] is False
 
 

@@ -371,10 +371,10 @@ def test_no_bit_depends_on_how_weights_travel_in_more_cases(pool, tmp_path):
 
 @pytest.mark.slow
 def test_200_steps_have_the_same_bits(pool, tmp_path):
-    """With coded weights and with coded gradients: over skipped steps, evaluations, loads, a spike of the rate, and
+    """With coded weights and coded gradients: over skipped steps, evaluations, loads, a spike of the rate, and
     another plan from the half on.
     """
-    coded = [{"weights_compression": "exact"}, {"gradients_compression": "exact"}]
+    coded = {"weights_compression": "exact", "gradients_compression": "exact"}
     assert pool.run("exact:long_runs", 2, 1, steps=200, folder=str(tmp_path), coded=coded, timeout_s=900) == [[], []]
 
 

@@ -78,10 +78,10 @@ OTHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str) -> None:
-    nodes, local, level = (
-        (1, 1, "state") if name in ("muon, early", "counts of its own", "nothing kept") else (2, 2, "all")
-    )
-    cases = [{"steps": 2, **OTHERS[name], "host_homes": level}]
+    nodes, local, level = (2, OTHERS[name].get("sequence_ranks", 1), "all")
+    if name in ("muon, early", "counts of its own", "nothing kept"):
+        nodes, local, level = 1, 1, "state"
+    cases = [{"steps": 2, "layers": 3, **OTHERS[name], "host_homes": level}]
     for found in pool.run("host_homes:compared", nodes, local, cases=cases):
         assert found and not any(found)
 
@@ -89,7 +89,7 @@ def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str)
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "level"), [("tawpipe-spread", "all"), ("1f1b", "state")])
 def test_random_delays_change_no_bit(pool, strategy: str, level: str) -> None:
-    knobs = {"strategy": strategy, "host_homes": level, "rows": 5, "steps": 3}
+    knobs = {"strategy": strategy, "host_homes": level, "rows": 5, "steps": 3, "layers": 3}
     for found in pool.run("host_homes:delayed", 2, 1, seeds=2, **knobs):
         assert not any(found)
 

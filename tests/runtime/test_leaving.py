@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,15 +20,36 @@ from tawpipe.launch.launcher import Shape, reserved_port, worker_environment
 from tawpipe.runtime import leaving
 from tawpipe.runtime.leaving import leave_at_exit
 
-SCRIPT = """
-import sys, time
+IMPORTED = """
+import json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 import tawpipe
 from cases import llama
+from tawpipe.runtime import leaving
+
+def asked():
+    for line in sys.stdin:
+        children = []
+        for worker in json.loads(line):
+            child = os.fork()
+            if not child:
+                return worker
+            children.append(child)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+    sys.exit()
 
 torch.set_num_threads(1)
-pipeline = tawpipe.Pipeline(llama(torch.float32), check="never")
+how, variables, *said = asked()
+signal.alarm(240)
+os.environ.update(variables)
+for number, path in enumerate(said, 1):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+"""
+"""What takes seconds, once for all scripts: each goes on from here in children, whose interpreters end as any does."""
+
+SCRIPT = """
+pipeline = tawpipe.Pipeline(llama(torch.float32, layers=2), check="never")
 ids = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
 step = lambda one: one.step({"input_ids": ids, "labels": ids})
 
@@ -33,7 +57,7 @@ def main(own):
     for _ in range(2):
         step(own)
 
-rank, how = pipeline.world.rank, sys.argv[1]
+rank = pipeline.world.rank
 if how == "gone":  # nobody holds the pipeline when its steps are under way
     own, pipeline = pipeline, None
     main(own)
@@ -53,52 +77,72 @@ else:
         ids = ids.roll(rank)
         step(pipeline)
     if how == "hang":
+        leaving.PATIENCE_S = 0.5
         dist.destroy_process_group = lambda: time.sleep(1000)
 """
 
 
-def run(how: str, nproc: int) -> list[subprocess.CompletedProcess[str]]:
-    with reserved_port() as port:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests/support", *sys.path])}
-        workers = []
-        for rank in range(nproc):
-            own = worker_environment(Shape(1, nproc), rank, port=port) if nproc > 1 else {}
-            command = [sys.executable, "-c", SCRIPT, how]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            workers.append(subprocess.Popen(command, env={**environment, **own}, **pipes))
-        done = []
-        for worker in workers:
-            out, errors = worker.communicate(timeout=240)
-            done.append(subprocess.CompletedProcess(worker.args, worker.returncode, out, errors))
-    assert not any("terminate called" in one.stderr for one in done), done
-    return done
+class Ended(NamedTuple):
+    """A process that has ended."""
+
+    code: int
+    out: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[subprocess.Popen[str]]:
+    """A process that runs the script in children of its own; see ``IMPORTED``."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests/support", *sys.path])}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", IMPORTED + SCRIPT], env=environment, **pipes) as process:
+        yield process
+
+
+@pytest.fixture
+def run(scripts: subprocess.Popen[str], tmp_path: Path) -> Callable[[str, int], list[Ended]]:
+    def run_script(how: str, nproc: int) -> list[Ended]:
+        assert scripts.stdin and scripts.stdout
+        said = [[str(tmp_path / f"{name} {rank}") for name in ("out", "errors")] for rank in range(nproc)]
+        with reserved_port() as port:
+            place = lambda rank: worker_environment(Shape(1, nproc), rank, port=port) if nproc > 1 else {}  # noqa: E731
+            workers = [[how, place(rank), *paths] for rank, paths in enumerate(said)]
+            print(json.dumps(workers), file=scripts.stdin, flush=True)
+            codes = json.loads(scripts.stdout.readline())
+        done = [
+            Ended(code, *(Path(path).read_text() for path in paths)) for code, paths in zip(codes, said, strict=True)
+        ]
+        assert not any("terminate called" in one.errors for one in done), done
+        return done
+
+    return run_script
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "nproc", "code"), [("exit", 2, 7), ("gone", 2, 0), ("error", 1, 1), ("end", 1, 0)])
-def test_a_script_that_does_not_close_its_pipeline(how, nproc, code):
+def test_a_script_that_does_not_close_its_pipeline(run, how, nproc, code):
     done = run(how, nproc)
-    assert [one.returncode for one in done] == [code] * nproc, done
-    assert all(("the script's own" in one.stderr) == (how == "error") for one in done)
+    assert [one.code for one in done] == [code] * nproc, done
+    assert all(("the script's own" in one.errors) == (how == "error") for one in done)
 
 
 @pytest.mark.slow
-def test_a_rank_whose_peers_are_gone_says_so_and_ends_with_an_error():
+def test_a_rank_whose_peers_are_gone_says_so_and_ends_with_an_error(run):
     done = run("one rank alone", 2)
-    assert [one.returncode for one in done] == [1, 7], done
-    assert "the last step was not finished" in done[0].stderr
+    assert [one.code for one in done] == [1, 7], done
+    assert "the last step was not finished" in done[0].errors
 
 
 @pytest.mark.slow
-def test_a_script_ends_with_an_error_if_the_batches_of_its_last_step_differed():
+def test_a_script_ends_with_an_error_if_the_batches_of_its_last_step_differed(run):
     done = run("other batches", 2)
-    assert [one.returncode for one in done] == [1, 1], done
-    assert all("tawpipe: error: batch: got 'different ones on different ranks'" in one.stderr for one in done)
+    assert [one.code for one in done] == [1, 1], done
+    assert all("tawpipe: error: batch: got 'different ones on different ranks'" in one.errors for one in done)
 
 
 @pytest.mark.slow
-def test_groups_that_cannot_be_left_do_not_keep_a_process():
-    assert [one.returncode for one in run("hang", 2)] == [1, 1]
+def test_groups_that_cannot_be_left_do_not_keep_a_process(run):
+    assert [one.code for one in run("hang", 2)] == [1, 1]
 
 
 class Busy:

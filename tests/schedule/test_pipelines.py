@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forked_commands import run_tawpipe
 from schedules import laid_out, llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
@@ -107,9 +106,10 @@ def test_backward_passes_in_parts_are_for_strategies_that_say_so():
 
 
 @pytest.mark.slow
-def test_pipelines_of_published_orders_run_without_the_search_for_others():
+def test_pipelines_of_published_orders_run_without_the_search_for_others(tmp_path):
     """Nor does a run that only may plan import it."""
-    run = """
+    script = tmp_path / "script.py"
+    script.write_text("""
 import sys
 import tawpipe.train.run
 from tawpipe.schedule.strategies.build import build
@@ -118,10 +118,9 @@ from tawpipe.topology import Topology
 for name in ("1f1b", "interleaved-1f1b"):
     build(step_for(llama(4), Topology.grid(2, 1), 4, strategy=name))
 print([name for name in sys.modules if name.startswith("tawpipe.schedule.pipelines.search")])
-"""
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", run], env=paths, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+""")
+    done = run_tawpipe([], os.environ, 120, program=str(script))
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def some_order(layout: Layout, count: int, split: float, seed: int) -> Order:

@@ -32,7 +32,7 @@ def test_every_built_schedule_is_proved(schedule):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(schedule=schedules())
 def test_many_more_schedules_are_proved(schedule):
     verify(schedule)

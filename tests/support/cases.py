@@ -72,13 +72,13 @@ _norm_in_own_dtype.__module__ = LlamaRMSNorm.__module__  # or every model here w
 LlamaRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignment]
 
 
-def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0) -> LlamaForCausalLM:
-    """Five layers, odd sizes, the same values in every process."""
+def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0, layers: int = LAYERS) -> LlamaForCausalLM:
+    """Five layers if nothing else is said, odd sizes, the same values in every process."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=24,
         intermediate_size=36,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=3,
         num_key_value_heads=1,
         head_dim=8,
@@ -589,9 +589,8 @@ def mismatched(world: World) -> str:
 
 def low_precision(world: World) -> list[float]:
     """Losses of bf16 compute with fp32 masters, on one batch again and again."""
-    pipeline = make_pipeline(
-        llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True
-    )
+    model = llama(torch.float32, layers=2)
+    pipeline = make_pipeline(model, optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True)
     batch = batches(6, 1)[0]
     losses = [result.loss for result in [pipeline.step(batch) for _ in range(12)]]
     pipeline.close()
@@ -602,7 +601,7 @@ def memory_of_steps(world: World, *, steps: int) -> list[int]:
     """Bytes that tensors hold after each step, nothing under way."""
     import gc
 
-    pipeline = make_pipeline(llama(torch.float32), world=world)
+    pipeline = make_pipeline(llama(torch.float32, layers=3), world=world)
     batch, sizes = batches(6, 1)[0], []
     for _ in range(steps):
         pipeline.step(batch)

@@ -10,35 +10,101 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pool import forking
 
 
+class ForkedCommand:
+    """A command that runs.
+
+    Args:
+        program: what follows ``python -m``, or the path of a script.
+        folder: for what it says.
+        terminal: the path of one to run on, which then has what the command says.
+        few_strategies: plans look at few strategies, and search for a moment.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        folder: Path,
+        *,
+        program: str = "tawpipe",
+        terminal: str = "",
+        few_strategies: bool = False,
+    ) -> None:
+        self._words, self._said = [program, *words], [folder / name for name in ("stdout", "stderr")]
+        files = [terminal] * 3 if terminal else [os.devnull, *map(str, self._said)]
+        for path in self._said:
+            path.touch()
+        given = (self._words, {**variables}, files, few_strategies)
+        self._process = forking().Process(target=_run, args=given)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What has been said until now."""
+        return self._said[0].read_text()
+
+    def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Its end; a command that does not end in time is killed."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self._words, timeout_s, *(path.read_bytes() for path in self._said))
+        return subprocess.CompletedProcess(
+            self._words, self._process.exitcode, *(path.read_text() for path in self._said)
+        )
+
+    def kill(self) -> None:
+        """End it at once, if it still runs."""
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def started(words: Sequence[str], variables: Mapping[str, str], *, terminal: str = "") -> Iterator[ForkedCommand]:
+    """``tawpipe`` with an environment of its own; killed at the end if it runs then."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ForkedCommand(words, variables, Path(folder), terminal=terminal)
+        try:
+            yield command
+        finally:
+            command.kill()
+
+
 def run_tawpipe(
-    words: Sequence[str], variables: Mapping[str, str], timeout_s: float
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    timeout_s: float,
+    *,
+    program: str = "tawpipe",
+    few_strategies: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """A command with an environment of its own, as ``subprocess.run`` would run it."""
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = forking().Process(target=_run, args=([*words], {**variables}, [*map(str, said)]))
-        process.start()
-        process.join(timeout_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired([*words], timeout_s, *(path.read_bytes() for path in said))
-        return subprocess.CompletedProcess([*words], process.exitcode, *(path.read_text() for path in said))
+        command = ForkedCommand(words, variables, Path(folder), program=program, few_strategies=few_strategies)
+        return command.wait(timeout_s)
 
 
-def _run(words: list[str], variables: dict[str, str], said: list[str]) -> None:
+def _run(words: list[str], variables: dict[str, str], files: list[str], few_strategies: bool) -> None:
     """The life of the process; it ends here, without what ``multiprocessing`` does at an end."""
-    for number, path in enumerate(said, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    handles = [os.open(path, os.O_RDWR | os.O_CREAT) for path in files]
+    if os.isatty(handles[0]):
+        os.login_tty(os.dup(handles[0]))
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
+    for number, handle in enumerate(handles):
+        os.dup2(handle, number)
+        os.close(handle)
     os.environ.clear()
     os.environ.update(variables)
-    sys.argv = ["tawpipe", *words]
+    program, sys.argv = words[0], words
     gc.freeze()
     code = 1
     try:
@@ -46,7 +112,13 @@ def _run(words: list[str], variables: dict[str, str], said: list[str]) -> None:
         from tawpipe.launch import launcher
 
         launcher.import_once = train.import_once = _imported  # what it would import is there, and nothing has run yet
-        runpy.run_module("tawpipe", run_name="__main__", alter_sys=True)
+        if few_strategies:
+            _plan_quickly()
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -56,6 +128,16 @@ def _run(words: list[str], variables: dict[str, str], said: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _plan_quickly() -> None:
+    """As the fixtures ``few_strategies`` and ``quickly_solved`` do, until the end of the process."""
+    from plan_requests import FEW
+    from tawpipe.plan import pipelines, search
+
+    few = {name: one for name, one in search.strategies().items() if name in FEW}
+    search.strategies = lambda: few
+    pipelines.KEEP_TRIES, pipelines.SOLVE_S = 500, 0.1
 
 
 def _imported(modules: Sequence[str], variables: Mapping[str, str]) -> bool:

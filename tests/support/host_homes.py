@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adafactor
 
 import tawpipe
-from cases import batches, llama, random_delays
+from cases import LAYERS, batches, llama, random_delays
 from pipelines import make_pipeline
 from schedules import EVERY
 from states import momentum, plain
@@ -141,6 +141,8 @@ def knobs_of(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         knobs["stages"] = "nodes"
     knobs |= {"tied": case["tied"], "gradient_buffers": case["gradient_buffers"]}
     knobs["optimizer"] = case["optimizer"]
+    if not axis:  # whose passes are alike in every layer
+        knobs["layers"] = 3
     if case["end"] != "clipped":
         knobs |= {"clip_norm": None, "early_updates": case["end"] == "early"}
     if case["scope"] and "gradients_scope" not in strategies()[case["strategy"]].refusals:
@@ -149,11 +151,14 @@ def knobs_of(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return rows, knobs
 
 
-def training(world: World, *, rows: int, steps: int = STEPS, tied: bool = False, **knobs: Any) -> Pipeline:
+def training(
+    world: World, *, rows: int, steps: int = STEPS, tied: bool = False, layers: int = LAYERS, **knobs: Any
+) -> Pipeline:
     """A pipeline after some steps on small slices, with nothing under way; ``numbers`` are its losses and norms."""
     optimizer, delays = OPTIMIZERS[knobs.pop("optimizer", "adamw")], knobs.pop("delays", None)
     delay = (lambda lane: random_delays(hash((lane, world.rank, delays)), 0.002)) if delays is not None else None
-    model: Any = llama(torch.float64 if knobs.get("dtype") == torch.float64 else torch.float32, tied=tied)
+    dtype = torch.float64 if knobs.get("dtype") == torch.float64 else torch.float32
+    model: Any = llama(dtype, tied=tied, layers=layers)
     if knobs.pop("lora", False):
         peft = pytest.importorskip("peft")
         torch.manual_seed(5)

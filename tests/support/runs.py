@@ -26,15 +26,19 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
 
 
-def run(home: Path, output: str, *words: str, program: tuple[str, ...] = (sys.executable,)):
+def run(home: Path, output: str, *words: str):
     return subprocess.run(
-        [*program, *command(home, output, *words)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, *command(home, output, *words)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
 
 
-def run_forked(home: Path, output: str, *words: str):
+def run_forked(home: Path, output: str, *words: str, few_strategies: bool = False):
     """As ``run``, but what takes seconds has been imported."""
-    return run_tawpipe(command(home, output, *words)[2:], environment(), TIMEOUT_S)
+    return run_tawpipe(command(home, output, *words)[2:], environment(), TIMEOUT_S, few_strategies=few_strategies)
 
 
 def rows(home: Path, output: str) -> list[dict]:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
-from cases import batches, llama
+from cases import LAYERS, batches, llama
 from pipelines import make_pipeline
 from tawpipe import Pipeline, World, adamw
 from tawpipe.checkpoint.store import Disk, Memory
@@ -57,11 +57,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def resumable(world: World, *, seed: int = 0, dtype: str = "float64", **knobs: Any) -> Pipeline:
+def resumable(world: World, *, seed: int = 0, dtype: str = "float64", layers: int = LAYERS, **knobs: Any) -> Pipeline:
     """A pipeline whose numbers depend on its seed: initial weights and dropout."""
     kind = getattr(torch, dtype)
     with torch.device("meta"):
-        model = LlamaForCausalLM(llama(torch.float32, dropout=0.2).config)
+        model = LlamaForCausalLM(llama(torch.float32, dropout=0.2, layers=layers).config)
     return make_pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
 
 

@@ -33,21 +33,24 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def one(home) -> list[dict]:
+    """What a run of one process has written."""
+    assert alone(home, "one") == 0
+    return rows(home, "one")
+
+
 def alone(home: Path, output: str, *words: str) -> int:
     return main([*command(home, output, *BALANCED, "--nproc", "1", *words)[2:]])
 
 
 @pytest.mark.slow
-def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, capsys):
-    assert alone(home, "one") == 0
-    said = capsys.readouterr().out
-    assert "long.txt" in said and "documents in" in said
+def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, one):
     two = run_forked(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1", "--report", str(home / "two.html"))
     assert two.returncode == 0, two.stderr
+    assert "long.txt" in two.stdout and "documents in" in two.stdout
     assert "Lengths of documents" in (home / "two.html").read_text()
     assert alone(home, "again", "--resume", str(home / "two" / "checkpoints" / "step-00000002")) == 0
-    capsys.readouterr()
-    one = rows(home, "one")
     assert all(row["documents"] > 1 and row["imbalance"] == 1 for row in one)
     assert len({row["tokens"] for row in one}) > 1
     for other, steps in (("two", one), ("again", one[2:])):
@@ -61,13 +64,12 @@ def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, 
 
 
 @pytest.mark.slow
-def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, capsys):
-    assert alone(home, "whole") == 0
+def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, one):
     words = ("--nproc", "2", "--nodes", "1", "--schedule.strategy", "1f1b", "--bin-tokens", "90")
     piped = run_forked(home, "piped", *BALANCED, *words)
     assert piped.returncode == 0, piped.stderr
     assert "bins of at most 90 tokens" in piped.stdout and "checked against" in piped.stdout
-    for mine, theirs in zip(rows(home, "whole"), rows(home, "piped"), strict=True):
+    for mine, theirs in zip(one, rows(home, "piped"), strict=True):
         assert (mine["tokens"], mine["documents"]) == (theirs["tokens"], theirs["documents"])
         for name in {"loss", "grad_norm", "validation_loss"} & mine.keys():
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6)  # the model's norms are in float32
@@ -80,7 +82,7 @@ def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, cap
     whole = ("--schedule.strategy", "tawpipe-spread", "--bin-tokens", "300")
     assert alone(home, "together", *whole, *there) == 0
     for output in ("other", "together"):
-        for mine, theirs in zip(rows(home, "whole")[2:], rows(home, output), strict=True):
+        for mine, theirs in zip(one[2:], rows(home, output), strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 

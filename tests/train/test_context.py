@@ -15,6 +15,7 @@ from small import make_small
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
+from tawpipe.plan import memory
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.config import load_config
 from tawpipe.train.retrieval import retrieval_check
@@ -37,7 +38,7 @@ def alone(home: Path, output: str, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_context_is_extended_in_phases(home, capsys):
+def test_a_context_is_extended_in_phases(home, few_strategies, capsys):
     assert alone(home, "short") == 2
     assert "--rope.scaling" in capsys.readouterr().err
     assert alone(home, "first", *YARN, "--steps", "2", "--plan", "auto") == 0
@@ -91,8 +92,9 @@ ASKED = ("--evaluation.retrieval-lengths", "256", "224", "--evaluation.retrieval
 
 
 @pytest.mark.slow
-def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, capsys):
+def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, monkeypatch, capsys):
     """The plain model that the run exports says the same on the same rows."""
+    monkeypatch.setattr(memory, "PAST_KEYS", 256)  # what chunks need is measured on rows that are no longer than these
     words = (*LONG, *ASKED, "--evaluation.retrieval-samples", "2", "--checkpoint.every", "0", "--dtype", "float64")
     words = (*words, "--schedule.sequence-chunk", "100", "--export.dtype", "float64")
     page = home / "facts.html"
@@ -164,7 +166,7 @@ def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_is_evaluated_without_a_step(home, capsys):
+def test_a_model_is_evaluated_without_a_step(home, few_strategies, capsys):
     """It says what the run that trained the model said at its end."""
     words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto", "--packing", "split")
     assert alone(home, "taught", *LONG, *words, "--dtype", "float64", "--export.dtype", "float64") == 0

@@ -22,6 +22,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, T5Config
 
+from forked_commands import run_tawpipe, started
 from processes import wait_for
 from runs import TIMEOUT_S, command, environment, rows, run, run_forked
 from small import WORDS, make_small
@@ -50,7 +51,8 @@ def home(tmp_path_factory) -> Path:
 def trained(home) -> Path:
     """Four steps on two nodes of two, by a plan that is made at the start; step 3 is recorded."""
     words = ("--sample.temperature", "0", "--sample.prompt", *PROMPTS, "--log.trace-step", "3")
-    done = run(home, "first", "--plan", "auto", "--report", str(home / "first.html"), *words)
+    words += ("--plan", "auto", "--report", str(home / "first.html"))
+    done = run_forked(home, "first", *words, few_strategies=True)
     assert done.returncode == 0, done.stderr
     assert "4 processes = 2 nodes x 2" in done.stdout
     assert "link of a node" in done.stdout and "sample" in done.stdout
@@ -133,7 +135,7 @@ def same_losses(trained: Path, name: str) -> None:
 def test_resume_goes_on_with_the_identical_losses(trained):
     shutil.copytree(trained / "first", trained / "again")
     shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
-    done = run_forked(trained, "again", "--resume", "auto", "--plan", "auto")
+    done = run_forked(trained, "again", "--resume", "auto", "--plan", "auto", few_strategies=True)
     assert done.returncode == 0, done.stderr
     assert "weights: resumed from" in done.stdout and "step 2, 12 samples consumed" in done.stdout
     assert "weights: random" not in done.stdout
@@ -166,8 +168,10 @@ def test_a_model_that_is_nowhere_is_the_models_fault(home, capsys):
 
 @pytest.mark.slow
 def test_under_torchrun(trained):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = run(trained, "torchrun", *QUIET, "--steps", "2", "--schedule.step-cache", "2", program=torchrun)
+    """Whose own imports are there already; those of its workers are not."""
+    words = command(trained, "torchrun", *QUIET, "--steps", "2", "--schedule.step-cache", "2")
+    words = ["--nproc-per-node", "2", *words]
+    done = run_tawpipe(words, environment(), TIMEOUT_S, program="torch.distributed.run")
     assert done.returncode == 0, done.stderr
     assert "--schedule.step-cache has no effect on one node" in done.stdout
     assert "2 processes = 1 node x 2" in done.stdout
@@ -179,18 +183,17 @@ def test_nodes_of_different_sizes(trained):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    places = [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
-    words = [sys.executable, *command(trained, "uneven", *QUIET, "--steps", "2")]
-    processes = []
-    for rank, (node, local, size) in enumerate(places):
-        own = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
-        variables = {key: str(value) for key, value in own.items()}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(words, env=environment() | variables, **pipes))
-    said = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], said
-    assert "3 processes = 2 nodes of 2, 1, scheduled as 3 groups of 1" in said[0][0]
+    words = command(trained, "uneven", *QUIET, "--steps", "2")[2:]
+    with contextlib.ExitStack() as ended:
+        processes = []
+        for rank, (node, local, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
+            own = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
+            variables = {key: str(value) for key, value in own.items()}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            processes.append(ended.enter_context(started(words, environment() | variables)))
+        done = [process.wait(TIMEOUT_S) for process in processes]
+    assert [one.returncode for one in done] == [0, 0, 0], done
+    assert "3 processes = 2 nodes of 2, 1, scheduled as 3 groups of 1" in done[0].stdout
     assert [row["loss"] for row in rows(trained, "uneven")] == pytest.approx(
         [row["loss"] for row in rows(trained, "first")[:2]], rel=1e-4
     )
@@ -198,21 +201,15 @@ def test_nodes_of_different_sizes(trained):
 
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_is_named(trained):
-    words = [sys.executable, *command(trained, "killed", "--nproc", "2", "--steps", "100000", *QUIET)]
-    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("step"):
-                break
+    words = command(trained, "killed", "--nproc", "2", "--steps", "100000", *QUIET)[2:]
+    with started(words, environment()) as process:
+        assert wait_for(lambda: "\nstep" in process.stdout, TIMEOUT_S)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGKILL)  # they start in the order of their ranks
-        _, stderr = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 1
-        assert "rank 1" in stderr and "SIGKILL" in stderr
+        done = process.wait(TIMEOUT_S)
+        assert done.returncode == 1
+        assert "rank 1" in done.stderr and "SIGKILL" in done.stderr
         assert not any(Path(f"/proc/{pid}/environ").exists() for pid in children)
-    finally:
-        process.kill()
 
 
 def expect_refusal(done, *words: str) -> None:
@@ -268,7 +265,7 @@ def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [pytest.param("true", marks=pytest.mark.slow), "false"])
-def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, capsys, streaming):
+def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, capsys, few_strategies, streaming):
     """Of a model with a table of positions, whose padding and whose sample must not reach behind its end either."""
     GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=160).save_pretrained(home / "table")
     words = ("--model", str(home / "table"), "--streaming", streaming, "--packing", "fit", "--sequence-length", "400")
@@ -370,13 +367,21 @@ def test_unreadable_files_are_named_and_skipped(home, capfd):
 # bad days
 
 
+@pytest.fixture(scope="module")
+def full_disk(trained) -> tuple[str, list[float]]:
+    """What a run of two processes says that once finds no room for a checkpoint, and its losses."""
+    done = run_forked(trained, "full", *QUIET, *TWO, "--inject", "rank=1,step=2,at=save,kind=disk-full")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [row["loss"] for row in rows(trained, "full")]
+
+
 @pytest.mark.slow
-def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
-    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.background", "false")
-    done = run_forked(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
+def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained, full_disk):
+    words = ("--max-restarts", "1", "--checkpoint.background", "false", "--inject", "rank=1,step=3,at=update,kind=kill")
+    done = run_forked(trained, "restarted", *words, *QUIET, *TWO)
     assert done.returncode == 0, done.stderr
     assert "restart 1 of at most 1" in done.stderr and "resumed from" in done.stdout
-    assert [row["loss"] for row in rows(trained, "restarted")] == [row["loss"] for row in rows(trained, "first")]
+    assert [row["loss"] for row in rows(trained, "restarted")] == full_disk[1]
     assert not list((trained / "restarted" / "checkpoints").glob("*.incomplete"))
 
 
@@ -426,19 +431,12 @@ def test_sigterm_ends_a_run_in_good_order(trained):
 
     terminal = Terminal()
     settings = {"TERM": "xterm", "TTY_INTERACTIVE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words],
-        env=environment() | settings,
-        preexec_fn=lambda: os.login_tty(os.dup(terminal.slave)),
-    )
-    terminal.close_slave()
-    try:
+    with started(words[1:], environment() | settings, terminal=os.ttyname(terminal.slave)) as ends:
         assert wait_for(lambda: "loss" in terminal.screen[-1], TIMEOUT_S), terminal.text
+        terminal.close_slave()
         assert f"step {step}," in "".join(terminal.screen)
         terminal.press(b"\x03")
-        assert process.wait(60) == 128 + signal.SIGINT
-    finally:
-        process.kill()
+        assert ends.wait(60).returncode == 128 + signal.SIGINT
     terminal.finish()
     said = "\n".join(terminal.screen)
     assert said.count("stopping: the step under way ends") == 1
@@ -467,10 +465,9 @@ def test_a_run_that_dies_says_what_is_saved(trained):
 @pytest.mark.slow
 def test_part_of_the_matrix_of_faults(tmp_path):
     cases = ("kill:push",)
-    root = Path(__file__).parents[2]
     words = ["matrix", "--topologies", "2 x 1", "--out", str(tmp_path / "out"), "--cases", *cases]
-    command = [sys.executable, str(root / "benchmarks" / "faults.py"), *words]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    script = str(Path(__file__).parents[2] / "benchmarks" / "faults.py")
+    done = run_tawpipe(words, environment(), 300, program=script)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "cases.json").read_text())["cases"]
     assert len(found) == len(cases) and not any(one["left_behind"] for one in found)
@@ -486,31 +483,30 @@ def test_a_process_that_hangs_is_named(trained):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_one_checkpoint(trained):
-    done = run_forked(trained, "full", *QUIET, *TWO, "--inject", "rank=1,step=2,at=save,kind=disk-full")
-    assert done.returncode == 0, done.stderr
-    assert "could not be written, training goes on without it: rank 1: No space left on device" in done.stdout
+def test_a_full_disk_costs_one_checkpoint(trained, full_disk):
+    assert "could not be written, training goes on without it: rank 1: No space left on device" in full_disk[0]
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 @pytest.mark.slow
 def test_a_bad_step_is_left_out_if_asked_for(trained):
     words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
-    done = run_forked(trained, "skipped", *QUIET, *TWO, *words)
+    done = run_forked(trained, "skipped", *QUIET, *words, "--plan", str(trained / "first" / "plan.yaml"))
     assert done.returncode == 0, done.stderr
     assert "step 2: loss" in done.stdout and "the update was left out, 1 of at most 10 in a row" in done.stdout
     found = rows(trained, "skipped")
     assert len(found) == 4 and found[1]["grad_norm"] is None and found[3]["loss"] is not None
+    assert found[0]["loss"] == rows(trained, "first")[0]["loss"]  # as on the same plan
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
-    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.every", "0")
+def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, full_disk, tmp_path):
+    words = ("--max-restarts", "1", "--checkpoint.every", "0", "--inject", "rank=1,step=4,at=forward,kind=kill")
     words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))
-    done = run_forked(trained, "memory", *words, *QUIET, "--inject", "rank=3,step=4,at=forward,kind=kill")
+    done = run_forked(trained, "memory", *words, *QUIET, *TWO)
     assert done.returncode == 0, done.stderr
     assert "resumed from memory: step" in done.stdout
-    assert [row["loss"] for row in rows(trained, "memory")] == [row["loss"] for row in rows(trained, "first")]
+    assert [row["loss"] for row in rows(trained, "memory")] == full_disk[1]
     assert not list(tmp_path.iterdir())
 
 
