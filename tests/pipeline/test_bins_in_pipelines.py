@@ -22,15 +22,13 @@ SLOW = pytest.mark.slow
 UNEVEN = "0/0/0,10/20/10,3/6/3,6/12/6,2/4/2,4/8/4,1/4/0"
 """Times of the blocks of a model of five layers."""
 CASES = [
-    ("plain", {"strategy": "1f1b"}),
     ("tied", {"strategy": "interleaved-1f1b", "recompute": "none"}),
-    ("plain", {"strategy": "zero-bubble", "recompute": "selective"}),
-    ("plain", {"strategy": "zero-bubble", "keep_mib": 1}),
     ("tied", {"strategy": "generated", "block_times": UNEVEN}),
-    ("lora", {"strategy": "1f1b", "bin_tokens": 400, "keep_mib": 1}),
-    ("qwen3_moe", {"strategy": "1f1b"}),
     ("nemotron_h", {"strategy": "generated"}),
+    ("plain", {"strategy": "zero-bubble", "keep_mib": 1}),
+    ("lora", {"strategy": "1f1b", "bin_tokens": 400, "keep_mib": 1}),
 ]
+"""Of whole bins; slices have some beside them, under other orders, of other models and with other graphs kept."""
 
 
 def check(pool, nodes, local, cases):
@@ -38,12 +36,9 @@ def check(pool, nodes, local, cases):
         assert differences == [[]] * len(cases)
 
 
-THIRDS = pytest.mark.parametrize("first", [1, pytest.param(0, marks=SLOW), pytest.param(2, marks=SLOW)])
-
-
-@THIRDS
-def test_two_stages_have_the_numbers_of_one_process(pool, first):
-    check(pool, 2, 1, CASES[first::3])
+@pytest.mark.parametrize("some", [slice(3), pytest.param(slice(3, None), marks=SLOW)], ids=["quick", "others"])
+def test_two_stages_have_the_numbers_of_one_process(pool, some):
+    check(pool, 2, 1, CASES[some])
 
 
 @pytest.mark.slow
@@ -91,7 +86,7 @@ SLICED = {"bin_tokens": 11}
 """Documents of up to 40 tokens are cut, and short ones are beside them."""
 
 
-@THIRDS
+@pytest.mark.parametrize("first", [1, pytest.param(0, marks=SLOW), pytest.param(2, marks=SLOW)])
 def test_slices_have_the_numbers_of_one_process(pool, first):
     """Quick are other cases than those of whole bins."""
     cases = [
@@ -125,7 +120,7 @@ OTHERS = [
 @pytest.mark.parametrize("name", ["tied", "qwen3_next", "lora"])
 def test_a_run_with_slices_goes_on_on_other_processes_under_other_strategies_and_back(pool, tmp_path, name):
     """With momentum, which comes from the step before."""
-    first, *others = ("zero-bubble" if name == "tied" else "1f1b"), *(OTHERS[1:] if name == "tied" else OTHERS[:2])
+    first, *others = ("zero-bubble" if name == "tied" else "1f1b"), *(OTHERS[1:] if name == "tied" else OTHERS[:1])
     slices, whole = str(tmp_path / "slices"), str(tmp_path / "whole")
     losses = pool.run("piped_documents:goes_on", 2, 1, folder=slices, name=name, strategy=first, **SLICED)[0]
     again = [pool.run("piped_documents:goes_on", n, p, folder=slices, name=name, **knobs)[0] for n, p, knobs in others]
@@ -143,7 +138,7 @@ def test_pipelines_of_two_speeds_side_by_side_have_the_numbers_of_one_process(po
 
 @pytest.mark.slow
 def test_slices_cut_documents_anywhere(pool):
-    check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (4, 5, 13, 20, 39)])
+    check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (5, 13, 39)])
 
 
 def test_slices_with_delays_change_no_bit_and_draw_what_they_drew(pool):

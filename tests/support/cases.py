@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -128,6 +129,14 @@ def plain_loop(
     return losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def of_first(world: World, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on all ranks: made by each it would take the processors several times."""
+    box: list[Any] = [None if world.rank else make()]
+    if world.size > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
@@ -163,7 +172,8 @@ def _exact(
         **knobs,
     )
     clip = knobs.get("clip_norm", 1.0)
-    expected_losses, expected_norms, expected_gradients, expected_weights = plain_loop(kind, tied, rows, clip, steps)
+    expected = of_first(world, lambda: plain_loop(kind, tied, rows, clip, steps))
+    expected_losses, expected_norms, expected_gradients, expected_weights = expected
     worst = 0.0
     for step, batch in enumerate(batches(rows, steps)):
         if evaluate_first:

@@ -42,7 +42,7 @@ PACKED = ((11, 6, 7), (13, 11))
 """Lengths of the documents in the two rows of a step, each row a micro-batch."""
 ALONE = ((24,), (24,))
 """The same without packing, for models that sample: a packed row draws its random numbers in another order."""
-CHUNK = 7
+CHUNK = 12
 """Tokens of a chunk: documents cross its borders, and one begins a token before one."""
 Rows = tuple[tuple[int, ...], ...]
 TOLERANCE = 1e-9

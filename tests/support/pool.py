@@ -24,6 +24,7 @@ def forking() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each would start others, only to compile a few layers
     return context
 
 
