@@ -184,8 +184,9 @@ class _SleepingPasses:
         self._held: dict[Buffer, bytes] = {}
         self._messages: dict[tuple[Kind, bytes], Tensor] = {}
         """All that were sent: what is in them, beside their header, is nothing."""
-        self._rooms: dict[Buffer, bytearray] = {}
-        """Of what comes, to be read without torch, whose code is cold after every sleep."""
+        self._rooms: dict[Buffer, Tensor] = {}
+        self._coming: dict[Buffer, bytearray] = {}
+        """The same, to be read without torch, whose code is cold after every sleep."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -216,13 +217,16 @@ class _SleepingPasses:
             if transfer.send:
                 messages[transfer.buffer] = self._message(transfer.buffer, self._held.pop(transfer.buffer))
         for buffer in transport.exchange(action, messages):
-            self._held[buffer] = bytes(self._rooms[buffer][:HEADER])
+            self._held[buffer] = bytes(self._coming[buffer][:HEADER])
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
-        self._rooms |= {buffer: bytearray(self._bytes(buffer, b"\0\1")) for buffer in action.writes}
-        return {buffer: torch.frombuffer(self._rooms[buffer], dtype=torch.uint8) for buffer in action.writes}
+        for buffer in action.writes:
+            if buffer not in self._rooms:
+                room = self._coming[buffer] = bytearray(self._bytes(buffer, b"\0\1"))
+                self._rooms[buffer] = torch.frombuffer(room, dtype=torch.uint8)
+        return {buffer: self._rooms[buffer] for buffer in action.writes}
 
     def _message(self, buffer: Buffer, header: bytes) -> Tensor:
         known = (buffer.kind, header)

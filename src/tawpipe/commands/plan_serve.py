@@ -77,6 +77,8 @@ def request_for(
     else:
         known = f"{', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype), or CPU to measure on this machine's processors"
         raise UserError("--device-name", device.name, known)
+    if machine.world_size > 1:
+        source += f"; from stage to stage {1e3 * HAND_S:.1f} ms besides the link, as measured on CPUs"
     limit = device.memory_bytes * USABLE if words.memory is None else words.memory * 2**30
     return ServeRequest(
         model,
