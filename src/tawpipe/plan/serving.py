@@ -35,7 +35,7 @@ LONGER = 2.0
 """Times as long as without it that a pass with a chunk may take: all users of its group wait for it."""
 SIMPLER = 1.05
 """Times as long as the least that a token may take where that needs fewer stages."""
-HAND_S = 9e-4
+HAND_S = 7e-4
 """Seconds of a hop besides the link's: threads that wake one after the other, and the calls of a transfer. Measured on
 CPUs (benchmarks/results/README.md#serving-serving)."""
 ROOMS = 4
