@@ -28,6 +28,8 @@ def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Ca
         print(json.dumps(plan.spelled_out(), indent=2))
     else:
         print(f"{machine.topology}; {request.users} users with {request.context:,} tokens each; {request.source}")
+        if machine.world_size > 1:
+            print(f"a hop from stage to stage takes {1e3 * request.hand_s:.1f} ms besides the link's, as on CPUs")
         for line in (*plan.table(), "", plan.reason):
             print(line)
     return 0 if plan.chosen else 1
@@ -77,8 +79,6 @@ def request_for(
     else:
         known = f"{', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype), or CPU to measure on this machine's processors"
         raise UserError("--device-name", device.name, known)
-    if machine.world_size > 1:
-        source += f"; from stage to stage {1e3 * HAND_S:.1f} ms besides the link, as measured on CPUs"
     limit = device.memory_bytes * USABLE if words.memory is None else words.memory * 2**30
     return ServeRequest(
         model,
