@@ -180,11 +180,11 @@ class Sleeper:
         needed = self.pace.seconds(seconds)
         self.asked_s += seconds
         self.delay_s += needed - seconds
-        begin = time.perf_counter()
         if math.isnan(self.first_s):
-            self.first_s = begin
+            self.first_s = time.perf_counter()
         needed -= self._overslept_s
         with self.busy("COMPUTE"):
+            begin = time.perf_counter()
             time.sleep(max(0.0, needed))
-        self.last_s = time.perf_counter()
+            self.last_s = time.perf_counter()
         self._overslept_s = min(self.last_s - begin - needed, MOST_OVERSLEPT_S)
