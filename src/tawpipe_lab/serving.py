@@ -182,6 +182,11 @@ class _SleepingPasses:
         self.back: list[float] = []
         """When what was drawn behind each was back."""
         self._held: dict[Buffer, bytes] = {}
+        self._messages: dict[tuple[Kind, bytes], Tensor] = {}
+        """All that were sent: what is in them, beside their header, is nothing."""
+        self._rooms: dict[Buffer, Tensor] = {}
+        self._coming: dict[Buffer, bytearray] = {}
+        """The same, to be read without torch, whose code is cold after every sleep."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -210,17 +215,25 @@ class _SleepingPasses:
         messages = {}
         for transfer in action.transfers:
             if transfer.send:
-                header = self._held.pop(transfer.buffer)
-                message = torch.empty(self._bytes(transfer.buffer, header), dtype=torch.uint8)
-                message[:HEADER] = torch.tensor(list(header), dtype=torch.uint8)
-                messages[transfer.buffer] = message
-        for buffer, message in transport.exchange(action, messages).items():
-            self._held[buffer] = bytes(message[:HEADER].tolist())
+                messages[transfer.buffer] = self._message(transfer.buffer, self._held.pop(transfer.buffer))
+        for buffer in transport.exchange(action, messages):
+            self._held[buffer] = bytes(self._coming[buffer][:HEADER])
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
-        return {buffer: torch.empty(self._bytes(buffer, b"\0\1"), dtype=torch.uint8) for buffer in action.writes}
+        for buffer in action.writes:
+            if buffer not in self._rooms:
+                room = self._coming[buffer] = bytearray(self._bytes(buffer, b"\0\1"))
+                self._rooms[buffer] = torch.frombuffer(room, dtype=torch.uint8)
+        return {buffer: self._rooms[buffer] for buffer in action.writes}
+
+    def _message(self, buffer: Buffer, header: bytes) -> Tensor:
+        known = (buffer.kind, header)
+        if known not in self._messages:
+            room = bytearray(header.ljust(self._bytes(buffer, header)))
+            self._messages[known] = torch.frombuffer(room, dtype=torch.uint8)
+        return self._messages[known]
 
     def _bytes(self, buffer: Buffer, header: bytes) -> int:
         work, (last, chunk) = self._workload, header

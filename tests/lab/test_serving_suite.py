@@ -96,7 +96,7 @@ def test_rows_of_the_table_say_what_was_planned(tmp_path):
     }
     write_table("serving", {"date": "", "command": "", "machine": ""}, [row], tmp_path / "table.md")
     table = (tmp_path / "table.md").read_text()
-    assert "| 6 | 61.2 (64.5) | 0.450 (" in table
+    assert "| 6 | 61.2 (63.7) | 0.450 (" in table
     assert "10 ms on a pass of 4 users" in table
 
 

@@ -149,3 +149,23 @@ def test_lanes_share_a_link_to_the_host_each_way_slice_by_slice(monkeypatch):
     assert waits[-1] < 1.2
     link.carry(5.0, up=0.0, down=0.1e6)
     assert waits[-1] == pytest.approx(5.1)  # a way that nobody uses is free at once
+
+
+@pytest.mark.parametrize(("late", "ended"), [(0.0002, 0.0302), (0.004, 0.0410)])
+def test_what_a_timer_is_late_is_taken_off_the_next_sleep_and_what_a_busy_machine_is_stays(monkeypatch, late, ended):
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds + late
+
+    clock = Clock()
+    monkeypatch.setattr(sleeper, "time", clock)
+    device = Sleeper(BusyTime())
+    for _ in range(3):
+        device.compute(0.01)
+    assert clock.now == pytest.approx(ended)
+    assert device.asked_s == pytest.approx(0.03)

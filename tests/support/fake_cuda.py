@@ -290,9 +290,9 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
     peers = _Peers(ledger, rank, size)
     submit = CudaLane.submit
 
-    def submitted(self: CudaLane, run: Callable[[], None], after: Any, label: str) -> Any:
-        self.stream.stream.name = label.split(" ", 1)[0]  # type: ignore[attr-defined]
-        before, ledger.action = ledger.action, label
+    def submitted(self: CudaLane, run: Callable[[], None], after: Any, label: object) -> Any:
+        self.stream.stream.name = str(label).split(" ", 1)[0]  # type: ignore[attr-defined]
+        before, ledger.action = ledger.action, str(label)
         try:
             return submit(self, run, after, label)
         finally:

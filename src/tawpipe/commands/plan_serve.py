@@ -28,6 +28,8 @@ def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Ca
         print(json.dumps(plan.spelled_out(), indent=2))
     else:
         print(f"{machine.topology}; {request.users} users with {request.context:,} tokens each; {request.source}")
+        if machine.world_size > 1:
+            print(f"a hop from stage to stage takes {1e3 * request.hand_s:.1f} ms besides the link's, as on CPUs")
         for line in (*plan.table(), "", plan.reason):
             print(line)
     return 0 if plan.chosen else 1

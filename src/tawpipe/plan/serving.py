@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from tawpipe.console import columns
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
 from tawpipe.schedule.laps import Laps
@@ -34,7 +35,7 @@ LONGER = 2.0
 """Times as long as without it that a pass with a chunk may take: all users of its group wait for it."""
 SIMPLER = 1.05
 """Times as long as the least that a token may take where that needs fewer stages."""
-HAND_S = 9e-4
+HAND_S = 7e-4
 """Seconds of a hop besides the link's: threads that wake one after the other, and the calls of a transfer. Measured on
 CPUs (benchmarks/results/README.md#serving-serving)."""
 ROOMS = 4
@@ -301,17 +302,14 @@ class ServePlan:
 
     def table(self) -> Iterator[str]:
         """A line for every way."""
-        heads = ("way", "stages", "groups", "slots", "chunk", "token", "first token", "tokens/s", "memory")
-        rows: list[tuple[str, ...]] = [heads]
+        rows = [("way", "stages", "groups", "slots", "chunk", "token", "first token", "tokens/s", "memory")]
         for way in self.ways:
             memory = f"{way.memory_bytes / 2**30:.1f} GiB" + ("" if way.fits else ", too much")
             name = f"{way.kind}, {way.replicas}" if way.replicas > 1 else way.kind
-            numbers = (way.stages.stages, way.groups, way.slots, way.chunk)
+            numbers = f"{way.stages.stages}", f"{way.groups}", f"{way.slots}", f"{way.chunk}"
             times = f"{1e3 * way.token_s:.1f} ms", f"{way.first_s:.2f} s", f"{way.tokens_per_s:,.0f}"
-            rows.append((name, *map(str, numbers), *times, memory))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+            rows.append((name, *numbers, *times, memory))
+        return columns(rows)
 
     def spelled_out(self) -> dict:
         """Plain data, for ``--json``."""

@@ -202,6 +202,9 @@ class Executor:
             recording: takes down when the actions run.
         """
         laps = deque[tuple[LapInput, _Issued]]()
+        ends, on_cuda = {action.lane: action for action in schedule.programs[self.rank]}, self.device.type == "cuda"
+        # Not for what comes here: what computes with it would meet, when it wakes, this thread as it issues a lap.
+        awaited = [lane for lane, action in ends.items() if on_cuda or not action.begins_ahead]
         number, last = 0, False
         while laps or not last:
             while len(laps) < LAPS_AHEAD and not last:
@@ -210,9 +213,10 @@ class Executor:
                 laps.append((lap, self._issue(schedule, step, f"lap {number + 1}", recording=recording)))
                 number += 1
             lap, issued = laps.popleft()
-            for event in issued.last.values():
-                event.wait()
+            for lane in awaited:
+                issued.last[lane].wait()
             last |= lap.last
+        self.drain()
         return number
 
     def _issue(
@@ -300,7 +304,7 @@ class Executor:
         begins = ahead is not None and ahead.begins(action)
         if begins:
             awaited.append(self._begin_ahead(action, step))
-        event = self._lanes[action.lane].submit(run, awaited, str(action))
+        event = self._lanes[action.lane].submit(run, awaited, action)
         if begins:
             self._begun[action.lane].append(event)
         self._hazards.record(event, **names)
@@ -317,7 +321,7 @@ class Executor:
             self._beside[lane] = CpuLane(f"{lane.value} ahead", self._failure, delay=delay)
             self._begun[lane] = deque(maxlen=MOST_AHEAD)
         begin = partial(self._begin, action, step, tuple(self._begun[lane]))
-        return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), str(action))
+        return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), action)
 
     def _begin(self, action: Action, step: StepValues, earlier: Sequence[Event]) -> None:
         """The beginning of an action, in the thread beside its lane.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class LaneProtocol(Protocol):
         """Let everything that is submitted from now on wait for what the caller has put into its own stream so far."""
         ...
 
-    def submit(self, run: Callable[[], None], after: Iterable, label: str) -> Event: ...
+    def submit(self, run: Callable[[], None], after: Iterable, label: object) -> Event: ...
 
     def doing(self) -> Doing | None:
         """The action under way; None if nothing is left to do. From any thread."""
@@ -129,29 +130,30 @@ class Failure:
 
 
 class CpuEvent:
-    """Set by a worker thread."""
+    """Set by a worker thread. One bare lock, held until the end: a condition costs ten times as much to make."""
 
-    __slots__ = ("_ended", "_failure", "error")
+    __slots__ = ("_failure", "_held", "done", "error")
 
     def __init__(self, failure: Failure) -> None:
-        self._ended = threading.Event()
+        self._held = allocate_lock()
+        self._held.acquire()
         self._failure = failure
+        self.done = False
         self.error: BaseException | None = None
 
     def wait(self) -> None:
-        while not self._ended.wait(LOOK_FOR_FAILURES_S):
-            if self._failure.error is not None:
+        while not self.done:
+            if self._held.acquire(timeout=LOOK_FOR_FAILURES_S):
+                self._held.release()  # for whoever waits besides
+            elif self._failure.error is not None:
                 raise self._failure.error
         if self.error is not None:
             raise self.error
 
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
     def end(self, error: BaseException | None = None) -> None:
         self.error = error
-        self._ended.set()
+        self.done = True
+        self._held.release()
 
 
 class CpuLane:
@@ -166,7 +168,7 @@ class CpuLane:
     def __init__(self, name: str, failure: Failure, *, delay: Callable[[], float] | None = None) -> None:
         self.name, self._failure, self._delay = name, failure, delay
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._at: tuple[str, float, bool] | None = None
+        self._at: tuple[object, float, bool] | None = None
         self._busy_s = 0.0
         # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
@@ -175,7 +177,7 @@ class CpuLane:
     def begin_step(self) -> None:
         """Nothing to do: the caller's work is done when its call returns."""
 
-    def submit(self, run: Callable[[], None], after: Iterable[CpuEvent], label: str) -> CpuEvent:
+    def submit(self, run: Callable[[], None], after: Iterable[CpuEvent], label: object) -> CpuEvent:
         event = CpuEvent(self._failure)
         self._queue.put((run, tuple(after), event, label))
         return event
@@ -185,7 +187,7 @@ class CpuLane:
 
     def doing(self) -> Doing | None:
         at = self._at
-        return None if at is None else Doing(at[0], time.monotonic() - at[1], at[2])
+        return None if at is None else Doing(str(at[0]), time.monotonic() - at[1], at[2])
 
     def close(self, limit_s: float | None = None) -> bool:
         self._queue.put(None)
@@ -201,7 +203,7 @@ class CpuLane:
             event.end(error)
             del event, error
 
-    def _attempt(self, run: Callable[[], None], after: tuple[CpuEvent, ...], label: str) -> BaseException | None:
+    def _attempt(self, run: Callable[[], None], after: tuple[CpuEvent, ...], label: object) -> BaseException | None:
         """Run one action when what it waits for has ended; what it raised, if anything."""
         try:
             self._at = (label, time.monotonic(), True)
@@ -270,8 +272,8 @@ class CudaLane:
         self.busy_s()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: str) -> CudaEvent:
-        event = CudaEvent(timed=self._timed)
+    def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: object) -> CudaEvent:
+        event, label = CudaEvent(timed=self._timed), str(label)
         with torch.cuda.stream(self.stream), torch.profiler.record_function(label):
             for other in after:
                 self.stream.wait_event(other.event)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from tawpipe.model.serving import refuse_serving
 from tawpipe.model.slots import PassBatch, SlotCache, SlotTokens
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.drawing import draw
-from tawpipe.runtime.passes import Drawn, Pass, Room, Row
+from tawpipe.runtime.passes import Drawn, Pass, Room
 
 
 class StayingStage:
@@ -53,17 +55,12 @@ class StayingStage:
     @torch.no_grad()
     def head(self, hidden: Tensor, given: Pass) -> list[Drawn]:
         """Draw behind the rows of a pass that want it, of [1, T, H]."""
-        ends, drawing, end = list[int](), list[Row](), 0
-        for row in given.rows:
-            end += len(row.tokens)
-            if row.draw is not None:
-                ends.append(end - 1)
-                drawing.append(row)
-        if not drawing:
+        ends = accumulate(len(row.tokens) for row in given.rows)
+        rows = [(row, end - 1) for row, end in zip(given.rows, ends, strict=True) if row.draw is not None]
+        if not rows:
             return []
-        logits = self.chain.logits(hidden[:, ends])[0]
-        wanted = [(row.slot, row.first + len(row.tokens), row.draw) for row in drawing if row.draw is not None]
-        return draw(logits, wanted)
+        logits = self.chain.logits(hidden[:, [place for _, place in rows]])[0]
+        return draw(logits, [(row.slot, row.first + len(row.tokens), row.draw) for row, _ in rows if row.draw])
 
     def _batch(self, given: Pass) -> PassBatch:
         parts = [SlotTokens(row.slot, row.first, row.tokens) for row in given.rows]

@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +75,22 @@ class Answering:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is there
             self._loop.call_soon_threadsafe(self._news.put_nowait, (drawn, end, words))
 
-    def leave(self) -> None:
-        """Let go of the slot, whatever of the answer is missing."""
-        self._slots.give_up(self._ticket)
+    @contextlib.contextmanager
+    def watched(self, receive: Receive) -> Iterator[None]:
+        """The answer ends where its client goes; behind it the slot is free, whatever is missing."""
 
-    async def watch(self, receive: Receive) -> None:
-        """Wait until the client has gone, and end the answer then."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.leave()
-        self._news.put_nowait(None)
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._slots.give_up(self._ticket)
+            self._news.put_nowait(None)
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            self._slots.give_up(self._ticket)
 
     async def parts(self) -> AsyncIterator[AnswerPart]:
         """The parts of the answer as they come; the last one says how it ends. None after the client has gone.
@@ -124,12 +130,8 @@ class Answering:
         Raises:
             Refusal: as ``parts``.
         """
-        watching = asyncio.create_task(self.watch(receive))
-        try:
+        with self.watched(receive):
             parts = [part async for part in self.parts()]
-        finally:
-            watching.cancel()
-            self.leave()
         if not parts or not parts[-1].finish:
             return Response(status_code=GONE)
         message = {"role": "assistant", "content": "".join(part.text for part in parts), "refusal": None}
@@ -187,16 +189,12 @@ class EventStream:
         self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watching = asyncio.create_task(self._answering.watch(receive))
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        try:
+        with self._answering.watched(receive):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for event in self._answering.events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            watching.cancel()
-            self._answering.leave()
 
 
 def _event(content: dict[str, Any]) -> bytes:
