@@ -2,9 +2,10 @@
 
     python benchmarks/prediction.py --fit --out benchmarks/results/DATE-prediction benchmarks/results
 
-A measured step begins and ends with nothing under way; so does the predicted one. The clock knows the setting (layers,
-seconds, bytes, links, knobs) and a few numbers of the machine that emulates the cluster, which are the same for all
-rows: latency of a message, rate of a node's loopback, and what handing an action to its lane and running it costs.
+A measured step, or some in a row, begins and ends with nothing under way; so does what is predicted. The clock knows
+the setting (layers, seconds, bytes, links, knobs) and a few numbers of the machine that emulates the cluster, which are
+the same for all rows: latency of a message, rate of a node's loopback, and what handing an action to its lane and
+running it costs.
 ``--fit`` searches them on every other row, and the rows that it has not seen are told apart in the table. Beside it,
 ``reasons.md`` says for every row below 0.97 of what dependencies allow where the clock sees the rest.
 """
@@ -29,6 +30,7 @@ from tawpipe_lab import ours
 from tawpipe_lab.bounds import activation_sizes, workload_costs
 from tawpipe_lab.cluster.links import Links
 from tawpipe_lab.cluster.rates import parse_rates
+from tawpipe_lab.lengths import DealtWorkload
 from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
 
 FRAMES = 1448 / 1514
@@ -93,10 +95,11 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     cell, knobs = row["cell"], knobs_of(row)
     workload = workload_of(row)
     topology = Topology.grid(cell["nodes"], cell["local"])
-    name = str(row["strategy"])
-    schedule = ours.schedule_of(ours.OWN_NAMES.get(name, name), workload, topology, knobs)
+    name = ours.OWN_NAMES.get(str(row["strategy"]), str(row["strategy"]))
+    schedule = ours.schedule_of(name, workload, topology, knobs)
+    workload = ours.computed(name, workload, topology, knobs)
     assert isinstance(workload, TimedWorkload)
-    workload = workload.split(knobs["parts_per_layer"])
+    kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
     between, inside = links_of(row, machine)
     model = workload_costs(
         workload.with_each_sleep(machine.sleep_s),
@@ -104,14 +107,16 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
         inside=inside,
         reduce_scatter="ring",
         action_s=machine.action_s,
+        kept=kept,
         add_s=machine.add_s,
         update_s=machine.update_s if workload.optimizer else 0.0,
     )
-    timeline = play(schedule, model, steps=1, physical=topology)
+    steps = cell.get("steps_in_a_row", 1)
+    timeline = play(schedule, model, steps=steps, physical=topology)
     widths = Widths(4, 4, 4, 2 if workload.optimizer else 0)
     said = costs(schedule, widths, activation_bytes=activation_sizes(workload))
     return {
-        "seconds": timeline.makespan,
+        "seconds": timeline.makespan / steps,
         "sent": max(node.sent for node in timeline.node_bytes[0]),
         "gib": (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30,
     }

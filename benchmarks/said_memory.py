@@ -1,4 +1,4 @@
-"""How close is the memory that a run says before its first step to what its largest process then holds? Eleven runs.
+"""How close is the memory that a run says before its first step to what its largest process then holds? Thirteen runs.
 
     python benchmarks/said_memory.py --out benchmarks/results/DATE-said-memory
 
@@ -28,6 +28,9 @@ from tawpipe.train.words import PARTS
 
 OFF, BELOW = 0.05, 0.03
 COMMON = "--model tiny --vocab-size 2000 --dtype float32 --device cpu --sample.tokens 0"
+BINS = "--packing balanced --max-document 2048 --bin-tokens 512 --tokens-per-step 8192 --steps 2 --schedule.keep-mib 0"
+"""Documents of uneven lengths, the longest of which pass the stages in slices; nothing is kept that could be computed
+again, of which only the most is said."""
 RUNS = {
     "one process": "--nproc 1 --sequence-length 256 --global-batch 4 --steps 4",
     "two processes": "--nproc 2 --nodes 1 --sequence-length 256 --global-batch 8 --steps 4",
@@ -40,6 +43,8 @@ RUNS = {
     "checkpoints often": "--nproc 2 --nodes 1 --checkpoint.every 2 --sequence-length 256 --global-batch 4 --steps 8",
     "gradients coded": "--nproc 2 --nodes 2 --schedule.strategy tawpipe-step --schedule.gradients-compression exact "
     "--sequence-length 256 --global-batch 8 --steps 6",
+    "bins and slices, 1f1b": f"--nproc 2 --nodes 2 --schedule.strategy 1f1b {BINS}",
+    "bins and slices, generated": f"--nproc 2 --nodes 2 --schedule.strategy generated {BINS}",
     "no checkpoints": "--nproc 2 --nodes 1 --checkpoint.every 0 --sequence-length 256 --global-batch 4 --steps 8",
 }
 """Name of a run -> its words besides ``COMMON``."""
@@ -48,11 +53,14 @@ _SAID = re.compile(r"peak memory per process +(.+?); (\S+ \S+) were said")
 _UNITS = {"MiB": MIB, "GiB": 2**30}
 
 
-def text(path: Path, words: int = 60_000) -> Path:
+def text(path: Path, words: int = 60_000, *, uneven: bool = False) -> Path:
     """A file of made-up documents, always the same."""
     source = random.Random(7)
     known = ["".join(source.choices("abcdefghijklmnop", k=source.randint(2, 9))) for _ in range(3000)]
-    lines = (" ".join(source.choices(known, k=200)) for _ in range(words // 200))
+    lengths = [200] * (words // 200)
+    if uneven:
+        lengths = [max(2, min(1200, round(source.lognormvariate(4.5, 1.2)))) for _ in lengths]
+    lines = (" ".join(source.choices(known, k=length)) for length in lengths)
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
     return path
 
@@ -71,7 +79,8 @@ def read(said: str) -> tuple[list[int], int]:
 
 def measured(name: str, folder: Path) -> dict[str, Any]:
     """One of ``RUNS``, in a folder of its own."""
-    command = ["train", "--data", str(folder / "text.jsonl"), *shlex.split(COMMON), *shlex.split(RUNS[name])]
+    source = "uneven.jsonl" if BINS in RUNS[name] else "text.jsonl"
+    command = ["train", "--data", str(folder / source), *shlex.split(COMMON), *shlex.split(RUNS[name])]
     command += ["--output", str(folder / name.replace(" ", "-")), "--cache-dir", str(folder / "cache")]
     done = subprocess.run([sys.executable, "-m", "tawpipe", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -126,6 +135,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         text(Path(folder, "text.jsonl"))
+        text(Path(folder, "uneven.jsonl"), uneven=True)
         for name in args.only:
             rows.append(measured(name, Path(folder)))
             print(table(rows[-1:]).splitlines()[-1], flush=True)

@@ -114,7 +114,12 @@ def activation_sizes(workload: TimedWorkload) -> dict[Kind, int]:
 
 
 def schedule_bounds(
-    schedule: Schedule, costs: CostModel, *, physical: Topology | None = None, dealt: DealtWorkload | None = None
+    schedule: Schedule,
+    costs: CostModel,
+    *,
+    physical: Topology | None = None,
+    dealt: DealtWorkload | None = None,
+    steady: bool = False,
 ) -> Bounds:
     """Bounds of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
 
@@ -124,6 +129,7 @@ def schedule_bounds(
         physical: the nodes that the ranks really are on, where the schedule was built for others.
         dealt: the documents of which a schedule is one dealing: devices could share them otherwise, so that the mean of
             their seconds counts, as it does of devices of several speeds, as fast as they are together.
+        steady: of a step among others, see ``dependency_bound``.
     """
     topology = physical or schedule.topology
     widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0, change=costs.change_bytes)
@@ -136,7 +142,8 @@ def schedule_bounds(
     compute = max(each) if dealt is None and not slower else sum(each) / sum(speeds)
     pairs = enumerate(zip(sent, received, strict=True))
     links = [costs.node_link(node).busy_s(topology.local_size, *both) for node, both in pairs]
-    needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
+    costs = replace(costs, reduce_scatter="ring")
+    needed = max(compute, *links, dependency_bound(schedule, costs, physical=topology, steady=steady))
     return Bounds(compute, max(links), needed, sent, received)
 
 

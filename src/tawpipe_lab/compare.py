@@ -229,6 +229,7 @@ def _launch(
         "workload": spell_out(cell.workload),
         "slow": cell.slow and asdict(cell.slow),
         "speeds": cell.device_speeds,
+        "steps_in_a_row": cell.steps_in_a_row,
         "entries": entries,
         "warmup": warmup,
         "samples": samples,
@@ -318,9 +319,8 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
             given["change_bytes"] = change_width(float(Path(settings.changes).stem))
         given["compute_factor"] = {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
         costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", **given)
-        return schedule_bounds(
-            schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
-        )
+        of_documents = workload if isinstance(workload, DealtWorkload) else None
+        return schedule_bounds(schedule, costs, physical=topology, dealt=of_documents, steady=cell.steps_in_a_row > 1)
     whole = cell.workload
     if cell.speeds:  # as fast as they are together
         whole = whole.faster(statistics.fmean(cell.device_speeds))

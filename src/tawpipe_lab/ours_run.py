@@ -144,8 +144,12 @@ class OurContender:
         self._given = StepInput(batches, scale=1.0, seed=None, step=0, counted=counted)
 
     def step(self) -> None:
-        self._executor.play(self.schedule, self._given, self._rule)
+        self.begin_step()
         self._executor.drain()
+
+    def begin_step(self) -> None:
+        """A step of which something may be under way when it returns: another one follows."""
+        self._executor.play(self.schedule, self._given, self._rule)
 
     def record(self) -> Recording:
         """One more step, with the times of its actions."""

@@ -50,6 +50,8 @@ class Cell:
         latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
         slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
         speeds: of all devices, the fastest 1, see ``ScheduleSettings.device_speeds``; empty where they are alike.
+        steps_in_a_row: how many steps follow each other before what is under way is awaited; a result is of one of
+            them, in the mean. Rows of others, and what really computes, await every step.
         strategies: in the place of the suite's, where there are some; results have them in their rows.
     """
 
@@ -62,11 +64,14 @@ class Cell:
     latency: str | None = None
     slow: Slowdown | None = None
     speeds: str = ""
+    steps_in_a_row: int = 1
     strategies: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
         if self.speeds and isinstance(self.workload, RealWorkload):
             raise UserError("speeds", self.speeds, f"nothing in cell {self.name}, which really computes")
+        if self.steps_in_a_row < 1:
+            raise UserError("steps_in_a_row", self.steps_in_a_row, f"at least 1 in cell {self.name}")
         _ = self.device_speeds
 
     @property
@@ -79,9 +84,9 @@ class Cell:
         return speeds_of(ScheduleSettings(device_speeds=self.speeds), Topology.grid(self.nodes, self.local))
 
     def spelled_out(self) -> dict[str, Any]:
-        left_out = ("strategies",) if self.speeds else ("strategies", "speeds")
         spelled = {**asdict(replace(self, strategies=())), "workload": spell_out(self.workload)}
-        return {name: value for name, value in spelled.items() if name not in left_out}
+        left_out = {"strategies": True, "speeds": not self.speeds, "steps_in_a_row": self.steps_in_a_row == 1}
+        return {name: value for name, value in spelled.items() if not left_out.get(name)}
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ def title(cell: dict[str, Any]) -> str:
     """A cell's name and its cluster."""
     latency = f", {late} of latency" if (late := cell.get("latency")) else ""
     speeds = f", devices of speeds {cell['speeds']}" if cell.get("speeds") else ""
-    return f"{cell['name']}: {cell['nodes']} nodes x {cell['local']}, {cell['rate']}{latency}{speeds}"
+    in_a_row = f", {many} steps in a row" if (many := cell.get("steps_in_a_row")) else ""
+    return f"{cell['name']}: {cell['nodes']} nodes x {cell['local']}, {cell['rate']}{latency}{speeds}{in_a_row}"
 
 
 def describe(row: dict[str, Any]) -> str:

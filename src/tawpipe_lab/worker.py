@@ -93,7 +93,7 @@ def main(job_path: str, result_path: str) -> int:
         for number, (contender, reading) in enumerate(zip(contenders, readings, strict=True)):
             if contender is not None:
                 _note(result_path, rank, number)
-                _measure(contender, reading, topology, rank, sample)
+                _measure(contender, reading, topology, rank, sample, job.get("steps_in_a_row", 1))
     for number, contender in enumerate(contenders):
         if job["traces"] and isinstance(contender, OurContender):
             _record(contender, Path(job["traces"]) / str(number), topology, rank)
@@ -162,8 +162,10 @@ def _note(result_path: str, rank: int, number: int) -> None:
         Path(f"{result_path}.running").write_text(str(number), encoding="utf-8")
 
 
-def _measure(contender: Contender, reading: Readings, topology: Topology, rank: int, sample: int) -> None:
-    """One step; that of a negative number does not count."""
+def _measure(
+    contender: Contender, reading: Readings, topology: Topology, rank: int, sample: int, in_a_row: int
+) -> None:
+    """Some steps that follow each other, as the mean one of them; those of a negative number do not count."""
     contender.busy()
     sleeper = contender.sleeper
     before = sleeper.delay_s if sleeper is not None else 0.0
@@ -172,17 +174,22 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     if sleeper is not None:
         sleeper.pace.begin(sample)
         sleeper.forget()
-    contender.step()
+    for left in reversed(range(in_a_row)):
+        if left and isinstance(contender, OurContender):
+            contender.begin_step()
+        else:
+            contender.step()
     dist.barrier()
-    seconds = time.perf_counter() - begin
-    moved, after = own_traffic() - traffic, _processor_ticks()
-    busy = contender.busy()
-    sent, received = _gather(float(moved.sent)), _gather(float(moved.received))
+    end = time.perf_counter()
+    seconds, after = (end - begin) / in_a_row, _processor_ticks()
+    moved = own_traffic() - traffic
+    busy = {name: value / in_a_row for name, value in contender.busy().items()}
+    sent, received = _gather(moved.sent / in_a_row), _gather(moved.received / in_a_row)
     computing = _gather(busy.get("COMPUTE", 0.0))
     lanes = {name: sum(_gather(busy.get(name, 0.0))) / topology.world_size for name in _all_lanes(busy)}
-    edges = (sleeper.first_s - begin, begin + seconds - sleeper.last_s) if sleeper is not None else (0.0, 0.0)
+    edges = (sleeper.first_s - begin, end - sleeper.last_s) if sleeper is not None else (0.0, 0.0)
     idle = [sum(_gather(edge)) / topology.world_size for edge in edges]
-    delays = _gather(sleeper.delay_s - before if sleeper is not None else 0.0)
+    delays = _gather((sleeper.delay_s - before) / in_a_row if sleeper is not None else 0.0)
     loss = None if contender.loss_share is None else sum(_gather(contender.loss_share))
     if sample < 0:
         return

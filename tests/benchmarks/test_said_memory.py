@@ -11,11 +11,12 @@ from said_memory import measured, text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two processes", "no checkpoints"])
+@pytest.mark.parametrize("name", ["two processes", "no checkpoints", "bins and slices, generated"])
 def test_the_largest_process_holds_what_was_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
         monkeypatch.delenv(variable, raising=False)
     text(tmp_path / "text.jsonl")
+    text(tmp_path / "uneven.jsonl", uneven=True)
     row = measured(name, tmp_path)
     # The command's bounds are narrower: processes of one run differ by some per cent.
     assert -0.09 <= row["more"] <= 0.06, row

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
 from tawpipe.topology import Topology
+from tawpipe_lab import worker
+from tawpipe_lab.cluster.network import Traffic
 from tawpipe_lab.contender import check_clipping, check_grid, check_sharding, read_settings
 from tawpipe_lab.ours_run import OurContender
 from tawpipe_lab.rivals.context_parallel import KeysOfAll
@@ -225,3 +227,21 @@ def test_updates_bring_the_weights_of_a_run_that_was_recorded(tmp_path) -> None:
     contender.close()
     with pytest.raises(UserError, match=r"changes: got 'none\.pt'; a file that `python benchmarks/coding\.py --record"):
         OurContender("tawpipe-step", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, changes="none.pt")
+
+
+def test_steps_in_a_row_are_measured_as_their_mean_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of their work is done, nothing of them is under way at the end, and only there is anything awaited."""
+    monkeypatch.setattr(worker, "_gather", lambda value: [value])
+    monkeypatch.setattr(worker, "_all_lanes", sorted)
+    monkeypatch.setattr(worker, "own_traffic", lambda: Traffic(0, 0))
+    monkeypatch.setattr(worker.dist, "barrier", lambda: None)
+    work = TimedWorkload(**{**WORKLOAD, "forward_s": 0.0002, "backward_input_s": 0.0004, "backward_weight_s": 0.0002})
+    contender = OurContender("tawpipe-spread", work, Topology.grid(1, 1), 0)
+    awaited = list[float]()
+    drain = contender._executor.drain
+    monkeypatch.setattr(contender._executor, "drain", lambda: (drain(), awaited.append(contender.sleeper.asked_s)))
+    readings = worker.Readings()
+    worker._measure(contender, readings, Topology.grid(1, 1), 0, 0, 3)
+    assert awaited == [pytest.approx(3 * work.compute_s)]
+    contender.close()
+    assert work.compute_s <= readings.lanes["COMPUTE"] <= readings.seconds[0]

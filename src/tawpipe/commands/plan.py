@@ -129,9 +129,8 @@ def _request(
     from tawpipe.model.flops import work_of
     from tawpipe.model.refuse import settle_mtp
     from tawpipe.pipeline.refuse import refuse_cut_rows
-    from tawpipe.plan.dealt import STEPS
     from tawpipe.plan.measure import Asked, request_of
-    from tawpipe.plan.typical import typical_documents
+    from tawpipe.plan.typical import LOOKED_AT, typical_documents
     from tawpipe.train.optimizers import factory_of
 
     asked = Asked(
@@ -160,7 +159,7 @@ def _request(
     )
     chain = Chain(built.model)
     if corpus is not None:
-        steps = (corpus.lengths.step(corpus.tokens, number) for number in range(STEPS))
+        steps = (corpus.lengths.step(corpus.tokens, number) for number in range(LOOKED_AT))
         asked = replace(asked, dealt=typical_documents(steps, corpus.most, work_of(chain)))
     if config.without_mtp:
         settle_mtp(chain.model, without=True)

@@ -22,7 +22,7 @@ from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
 from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
-from tawpipe.plan.typical import typical_documents
+from tawpipe.plan.typical import LOOKED_AT, typical_documents
 from tawpipe.runtime.world import World
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
@@ -30,7 +30,7 @@ from tawpipe.train.evaluation import check_best
 from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
 from tawpipe.train.run_model import RunModel
 
-ROWS_LOOKED_AT = STEPS_LOOKED_AT = 15
+ROWS_LOOKED_AT = 15
 
 
 def start_of(config: TrainConfig) -> str:
@@ -138,7 +138,7 @@ def documents_of_a_step(data: PreparedData, batch: BatchShape, chain: Chain) -> 
     if not batch.dealt:
         return ()
     first, steps = 0, list[list[int]]()
-    for _ in range(1 if data.report.streamed else STEPS_LOOKED_AT):
+    for _ in range(1 if data.report.streamed else LOOKED_AT):
         steps.append(list(data.train.step(first, batch.step_tokens).lengths))
         first += len(steps[-1])
     return typical_documents(steps, data.longest, work_of(chain))
