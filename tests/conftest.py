@@ -19,7 +19,8 @@ from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
 from tawpipe.garbage import leave_imports_alone
-from tawpipe.plan import pipelines
+from tawpipe.model import chunked
+from tawpipe.plan import memory, pipelines
 from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES
 
 # How long an example takes says nothing on a machine that is shared.
@@ -100,6 +101,13 @@ def few_strategies() -> Iterator[None]:
     """Plans that commands and runs make are of a few strategies."""
     with looking_at(*FEW):
         yield
+
+
+@pytest.fixture
+def short_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are weighed behind some hundred tokens: kernels look at no more of the past at one time."""
+    for module in (chunked, memory):
+        monkeypatch.setattr(module, "PAST_KEYS", 256)
 
 
 @pytest.fixture

@@ -254,6 +254,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_past")
 def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""
     CONFIG.save_pretrained(tmp_path)

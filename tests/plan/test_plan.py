@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from family_configs import tiny_config
 from model_requests import request_for
-from plan_requests import FEW, LAYERS, plan_request, profile, search_only, step_of
+from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from schedules import laid_out, llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.commands.plan import run as plan_command
@@ -294,7 +294,7 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     AutoConfig.for_model("qwen3_moe", **sizes, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
     machine = machine_of("2x4@10gbit", device=Device("H100"))
     asked = request_for(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
-    plan = Plan.of(asked, search_only(asked, *FEW, "interleaved-1f1b", "generated"))
+    plan = Plan.of(asked, search_only(asked, "tawpipe-spread", "flat", "1f1b", "interleaved-1f1b", "generated"))
     assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.axis
     assert memory_quickly(asked, plan.chosen.step).device <= 76 << 30
     refused = {one.strategy: one.why_not for one in plan.candidates if one.why_not}
