@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,8 @@ from tawpipe import Pipeline
 from tawpipe.garbage import leave_imports_alone
 from tawpipe.model import chunked
 from tawpipe.plan import memory, pipelines
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES
 
 # How long an example takes says nothing on a machine that is shared.
@@ -101,6 +104,18 @@ def few_strategies() -> Iterator[None]:
     """Plans that commands and runs make are of a few strategies."""
     with looking_at(*FEW):
         yield
+
+
+@pytest.fixture
+def quickly_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for stages has a tenth of what a user's has."""
+    whole = generating.generate
+
+    def generate(*given: Any, budget: int, **more: Any) -> Layout:
+        return whole(*given, budget=budget // 10, **more)
+
+    monkeypatch.setattr(generating, "generate", generate)
+    monkeypatch.setattr(generating, "MOST", generating.MOST // 10)
 
 
 @pytest.fixture

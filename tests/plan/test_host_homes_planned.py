@@ -264,8 +264,8 @@ def planned(capsys, tmp_path, *, nodes: str, gpu: str, memory: int, host_gib: in
 
 
 @pytest.fixture
-def those_with_homes_in_hosts() -> Iterator[None]:
-    """Strategies that may fit where homes lie in the host's memory; a search through all takes half a minute."""
+def those_with_homes_in_hosts(quickly_generated: None) -> Iterator[None]:
+    """Strategies of every kind that may fit where homes lie in the host's memory."""
     with looking_at("tawpipe-spread", "hsdp", "generated"):
         yield
 

@@ -287,6 +287,7 @@ def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_c
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly_generated")
 def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     """Layers of Qwen3-30B-A3B on two nodes of four devices with 76 GiB: what others gather of a layer is too much."""
     sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "moe_intermediate_size": 768}
@@ -346,6 +347,7 @@ def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, mo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly_generated")
 @pytest.mark.parametrize("rows", [100_001])
 def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
     """Neither where pipelines are long, nor where some devices have a row more than others."""

@@ -287,6 +287,7 @@ def test_everything_holds_that_a_cpu_can_tell(tmp_path, monkeypatch):
     every = documents.models
     monkeypatch.setattr(documents, "models", lambda sizes: dict([*every(sizes).items()][2:3]))
     monkeypatch.setattr(memory, "RECOMPUTE", memory.RECOMPUTE[-1:])
+    monkeypatch.setattr(exactness, "STEPS", 2)
     monkeypatch.setitem(memory.ROOM, "cpu", 2**27)
     monkeypatch.setitem(speed.TOKENS, "cpu", 256)
     monkeypatch.setattr(memory, "get_context", lambda _: forking())
