@@ -25,7 +25,9 @@ class ForkedCommand:
         error: the same for its standard error; by default both go to ``out``.
     """
 
-    def __init__(self, words: Sequence[str], variables: Mapping[str, str], out: Path, error: Path | None = None):
+    def __init__(
+        self, words: Sequence[str], variables: Mapping[str, str], out: Path, error: Path | None = None
+    ) -> None:
         given = [*words], {**variables}, str(out), str(error or "")
         self._process = forking().Process(target=_run, args=given)
         self._process.start()
