@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +20,10 @@ from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
 from tawpipe.garbage import leave_imports_alone
-from tawpipe.plan import pipelines
+from tawpipe.model import chunked
+from tawpipe.plan import memory, pipelines
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES
 
 # How long an example takes says nothing on a machine that is shared.
@@ -100,6 +104,25 @@ def few_strategies() -> Iterator[None]:
     """Plans that commands and runs make are of a few strategies."""
     with looking_at(*FEW):
         yield
+
+
+@pytest.fixture
+def quickly_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for stages has a tenth of what a user's has."""
+    whole = generating.generate
+
+    def generate(*given: Any, budget: int, **more: Any) -> Layout:
+        return whole(*given, budget=budget // 10, **more)
+
+    monkeypatch.setattr(generating, "generate", generate)
+    monkeypatch.setattr(generating, "MOST", generating.MOST // 10)
+
+
+@pytest.fixture
+def short_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are weighed behind some hundred tokens: kernels look at no more of the past at one time."""
+    for module in (chunked, memory):
+        monkeypatch.setattr(module, "PAST_KEYS", 256)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +14,21 @@ import torch
 from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from forked_commands import ForkedCommand
 from runs import environment
+from tawpipe.launch.launcher import Shape, reserved_port, worker_environment
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 SCRIPT = ROOT / "examples" / "from_trainer.py"
+OF_FEW = """
+import sys
+from plan_requests import FEW, looking_at
+from tawpipe.cli import main
+with looking_at(*FEW):
+    sys.exit(main())
+"""
+"""The notebook's ``tawpipe`` command, whose plans are of a few strategies."""
 
 
 @pytest.fixture
@@ -44,8 +53,13 @@ def test_the_librarys_example_in_the_readme_runs(alone: None, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # for its tawpipe command
+def test_the_notebook_runs(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "tawpipe"
+    command.write_text(f"#!{sys.executable}\n{OF_FEW}")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"), prepend=os.pathsep)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
@@ -61,18 +75,26 @@ def test_the_notebook_has_no_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_for_people_from_the_trainer_runs_alone_and_under_torchrun(
-    alone: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_the_script_for_people_from_the_trainer_runs_alone_and_as_two_processes(
+    alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """With the variables that torchrun gives, which tests/launch starts."""
     runpy.run_path(str(SCRIPT), run_name="__main__")
     printed = capsys.readouterr().out
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 5 and losses[3] < losses[0]
     AutoModelForCausalLM.from_pretrained("runs/from_trainer/model")
-    (tmp_path / "several").mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    done = subprocess.run(
-        torchrun, cwd=tmp_path / "several", env=environment(), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed
+    folder = tmp_path / "several"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with reserved_port() as port:
+        started = []
+        for rank in range(2):
+            given = worker_environment(Shape(1, 2), rank, port=port)
+            variables = environment() | {name: value for name, value in given.items() if "TAWPIPE" not in name}
+            started.append(
+                ForkedCommand([], variables, folder / f"out-{rank}", folder / f"error-{rank}", program=str(SCRIPT))
+            )
+        codes = [process.wait(240) for process in started]
+    assert codes == [0, 0], [(folder / f"error-{rank}").read_text() for rank in range(2)]
+    assert [(folder / f"out-{rank}").read_text() for rank in range(2)] == [printed, ""]

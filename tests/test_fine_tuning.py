@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import rows, run
+from runs import rows, run_forked
 from tawpipe.checkpoint.resume import read_run, refuse_other_trained
 from tawpipe.cli import main
 from tawpipe.errors import UserError
@@ -147,7 +147,7 @@ def test_a_run_with_an_adapter_survives_a_killed_process(place: Path, monkeypatc
         "--max-restarts",
         "1",
     ]
-    done = run(place, "killed", *given, *words, *faults)
+    done = run_forked(place, "killed", *given, *words, *faults)
     assert done.returncode == 0, done.stderr
     assert "restart 1" in done.stdout + done.stderr
     mine, other = ({row["step"]: row["loss"] for row in rows(place, name)} for name in ("killed", "alone"))

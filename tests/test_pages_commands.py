@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from forked_commands import run_tawpipe
 from pages import PAGES, ROOT, Command, commands, complaint, inline_options, inline_scripts, known_options
+from runs import TIMEOUT_S, environment
 from tawpipe.cli import main
 from tawpipe.commands import plan
 from tawpipe.data.chat import PLAIN
@@ -150,7 +152,7 @@ def _pages() -> list[Any]:
     return [pytest.param(page, marks=pytest.mark.slow) for page in pages]
 
 
-@pytest.mark.usefixtures("few_strategies")
+@pytest.mark.usefixtures("few_strategies", "short_past")
 @pytest.mark.parametrize("page", _pages())
 def test_commands_of_the_page_run(page: str, place: Path, tmp_path: Path, monkeypatch, capsys):
     """In their order, because some use what others have made."""
@@ -163,16 +165,19 @@ def test_commands_of_the_page_run(page: str, place: Path, tmp_path: Path, monkey
         if words[0] in ("plan", "prove") and ((*words,) in RAN or RAN.add((*words,))):
             continue  # on another page, and nothing is made by it
         if "--longest" in words:
-            words = ["small-125m" if word == "llama-8b" else word for word in words]  # tests/plan has the large one
+            words += ["--model", "small-125m", "--topology", "2x2@10gbit"]  # tests/plan has the large ones
         if words[0] == "plan" and "--tokens-per-step" in words:
-            words += ["--tokens-per-step", "393216"]
+            words += ["--tokens-per-step", "65536", "--max-document", "16384", "--topology", "2x2@100gbit"]
         if words[0] == "train":
             words += ["--tokens-per-step", "512", "--max-document", "64"] if "--tokens-per-step" in words else []
             words += [] if "--model" in words else GIVEN[:2]
             words += [*([] if "--data" in words else GIVEN[2:]), *SMALL]
             words += [] if "--output" in words else ["--output", f"runs/{number}"]  # two in a second have one name
         elif words[0] == "prove":
-            words += ["--device", "cpu", "--nproc", "2", "--only", "exact"]
+            words += ["--device", "cpu", "--nproc", "2", "--only", "kernel"]
+            done = run_tawpipe(words, environment(), TIMEOUT_S)
+            assert done.returncode == 0, (command.text, done.stderr)
+            continue
         elif "runs/first" in words and not Path("runs/first").exists():
             assert main(["train", *GIVEN, *SMALL, "--output", "runs/first"]) == 0
         assert main(words) == 0, (command.text, capsys.readouterr().err)

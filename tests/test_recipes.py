@@ -51,6 +51,7 @@ def dry_run(small_models: Path, model: str, *others: str) -> int:
     return main(["train", *config_words(model, *others), *here, "--dry-run"])
 
 
+@pytest.mark.usefixtures("short_past")
 @pytest.mark.parametrize(("model", "way"), [*USUAL, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SELDOM)])
 def test_a_recipe_runs_dry(small_models: Path, model: str, way: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run(small_models, model, way, "machines") == 0, capsys.readouterr().err
@@ -58,6 +59,7 @@ def test_a_recipe_runs_dry(small_models: Path, model: str, way: str, capsys: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_past")
 @pytest.mark.parametrize(("model", "way"), OTHERS)
 def test_recipes_go_with_other_models(small_models: Path, model: str, way: str) -> None:
     assert dry_run(small_models, model, way) == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
+from forked_commands import run_tawpipe
 from runs import TIMEOUT_S, environment
 from tawpipe.cli import main
 from tawpipe.commands.plan import _vocabulary
@@ -141,8 +140,7 @@ def test_a_run_that_follows_a_plan_for_two_speeds_learns_what_it_would_alone() -
         ("two", ["--nproc", "2", "--nodes", "1", "--plan", "plan.yaml"]),
         ("again", ["--nproc", "2", "--nodes", "1", "--plan", "auto", "--resume", "two/checkpoints/step-00000002"]),
     ):
-        words = [sys.executable, "-m", "tawpipe", "train", "--config", "run.yaml", "--output", name, *words]
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = run_tawpipe(["train", "--config", "run.yaml", "--output", name, *words], environment(), TIMEOUT_S)
         assert done.returncode == 0, done.stderr
         losses[name] = [json.loads(line)["loss"] for line in Path(name, "metrics.jsonl").read_text().splitlines()]
     assert losses["two"] == pytest.approx(losses["alone"], rel=1e-6)

@@ -87,7 +87,7 @@ def test_the_smoke_suite(tmp_path, capsys):
 @pytest.mark.slow
 def test_strategies_alone_and_their_timelines(tmp_path):
     """Every strategy in a launch of its own; one that does not run is given no timeline of another."""
-    cell = {"name": "c", "nodes": 2, "local": 1, "rate": "none", "workload": WORKLOAD}
+    cell = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
     broken = {"strategy": "weipipe", "knobs": {"no_such_knob": 1}}
     suite = {"name": "alone", "samples": 1, "memory": True, "alone": True, "cells": [cell]}
     suite["strategies"] = [{"strategy": "tawpipe-spread"}, broken, {"strategy": "flat"}]

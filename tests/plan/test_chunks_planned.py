@@ -300,14 +300,14 @@ def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
 def test_what_rows_in_chunks_need_is_a_line_that_longer_rows_keep_to(monkeypatch):
     """The gradients that a kernel gives of one part of the past are gone before it looks at the next one."""
     for module in ("plan.memory", "model.chunked"):
-        monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 1024)
+        monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 256)
     bench = Bench(small(), CPU, torch.float32, 256)
     lines = memory.measure_chunks(bench, 64)
     keys_and_their_gradients = 2 * (2 * 64 * 4)
     assert lines["backward full"][2] == keys_and_their_gradients - 64 * 4
-    weighed = memory._weigh_chunks(bench, 2, 4096, 64)
+    weighed = memory._weigh_chunks(bench, 2, 1536, 64)
     for name, (fixed, own, token) in lines.items():
-        assert fixed + own * 64 + token * 4096 == pytest.approx(weighed[name], rel=0.02), name
+        assert fixed + own * 64 + token * 1536 == pytest.approx(weighed[name], rel=0.02), name
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plan_requests import plan_request
+from plan_requests import FEW, looking_at, plan_request
 from tawpipe.cli import main
 from tawpipe.plan.candidate import Outlook
 from tawpipe.plan.search import _behind
@@ -22,7 +22,8 @@ def test_groups_are_looked_at_only_where_they_may_be_the_best():
 @pytest.mark.slow
 def test_two_nodes_of_four_are_named_where_a_forward_pass_hides_half_of_what_a_backward_pass_does(capsys):
     words = "--model llama-8b --topology 4x8@40gbit --device-name H100 --memory 76 --sequence-length 32768"
-    assert main(["plan", *words.split(), "--global-batch", "32", "--schedule.reduce-dtype", "same"]) == 0
+    with looking_at(*FEW, "tawpipe-whole", "tawpipe-groups", "weipipe", "interleaved-1f1b"):
+        assert main(["plan", *words.split(), "--global-batch", "32", "--schedule.reduce-dtype", "same"]) == 0
     said = capsys.readouterr().out
     seconds = {
         line.split()[0]: float(line.split()[1])

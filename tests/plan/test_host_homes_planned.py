@@ -264,9 +264,9 @@ def planned(capsys, tmp_path, *, nodes: str, gpu: str, memory: int, host_gib: in
 
 
 @pytest.fixture
-def those_with_homes_in_hosts() -> Iterator[None]:
-    """Strategies that may fit where homes lie in the host's memory; a search through all takes half a minute."""
-    with looking_at("tawpipe-spread", "tawpipe-whole", "hsdp", "solved", "generated"):
+def those_with_homes_in_hosts(quickly_generated: None) -> Iterator[None]:
+    """Strategies of every kind that may fit where homes lie in the host's memory."""
+    with looking_at("tawpipe-spread", "hsdp", "generated"):
         yield
 
 
@@ -284,7 +284,7 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
         sequence_length=8192,
         global_batch=2,
     )
-    first = re.search(r"^(?:solved|generated) +([\d.]+) .* ([\d.]+) +chosen", said, flags=re.MULTILINE)
+    first = re.search(r"^generated +([\d.]+) .* ([\d.]+) +chosen", said, flags=re.MULTILINE)
     assert first, said
     seconds, gib = first.groups()
     assert 1400 < 2 * 8192 / float(seconds) < 2000 and 19 < float(gib) < 24

@@ -78,7 +78,7 @@ def test_the_answer_fits_and_a_hundredth_more_does_not(machine, memory):
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(memory=st.integers(20_000, 5_000_000), more=st.integers(0, 500_000), host=st.integers(1, 500_000))
 def test_more_memory_never_shortens(memory, more, host):
     few = longest(replace(GPUS, host_bytes=host), memory=memory)
@@ -228,7 +228,7 @@ SMALL |= {"num_key_value_heads": 4, "vocab_size": 500, "max_position_embeddings"
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_strategies")
+@pytest.mark.usefixtures("few_strategies", "short_past")
 def test_the_command(tmp_path, capsys):
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"

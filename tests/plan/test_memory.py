@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
 from tawpipe.plan.predict import BETWEEN_BLOCKS, Needs, memory_of, memory_quickly
 from tawpipe.plan.remedy import remedies
+from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
 from tawpipe.prove.models import alone
 from tawpipe.runtime import memory as memory_module
@@ -151,6 +153,16 @@ def test_a_gpu_is_warm_and_runs_for_long_before_a_time_counts(monkeypatch):
     assert counted <= len(runs) - before <= counted + 3, "it is warm by now"
 
 
+@pytest.fixture(scope="module")
+def measured_once(tmp_path_factory) -> Callable[[tuple[int, ...]], PlanRequest]:
+    """The request for a row of documents of these lengths, whatever is recomputed."""
+    folder = tmp_path_factory.mktemp("model")
+    CONFIG.save_pretrained(folder)
+    settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256)
+    given = {"sequence_length": 512, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
+    return cache(lambda documents: request_for(str(folder), ALONE, lengths=documents, **given))
+
+
 USUAL_STEPS = ("full", [512]), ("selective", [128] * 4), ("none", [512])
 
 
@@ -162,19 +174,9 @@ USUAL_STEPS = ("full", [512]), ("selective", [128] * 4), ("none", [512])
         for documents in ([512], [128] * 4)
     ],
 )
-def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
-    CONFIG.save_pretrained(tmp_path)
-    settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1, loss_chunk_tokens=256)
-    asked = request_for(
-        str(tmp_path),
-        ALONE,
-        sequence_length=512,
-        global_batch=1,
-        dtype=torch.float32,
-        lengths=documents,
-        settings=settings,
-        timed=False,
-    )
+def test_a_step_holds_what_was_predicted(measured_once, recompute, documents):
+    asked = measured_once(tuple(documents))
+    settings = replace(asked.settings, recompute=recompute)
     parts = memory_of(asked, build(asked.step(settings))).parts
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
@@ -254,6 +256,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_past")
 def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""
     CONFIG.save_pretrained(tmp_path)

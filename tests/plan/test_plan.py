@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from family_configs import tiny_config
 from model_requests import request_for
-from plan_requests import FEW, LAYERS, plan_request, profile, search_only, step_of
+from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from schedules import laid_out, llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.commands.plan import run as plan_command
@@ -287,6 +287,7 @@ def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_c
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly_generated")
 def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     """Layers of Qwen3-30B-A3B on two nodes of four devices with 76 GiB: what others gather of a layer is too much."""
     sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "moe_intermediate_size": 768}
@@ -294,7 +295,7 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     AutoConfig.for_model("qwen3_moe", **sizes, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
     machine = machine_of("2x4@10gbit", device=Device("H100"))
     asked = request_for(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
-    plan = Plan.of(asked, search_only(asked, *FEW, "interleaved-1f1b", "generated"))
+    plan = Plan.of(asked, search_only(asked, "tawpipe-spread", "flat", "1f1b", "interleaved-1f1b", "generated"))
     assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.axis
     assert memory_quickly(asked, plan.chosen.step).device <= 76 << 30
     refused = {one.strategy: one.why_not for one in plan.candidates if one.why_not}
@@ -346,6 +347,7 @@ def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, mo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly_generated")
 @pytest.mark.parametrize("rows", [100_001])
 def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
     """Neither where pipelines are long, nor where some devices have a row more than others."""

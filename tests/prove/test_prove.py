@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import states
 from fake_cuda import DEVICE, fake_cuda
+from pool import forking
 from tawpipe.cli import main
 from tawpipe.model import flash
 from tawpipe.plan.predict import Needs
@@ -42,6 +43,7 @@ def numbers_of_a_pipeline(world: World, **given: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         every = reserved.ways
         patch.setattr(reserved, "ways", lambda *sizes: {"a pipeline": every(*sizes)["a pipeline"]})
+        patch.setitem(speed.TOKENS, "cpu", 256)
         return numbers(world, **given)
 
 
@@ -49,15 +51,19 @@ def numbers_of(world: World, *, names: list[str], out: str, only: list[str]) -> 
     """Of some strategies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exactness, "_names", lambda: names)
+        patch.setattr(exactness, "STEPS", 2)
         return numbers(world, out=out, only=only)
 
 
 @pytest.mark.slow
 def test_numbers_of_several_processes_hold(pool, tmp_path):
-    numbers = ["exact", "chunks", "order"]
+    numbers, few = ["exact", "chunks"], ["tawpipe-spread", "hsdp", "1f1b"]
     found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"), only=numbers)[0]
     assert json.loads((tmp_path / "found.json").read_text()) == found
     assert {name: row["status"] for name, row in found["checks"].items()} == dict.fromkeys(numbers, HOLDS)
+    order = pool.run(f"{__name__}:numbers_of", 2, 1, names=few, out=str(tmp_path / "order.json"), only=["order"])[0]
+    row = order["checks"]["order"]
+    assert row["status"] == HOLDS and row["numbers"]["strategies"] == few, row["note"]
     differences = found["checks"]["exact"]["numbers"]["differences"]
     assert {"tawpipe-spread", "tawpipe-whole", "hsdp", "flat", "weipipe"} <= differences.keys()
     assert max(differences.values()) < exactness.LIMIT
@@ -69,7 +75,7 @@ def test_numbers_of_several_processes_hold(pool, tmp_path):
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_which_lanes_are_late(pool, tmp_path):
-    names = ["tawpipe-spread", "1f1b", "zero-bubble", "weipipe"]
+    names = ["tawpipe-spread", "zero-bubble", "weipipe"]
     found = pool.run(f"{__name__}:numbers_of", 2, 1, names=names, out=str(tmp_path / "found.json"), only=["bits"])[0]
     row = found["checks"]["bits"]
     assert row["status"] == HOLDS, row["note"]
@@ -192,7 +198,7 @@ def numbers_with_an_early_free(world: World, *, out: str, only: list[str]) -> di
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Compute, "travel", careless)
-        return numbers_of(world, names=["flat", "1f1b", "zero-bubble"], out=out, only=only)
+        return numbers_of(world, names=["flat", "1f1b"], out=out, only=only)
 
 
 def test_tensors_without_memory_are_not_counted() -> None:
@@ -217,7 +223,7 @@ def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monk
     found = pool.run(f"{__name__}:numbers_with_an_early_free", 2, 1, out=str(tmp_path / "found.json"), only=["bits"])[0]
     row = found["checks"]["bits"]
     assert row["status"] == FAILS and not row["numbers"]["differ"]
-    assert {"1f1b", "zero-bubble"} <= row["numbers"]["freed"].keys() and "flat" not in row["numbers"]["freed"]
+    assert row["numbers"]["freed"].keys() == {"1f1b"}
     assert "allocated on INTER_W, is dropped by COMPUTE" in row["note"]
 
 
@@ -273,13 +279,18 @@ def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_past")
 def test_everything_holds_that_a_cpu_can_tell(tmp_path, monkeypatch):
-    """Documents of every third model, as tests above have all kinds of attention; memory under one setting, as the
-    longest row is under the usual one.
+    """Documents of a kind of attention that tests above leave out; memory under one setting, as the longest row is
+    under the usual one, on short rows in processes that are forked.
     """
     every = documents.models
-    monkeypatch.setattr(documents, "models", lambda sizes: dict([*every(sizes).items()][::3]))
+    monkeypatch.setattr(documents, "models", lambda sizes: dict([*every(sizes).items()][2:3]))
     monkeypatch.setattr(memory, "RECOMPUTE", memory.RECOMPUTE[-1:])
+    monkeypatch.setattr(exactness, "STEPS", 2)
+    monkeypatch.setitem(memory.ROOM, "cpu", 2**27)
+    monkeypatch.setitem(speed.TOKENS, "cpu", 256)
+    monkeypatch.setattr(memory, "get_context", lambda _: forking())
     out = tmp_path / "found.json"
     others = {"exact", "chunks", "bits", "reserved"}  # which tests above have, with several processes
     names = [check.name for check in checks.CHECKS if check.name not in others]

@@ -20,7 +20,11 @@ from tawpipe.runtime import layer
 from toy_allocator import Driver
 
 
-@pytest.mark.parametrize("left_out", [("chunks", "offloading"), pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "left_out",
+    [("chunks", "offloading"), pytest.param(("whole rows", "offloading, chunks"), marks=pytest.mark.slow)],
+    ids=["together", "each"],
+)
 def test_no_step_waits_for_the_device(left_out, monkeypatch) -> None:
     """Chunks and offloading together, and each by itself."""
     every = waits.ways

@@ -13,16 +13,18 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pool import forking
 
 
 class ForkedCommand:
-    """A command that runs.
+    """A command that runs here, with what tests use of ``subprocess.Popen``.
 
     Args:
+        out: the file that its standard output goes to.
+        error: the same for its standard error; by default both go to ``out``.
         program: what follows ``python -m``, or the path of a script.
-        folder: for what it says.
         terminal: the path of one to run on, which then has what the command says.
         few_strategies: plans look at few strategies, and search for a moment.
     """
@@ -31,13 +33,14 @@ class ForkedCommand:
         self,
         words: Sequence[str],
         variables: Mapping[str, str],
-        folder: Path,
+        out: Path,
+        error: Path | None = None,
         *,
         program: str = "tawpipe",
         terminal: str = "",
         few_strategies: bool = False,
     ) -> None:
-        self._words, self._said = [program, *words], [folder / name for name in ("stdout", "stderr")]
+        self._words, self._said = [program, *words], (out, error or out)
         files = [terminal] * 3 if terminal else [os.devnull, *map(str, self._said)]
         for path in self._said:
             path.touch()
@@ -52,15 +55,31 @@ class ForkedCommand:
         """What has been said until now."""
         return self._said[0].read_text()
 
-    def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Its end; a command that does not end in time is killed."""
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code, once there is one."""
         self._process.join(timeout_s)
-        if self._process.exitcode is None:
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._words, timeout_s)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """As ``Popen`` does, nothing where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Its end; a command that does not end in time is killed."""
+        try:
+            code = self.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
             self.kill()
-            raise subprocess.TimeoutExpired(self._words, timeout_s, *(path.read_bytes() for path in self._said))
-        return subprocess.CompletedProcess(
-            self._words, self._process.exitcode, *(path.read_text() for path in self._said)
-        )
+            said = [path.read_bytes() for path in self._said]
+            raise subprocess.TimeoutExpired(self._words, timeout_s, *said) from error
+        return subprocess.CompletedProcess(self._words, code, *(path.read_text() for path in self._said))
 
     def kill(self) -> None:
         """End it at once, if it still runs."""
@@ -69,10 +88,10 @@ class ForkedCommand:
 
 
 @contextmanager
-def started(words: Sequence[str], variables: Mapping[str, str], *, terminal: str = "") -> Iterator[ForkedCommand]:
-    """``tawpipe`` with an environment of its own; killed at the end if it runs then."""
+def started(words: Sequence[str], variables: Mapping[str, str], **how: Any) -> Iterator[ForkedCommand]:
+    """A command with an environment of its own; killed at the end if it runs then. ``how`` is of ``ForkedCommand``."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ForkedCommand(words, variables, Path(folder), terminal=terminal)
+        command = ForkedCommand(words, variables, Path(folder) / "stdout", Path(folder) / "stderr", **how)
         try:
             yield command
         finally:
@@ -80,25 +99,20 @@ def started(words: Sequence[str], variables: Mapping[str, str], *, terminal: str
 
 
 def run_tawpipe(
-    words: Sequence[str],
-    variables: Mapping[str, str],
-    timeout_s: float,
-    *,
-    program: str = "tawpipe",
-    few_strategies: bool = False,
+    words: Sequence[str], variables: Mapping[str, str], timeout_s: float, **how: Any
 ) -> subprocess.CompletedProcess[str]:
     """A command with an environment of its own, as ``subprocess.run`` would run it."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ForkedCommand(words, variables, Path(folder), program=program, few_strategies=few_strategies)
-        return command.wait(timeout_s)
+    with started(words, variables, **how) as command:
+        return command.end(timeout_s)
 
 
 def _run(words: list[str], variables: dict[str, str], files: list[str], few_strategies: bool) -> None:
     """The life of the process; it ends here, without what ``multiprocessing`` does at an end."""
-    handles = [os.open(path, os.O_RDWR | os.O_CREAT) for path in files]
-    if os.isatty(handles[0]):
+    handles = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) for path in files]
+    if is_terminal := os.isatty(handles[0]):
         os.login_tty(os.dup(handles[0]))
-        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
+    if is_terminal or variables.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
         os.close(handle)
