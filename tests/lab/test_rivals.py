@@ -31,7 +31,7 @@ from tawpipe_lab.rivals.fsdp_collectives import (
 from tawpipe_lab.rivals.pipelining import ZBV_NEEDS
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.timed_modules import INITIAL_WEIGHT
-from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.sleeper import MOST_OVERSLEPT_S, BusyTime, Sleeper
 from tawpipe_lab.worker import make, makers
 from tawpipe_lab.workload import TimedWorkload
 from timed import LAYERS, STEPS, WORKLOAD
@@ -181,7 +181,8 @@ def test_every_rank_computes_its_share(alternated: list[dict[str, dict[str, Any]
     for rank in alternated:
         found = rank[title]
         assert found["asked_s"][1:] == pytest.approx([share] * (STEPS - 1)), "after the first step, which infers shapes"
-        assert all(busy >= asked for busy, asked in zip(found["busy_s"], found["asked_s"], strict=True))
+        least = [asked - MOST_OVERSLEPT_S for asked in found["asked_s"]]  # a sleep makes up for the one before
+        assert all(busy >= asked for busy, asked in zip(found["busy_s"], least, strict=True))
 
 
 @pytest.mark.parametrize("title", quick_ones(CONTENDERS, QUICK))

@@ -16,6 +16,7 @@ import pytest
 
 from runs import TIMEOUT_S, command, environment, rows
 from small import make_small
+from tawpipe.checkpoint.names import is_complete
 from tawpipe.cli import main
 
 STEPS = 30
@@ -82,7 +83,7 @@ def test_a_run_goes_on_without_a_lost_node(home):
         assert agents[0].stdout is not None
         for line in agents[0].stdout:
             said.append(line)
-            if (step := re.match(r"step +(\d+)/", line)) and int(step[1]) >= 12:
+            if re.match(r"step ", line) and any(map(is_complete, home.glob("run/checkpoints/*"))):
                 moving.set()
 
     listener = threading.Thread(target=listen, daemon=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,15 +68,14 @@ def test_a_stream_ends_with_an_empty_body_and_leaves() -> None:
     class Answer:
         left = False
 
-        async def watch(self, receive: Any) -> None:
-            await asyncio.sleep(60)
+        @contextlib.contextmanager
+        def watched(self, receive: Any) -> Iterator[None]:
+            yield
+            self.left = True
 
         async def events(self) -> Any:
             yield b"one"
             yield b"two"
-
-        def leave(self) -> None:
-            self.left = True
 
     sent, answer = list[dict[str, Any]](), Answer()
 
