@@ -181,6 +181,7 @@ class Executor:
         values = torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=on_cuda)
         training = given.seed is not None
         name = f"step {given.step + 1}" if training else "an evaluation"
+        self._refuse_after_failure()
         issued = self._issue(
             schedule,
             StepValues(given, rule, values, ended),
@@ -201,6 +202,7 @@ class Executor:
         Args:
             recording: takes down when the actions run.
         """
+        self._refuse_after_failure()
         laps = deque[tuple[LapInput, _Issued]]()
         ends, on_cuda = {action.lane: action for action in schedule.programs[self.rank]}, self.device.type == "cuda"
         # Not for what comes here: what computes with it would meet, when it wakes, this thread as it issues a lap.
@@ -219,6 +221,10 @@ class Executor:
         self.drain()
         return number
 
+    def _refuse_after_failure(self) -> None:
+        if self._failure.error is not None:
+            raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
+
     def _issue(
         self, schedule: Schedule, step: StepValues, name: str, *, faulty: int = 0, recording: Recording | None = None
     ) -> _Issued:
@@ -228,8 +234,6 @@ class Executor:
             name: for the watchdog.
             faulty: the number by which an injector knows the step; 0 for one in which no faults happen.
         """
-        if self._failure.error is not None:
-            raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         issued = _Issued()
         last = LastEvents(issued.last)
         self.watchdog.watch(name, last)
