@@ -344,7 +344,7 @@ def test_dependencies_repeat_from_step_to_step(shape):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(shape=shapes(), slower=st.floats(1.05, 4.0), rate=st.sampled_from([1e4, 5e4, 3e5]))
 def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
-    """Fair sharing has anomalies in theory, like every list schedule: hence a tolerance, and always the same examples."""
+    """Fair sharing has anomalies in theory, like every list schedule: hence a tolerance, and examples that stay."""
     schedule = shaped(shape)
     fast = play(schedule, costs(MOST_LAYERS, rate=rate), steps=1).makespan
     assert play(schedule, costs(MOST_LAYERS, rate=rate / slower), steps=1).makespan >= fast * 0.99
@@ -354,8 +354,8 @@ def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
 @given(shape=shapes(), latency=st.floats(0, 0.6))
 def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency):
     """With transfers of fixed length every wait that is taken away can only help. Where links are shared that does not
-    hold: what is needed later takes bandwidth from what is needed now. Nor where copies that are kept make room for what
-    comes earlier: others are brought then."""
+    hold: what is needed later takes bandwidth from what is needed now. Nor where copies that are kept make room: others
+    are brought then."""
     model = costs(MOST_LAYERS, between=LinkModel(math.inf, latency))
     less, more = shaped(shape), shaped(shape, look_ahead=shape.settings.look_ahead + 1)
     assume(Counter(map(str, chain(*less.programs))) == Counter(map(str, chain(*more.programs))))
