@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from runs import command, rows, run_forked
+from schedules import llama
 from small import make_small
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import LayerKind, LayerTime, deal
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.strategies.build import step_of
+from tawpipe.schedule.strategies.table import find
+from tawpipe.topology import Topology
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.dealer import Dealer
 from tawpipe.train.decided import BatchShape
@@ -107,6 +111,19 @@ def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
     dealer._worker.kill()
     assert dealer(lengths, by) == by(lengths) and not dealer.has_worker
     dealer.close()
+
+
+def test_few_documents_are_dealt_here_unless_that_means_a_search_for_their_places():
+    use = find("generated")
+    step = step_of(llama(4), Topology.grid(2, 1), ScheduleSettings(), ((),) * 2, strategy=use)
+    work, lengths = LayerTime((LayerKind(2, 50.0, 1.0),)), [300, 20, 70, 5]
+    for dealing, asks in (
+        (partial(deal, world_size=2, cap=400, work=work), False),
+        (use.dealing(step, cap=400, work=work), True),
+    ):
+        dealer = Dealer()
+        assert dealer(lengths, dealing) == dealing(lengths) and dealer.has_worker == asks
+        dealer.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, 64])

@@ -14,20 +14,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bins
+from tawpipe.schedule.balance import Bins, deal
 
 logger = logging.getLogger(__name__)
 
 Dealing = Callable[[Sequence[int]], Bins]
 """``Strategy.dealing``."""
 FEW = 32
-"""Documents that take no longer here than the way to a worker."""
+"""Documents that are dealt here in no more time than the way to a worker takes; finding the places of few bins in a
+pipeline takes tenths of a second.
+"""
 
 
 class Dealer:
-    """Dealing in a worker, which starts with the first step of many documents. Several threads may call it."""
+    """Dealing in a worker, which starts with the first step that takes long to deal. Several threads may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +48,8 @@ class Dealer:
             logger.warning("documents are dealt in the run's own processes: no worker could be started (%s)", error)
 
     def __call__(self, lengths: Sequence[int], dealing: Dealing) -> Bins:
-        bins = self._asked((list(lengths), dealing)) if len(lengths) > FEW else None
+        is_quick = len(lengths) <= FEW and isinstance(dealing, partial) and dealing.func is deal
+        bins = None if is_quick else self._asked((list(lengths), dealing))
         return bins or dealing(lengths)
 
     def _asked(self, question: tuple[list[int], Dealing]) -> Bins | None:
