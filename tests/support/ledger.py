@@ -10,6 +10,8 @@ Everything that happens is also written down in ``trace``, for ``toy_allocator``
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,6 +88,17 @@ class Happening(NamedTuple):
     over: Clock | None = None
 
 
+def _alone(method: Any) -> Any:
+    """One thread at a time: those that write files use tensors, too."""
+
+    @functools.wraps(method)
+    def locked(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class Ledger:
     """What streams do with memory, and what is wrong with it.
 
@@ -94,6 +107,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.streams: list[Stream] = []
         self.default = self.stream("default")
         self.current = self.default
@@ -127,11 +141,13 @@ class Ledger:
         finally:
             self.current = before
 
+    @_alone
     def wait(self, stream: Stream, clock: Clock) -> None:
         """Let what a stream does from now on come after something."""
         self.sweep()
         _join(stream.clock, clock)
 
+    @_alone
     def host_waits(self, clock: Clock) -> None:
         """Let everything that is issued from now on come after something."""
         self.sweep()
@@ -146,6 +162,7 @@ class Ledger:
 
     # memory
 
+    @_alone
     def run(self, what: str, reads: list[Tensor], writes: list[Tensor], made: list[Tensor], *, device: bool) -> None:
         """An operation on the current stream.
 
@@ -183,6 +200,7 @@ class Ledger:
             elif block is not None:
                 self._use(block, stream, now, about, writes=writes_it)
 
+    @_alone
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """``Tensor.record_stream``."""
         self.sweep()
@@ -190,6 +208,7 @@ class Ledger:
         assert block is not None and block.stream is not None, "record_stream of what is not on the device"
         block.recorded.add(stream)
 
+    @_alone
     def move(self, tensor: Tensor, *, device: bool, pinned: bool = False) -> None:
         """Say where a tensor that has just been made is."""
         block = self._block(tensor)
@@ -212,6 +231,7 @@ class Ledger:
         block = self._block(tensor)
         return block is not None and block.pinned
 
+    @_alone
     def sweep(self) -> None:
         """Find the memory whose last tensor has gone."""
         expired = torch.UntypedStorage._expired
