@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from tawpipe.errors import UserError
 from tawpipe.model.units import Unit, build_units
 from tawpipe.runtime.groups import PipelineOptimizer
-from tawpipe.runtime.optimizer import adamw, whole_matrices
+from tawpipe.runtime.optimizer import adamw, check_elementwise, whole_matrices
 from tawpipe.runtime.storage import Storage, piece_of
 from tawpipe.runtime.unit_optimizers import UnitOptimizers, refuse_cut_matrices, try_factory
 from tawpipe.schedule.placement import Home
@@ -147,3 +147,33 @@ def test_equal_options_make_one_group_and_a_change_is_seen_where_it_is() -> None
     assert groups.chosen() == ({"lr": 0.05}, {"lr": 0.05, "weight_decay": 0.25})
     with pytest.raises(UserError, match="another parameter group"):
         groups.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def clipped(hang_on: str):
+    """A factory of torch's AdamW that makes gradients of one norm first: an element's update depends on others."""
+
+    def make(parameters: list[nn.Parameter]) -> AdamW:
+        made = AdamW(parameters, lr=0.1)
+        step = made.step
+
+        def before(*_: object) -> None:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad /= parameter.grad.norm() + 0.1
+
+        if hang_on == "a hook":
+            made.register_step_pre_hook(before)
+        else:
+            made.step = lambda *_: (before(), step())[1]  # type: ignore[method-assign]
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("hang_on", ["a hook", "another step"])
+def test_what_hangs_on_an_optimizer_of_torchs_is_tried_though_its_class_is_known(hang_on: str) -> None:
+    tried = check_elementwise(partial(AdamW, lr=0.1))
+    assert tried.states == 2
+    with pytest.raises(UserError, match="gives other numbers when a parameter is cut"):
+        check_elementwise(clipped(hang_on))
+    assert check_elementwise(partial(AdamW, lr=0.1)) == tried

@@ -224,7 +224,7 @@ def check_elementwise(
         options.append(_options(optimizers))
         if not cut:
             trial = str((small, [options[0].get(piece.name) for piece in pieces]))
-            if all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
+            if all(map(_is_torchs_own, optimizers)):
                 known = _KNOWN_OF_TORCH  # which no other pipeline's can differ from
             if trial in known:
                 states = known[trial]
@@ -249,6 +249,12 @@ def check_elementwise(
         raise UserError("optimizer", name, words)
     known[trial] = states
     return Tried(name, states, options[0])
+
+
+def _is_torchs_own(optimizer: Optimizer) -> bool:
+    """True for one that steps as its class of torch's does: nothing was hung on it or put in the place of its step."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not hooks and "step" not in vars(optimizer)
 
 
 def _after_three_steps(

@@ -60,7 +60,8 @@ class StayingStage:
         if not rows:
             return []
         logits = self.chain.logits(hidden[:, [place for _, place in rows]])[0]
-        return draw(logits, [(row.slot, row.first + len(row.tokens), row.draw) for row, _ in rows if row.draw])
+        wanted = [(row.slot, row.first + len(row.tokens), row.draw) for row, _ in rows if row.draw is not None]
+        return draw(logits, wanted)
 
     def _batch(self, given: Pass) -> PassBatch:
         parts = [SlotTokens(row.slot, row.first, row.tokens) for row in given.rows]
