@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.serving import HAND_S, PassCost, ServeRequest, ServeWay, lap_seconds
+from tawpipe.runtime.engine import no_homes
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.step_input import LapInput
-from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
@@ -65,9 +64,8 @@ def planned(
     Args:
         hand_s: of a hop besides the link's; 0 for the formula alone.
     """
-    points = ((0.0, workload.forward_s), (workload.slots, workload.forward_s))
-    with_chunk = (workload.slots + workload.chunk, workload.forward_s + workload.chunk_s)
-    layer = PassCost((*points, with_chunk))
+    usual, most = workload.forward_s, workload.slots + workload.chunk
+    layer = PassCost(((0.0, usual), (workload.slots, usual), (most, usual + workload.chunk_s)))
     costs = (PassCost(((0.0, workload.embedding_s),)), *[layer] * workload.layers, PassCost())
     machine = uniform(topology.num_nodes, topology.local_size, between=between, inside=INSIDE)
     users, context = groups * workload.slots, workload.chunks * workload.chunk
@@ -128,17 +126,12 @@ class LapContender:
         self.schedule = build_laps(serving_model(workload), topology, knobs["groups"])
         verify(self.schedule, one_thread=True)
         self._busy = BusyTime()
-        self.sleeper = Sleeper(self._busy)
-        device, units = torch.device("cpu"), list[Unit]()
-        for number, spec in enumerate(self.schedule.model.units):
-            slot = ParameterSlot(f"layer.{number}", (spec.numel,), 0, spec.numel)
-            units.append(Unit(number, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
-        types: Any = {"compute_dtype": torch.float32, "master_dtype": torch.float32}
-        self._compute = _SleepingPasses(workload, self.schedule.step.topology.world_size, self.sleeper)
+        self.sleeper, device = Sleeper(self._busy), torch.device("cpu")
+        self._compute = _SleepingPasses(workload, topology.world_size, self.sleeper)
         self._executor = Executor(
             rank,
             compute=cast(Any, self._compute),
-            storage=Storage(units, self.schedule.homes, rank, device=device, **types),
+            storage=no_homes(device),
             transport=Transport(topology, rank, [self.schedule], device=device),
             optimizers=None,
             reduce_dtype=torch.float32,
@@ -184,9 +177,8 @@ class _SleepingPasses:
         self._held: dict[Buffer, bytes] = {}
         self._messages: dict[tuple[Kind, bytes], Tensor] = {}
         """All that were sent: what is in them, beside their header, is nothing."""
-        self._rooms: dict[Buffer, Tensor] = {}
-        self._coming: dict[Buffer, bytearray] = {}
-        """The same, to be read without torch, whose code is cold after every sleep."""
+        self._rooms: dict[Buffer, tuple[bytearray, Tensor]] = {}
+        """For what comes, also to be read without torch, whose code is cold after every sleep."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -212,21 +204,19 @@ class _SleepingPasses:
         given.last = given.last or bool(self._held[action.reads[0]][0])
 
     def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
-        messages = {}
-        for transfer in action.transfers:
-            if transfer.send:
-                messages[transfer.buffer] = self._message(transfer.buffer, self._held.pop(transfer.buffer))
+        sent = (transfer.buffer for transfer in action.transfers if transfer.send)
+        messages = {buffer: self._message(buffer, self._held.pop(buffer)) for buffer in sent}
         for buffer in transport.exchange(action, messages):
-            self._held[buffer] = bytes(self._coming[buffer][:HEADER])
+            self._held[buffer] = bytes(self._rooms[buffer][0][:HEADER])
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
         for buffer in action.writes:
             if buffer not in self._rooms:
-                room = self._coming[buffer] = bytearray(self._bytes(buffer, b"\0\1"))
-                self._rooms[buffer] = torch.frombuffer(room, dtype=torch.uint8)
-        return {buffer: self._rooms[buffer] for buffer in action.writes}
+                room = bytearray(self._bytes(buffer, b"\0\1"))
+                self._rooms[buffer] = room, torch.frombuffer(room, dtype=torch.uint8)
+        return {buffer: self._rooms[buffer][1] for buffer in action.writes}
 
     def _message(self, buffer: Buffer, header: bytes) -> Tensor:
         known = (buffer.kind, header)

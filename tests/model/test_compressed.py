@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from served_families import ALONE
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.compressed import packed, unpacked
@@ -87,7 +88,7 @@ def test_transformers_loads_it_with_the_logits_of_the_dequantised_model(
 def test_it_is_served_as_it_is(tmp_path: Path) -> None:
     exported(tmp_path / "few", "w4a16", dtype=torch.float32)
     room = Room(1, 1, 64, 8)
-    engine = load_engine(tmp_path / "few", room, dtype="float32", device="cpu")
+    engine = load_engine(tmp_path / "few", room, ALONE, dtype="float32")
     assert any(isinstance(module, FewBitsLinear) for module in engine.chain.model.modules())
     told, slots = list[Drawn](), Slots(room, waiting=0)
     prompt = tuple(range(5, 30))

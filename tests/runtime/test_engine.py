@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from family_configs import tiny_config
 from selected import quick_ones
-from served_families import Joining, generated, plain_model, served, staying, wanted
+from served_families import ALONE, Joining, generated, plain_model, served, staying, wanted
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.generate import Wanted
@@ -39,7 +39,7 @@ def texts_of(engine: Any, **sampling: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_folder_writes_what_generate_writes(folder: Path, groups: int) -> None:
-    engine = load_engine(folder, replace(ROOM, groups=groups), dtype="float64", device="cpu")
+    engine = load_engine(folder, replace(ROOM, groups=groups), ALONE, dtype="float64")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert texts_of(engine) == generated(model, wanted())
     assert texts_of(engine) == generated(model, wanted()), "an engine may run again"
@@ -59,7 +59,7 @@ def test_what_is_not_served_is_refused_before_anything_is_loaded(tmp_path: Path)
     AutoModelForCausalLM.from_config(tiny_config("mamba")).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not even weights")
     with pytest.raises(UserError, match=r"carry a state.*transformers serve") as caught:
-        load_engine(tmp_path, ROOM, device="cpu")
+        load_engine(tmp_path, ROOM, ALONE)
     assert caught.value.setting == "model"
 
 
@@ -69,7 +69,7 @@ def test_what_is_not_served_is_refused_before_anything_is_loaded(tmp_path: Path)
 )
 def test_settings_that_cannot_be(folder: Path, words: dict[str, Any], setting: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_engine(folder, words.pop("room", ROOM), device="cpu", **words)
+        load_engine(folder, words.pop("room", ROOM), ALONE, **words)
     assert caught.value.setting == setting
 
 
@@ -78,7 +78,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
     model.lm_head.weight.data.fill_(float("inf"))
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="logits are numbers"):
-        load_engine(tmp_path, ROOM, device="cpu")
+        load_engine(tmp_path, ROOM, ALONE)
 
 
 def test_a_seeded_request_is_the_same_alone_and_among_others() -> None:

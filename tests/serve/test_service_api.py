@@ -16,7 +16,7 @@ import pytest
 
 from processes import wait_for
 from scripted_engine import LOGPROB
-from served import LIMITS, NAME, Served, resident_bytes, served, tokenizer_of_bytes
+from served import CONFIG, NAME, Served, resident_bytes, served, tokenizer_of_bytes
 from tawpipe.runtime.passes import Room, Sampling
 from tawpipe.runtime.requests import Question
 
@@ -157,8 +157,8 @@ def test_what_is_refused_says_the_field(service: Served) -> None:
 
 
 def test_bodies_tokens_and_contexts_are_limited(service: Served) -> None:
-    status, content, _ = post(service, body("x" * 20_001))
-    assert status == 413 and "20000 bytes" in content["error"]["message"]
+    status, content, _ = post(service, body("x" * 20_481))
+    assert status == 413 and "20480 bytes" in content["error"]["message"]
     for more, code in [({"max_tokens": 601}, "invalid_value"), ({"max_tokens": 5000}, "context_length_exceeded")]:
         status, content, _ = post(service, body(**more))
         assert status == 400 and content["error"]["code"] == code
@@ -198,7 +198,7 @@ def test_hosts_that_are_not_this_machine_are_refused(service: Served) -> None:
 
 
 def test_without_the_key_nobody_is_answered() -> None:
-    with served(key="k" * 20, loopback=False) as service:
+    with served(key="k" * 20, config=replace(CONFIG, host="0.0.0.0")) as service:
         assert ask(service, "hi").choices[0].message.content == "hi"
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "k" * 20}, {"Authorization": "Basic x"}):
             for path in ("/v1/models", "/metrics", "/v1/nothing"):
@@ -221,7 +221,7 @@ def test_more_than_may_wait_are_told_when_to_come_again() -> None:
 
 
 def test_an_answer_that_takes_too_long_ends_with_what_it_has() -> None:
-    with served(Room(1, 1, 600, 64), limits=replace(LIMITS, seconds=0.7), pass_s=0.02) as service:
+    with served(Room(1, 1, 600, 64), config=replace(CONFIG, request_s=0.7), pass_s=0.02) as service:
         text = "abcdefgh" * 30
         chunks = [chunk.choices[0] for chunk in ask(service, text, stream=True)]
         said = "".join(choice.delta.content or "" for choice in chunks)
@@ -229,7 +229,7 @@ def test_an_answer_that_takes_too_long_ends_with_what_it_has() -> None:
 
 
 def test_who_waits_in_vain_is_told_to_come_again() -> None:
-    with served(Room(1, 1, 600, 64), limits=replace(LIMITS, seconds=0.5), pass_s=0.02) as service:
+    with served(Room(1, 1, 600, 64), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
         holding = service.slots.ask(Question((5,), 500, Sampling()), lambda *_: None)
         status, content, headers = post(service, body())
         assert (status, content["error"]["code"]) == (503, "busy") and int(headers["retry-after"]) >= 1

@@ -13,7 +13,7 @@ import pytest
 
 from tawpipe.commands.serve import run
 from tawpipe.errors import UserError
-from tawpipe.serve.answers import EventStream
+from tawpipe.serve.answers import Answering
 from tawpipe.serve.settings import ServeConfig, load, read_key
 from tawpipe.serve.start import serve
 
@@ -82,7 +82,7 @@ def test_a_stream_ends_with_an_empty_body_and_leaves() -> None:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    stream: Any = EventStream(answer)  # pyright: ignore[reportArgumentType]
-    asyncio.run(stream({}, None, send))
+    given: Any = answer
+    asyncio.run(Answering.__call__(given, {}, lambda: None, send))  # pyright: ignore[reportArgumentType]
     assert [message.get("body") for message in sent] == [None, b"one", b"two", b""] and answer.left
     assert sent[-1]["more_body"] is False

@@ -89,7 +89,7 @@ def answer_of(tokenizer, text: str, stops: list[str]) -> tuple[str, list[int]]:
     for token in tokenizer.encode(text, add_special_tokens=False):
         piece, notes = answer.add(token, token)
         said, told = said + piece, told + notes
-        if answer.stopped:
+        if answer.stops.found:
             return said, told
     piece, notes = answer.end()
     return said + piece, told + notes

@@ -17,12 +17,13 @@ from scripted_engine import ScriptedEngine
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.runtime.passes import Room, Sampling
 from tawpipe.runtime.requests import Slots
-from tawpipe.serve.api import RequestLimits, Service
-from tawpipe.serve.engine import FAILED, HttpThread, bound_socket
+from tawpipe.serve.api import Service
+from tawpipe.serve.engine import FAILED, answered_by_http, bound_socket
+from tawpipe.serve.settings import ServeConfig
 from tawpipe.serve.text import Prompts
 
 NAME = "parrot"
-LIMITS = RequestLimits(body_bytes=20_000, tokens=600, seconds=60.0)
+CONFIG = ServeConfig(max_body_kib=20, max_tokens=600, request_s=60.0)
 ROOM = Room(groups=2, slots=4, context=1024, chunk=64)
 
 
@@ -62,10 +63,9 @@ class Served:
 def served(
     room: Room = ROOM,
     *,
-    limits: RequestLimits = LIMITS,
+    config: ServeConfig = CONFIG,
     waiting: int = 64,
     key: str | None = None,
-    loopback: bool = True,
     pass_s: float = 0.0,
     fails_at: int | None = None,
 ) -> Iterator[Served]:
@@ -73,19 +73,10 @@ def served(
     tokenizer = tokenizer_of_bytes()
     slots = Slots(room, waiting=waiting, idle_s=0.05)
     engine = ScriptedEngine(room, repeated, pass_s=pass_s, fails_at=fails_at)
-    service = Service(
-        slots,
-        tokenizer,
-        Prompts(tokenizer, "plain"),
-        name=NAME,
-        stops=[tokenizer.eos_token_id],
-        defaults=Sampling(),
-        limits=limits,
-    )
+    prompts, stops = Prompts(tokenizer, "plain"), {tokenizer.eos_token_id}
+    service = Service(config, slots, tokenizer, prompts, NAME, stops, Sampling())
     listening = bound_socket("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    http = HttpThread(service.application(key=key, loopback=loopback), listening, most=500)
-    http.start()
 
     def run() -> None:
         try:
@@ -94,13 +85,13 @@ def served(
             slots.fail(FAILED)
 
     running = threading.Thread(target=run)
-    running.start()
-    try:
-        yield Served(slots, engine, port, key)
-    finally:
-        slots.drain()
-        running.join(30)
-        http.stop()
+    with answered_by_http(service.application(key), listening, most=500):
+        running.start()
+        try:
+            yield Served(slots, engine, port, key)
+        finally:
+            slots.drain()
+            running.join(30)
     assert not running.is_alive() and slots.in_use == slots.waiting == 0
 
 

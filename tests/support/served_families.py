@@ -27,6 +27,7 @@ from tawpipe.runtime.passes import Pass, Room, Sampling
 from tawpipe.runtime.requests import Slots
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
+from tawpipe.topology import Topology
 
 LENGTHS = (5, 13, 9)
 """Tokens of the prompts."""
@@ -34,6 +35,7 @@ JOIN = (0, 2, 5)
 """Passes of all groups before each of them is there."""
 TOKENS = 10
 CHUNK = 4
+ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def on_stages(world: World, family: str, *, groups: int = 2, compression: str = 
 def of_folder(world: World, folder: str) -> Any:
     """The texts of an engine of a folder, a stage on every rank; on rank 0."""
     room = Room(2, 2, wanted().longest, CHUNK)
-    engine = load_engine(folder, room, world=world, dtype="float64")
+    engine = load_engine(folder, room, world, dtype="float64")
     texts = Joining(wanted(), room)
     engine.run(texts if world.rank == 0 else None)
     engine.close()

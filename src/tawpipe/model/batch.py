@@ -157,9 +157,10 @@ class MicroBatch:
     def padded(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
         """The rows of several micro-batches in one, shorter ones with padding behind them, a document of its own."""
         longest = max(part.input_ids.shape[1] for part in parts)
-        return cls.cat([part._longer(longest) for part in parts])
+        return cls.cat([part.longer(longest) for part in parts])
 
-    def _longer(self, length: int) -> MicroBatch:
+    def longer(self, length: int) -> MicroBatch:
+        """A row with padding behind it, a document of its own."""
         rows, tokens = self.input_ids.shape
         if tokens == length:
             return self

@@ -7,8 +7,8 @@ take an evaluation for every token instead, in which all weights travel as they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ ROUNDED = 16
 """Rows of an evaluation are padded to a multiple of so many tokens: not every token makes a shape new to kernels."""
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """What the model has written behind a prompt.
 
     Attributes:
@@ -81,7 +80,7 @@ class Wanted:
 
     def sampling_of(self, number: int) -> Sampling:
         """How the tokens behind a prompt are drawn."""
-        return replace(self.sampling, seed=self.sampling.seed + number)
+        return self.sampling._replace(seed=self.sampling.seed + number)
 
     def check(self, chain: Chain) -> None:
         """Raises UserError for what cannot be generated."""
@@ -89,20 +88,17 @@ class Wanted:
         for prompt in self.prompts:
             if not prompt or not all(0 <= token < vocabulary for token in prompt):
                 raise UserError("prompts", list(prompt), f"at least one token each, from 0 to {vocabulary - 1}")
-        if self.tokens < 0:
-            raise UserError("max_tokens", self.tokens, "0 or more")
-        drawn = self.sampling
+        drawn, places = self.sampling, f"at most {most} with the longest prompt, the positions of {chain.name}"
         for name, value, right, expected in (
+            ("max_tokens", self.tokens, self.tokens >= 0, "0 or more"),
             ("temperature", drawn.temperature, drawn.temperature >= 0, "0 or more"),
             ("top_k", drawn.top_k, drawn.top_k >= 0, "0 or more"),
             ("top_p", drawn.top_p, 0 < drawn.top_p <= 1, "above 0, up to 1"),
             ("seed", drawn.seed, 0 <= drawn.seed < 2**62, "from 0 on, below 2**62"),
+            ("max_tokens", self.tokens, self.longest <= most, places),
         ):
             if not right:
                 raise UserError(name, value, expected)
-        if self.longest > most:
-            expected = f"at most {most} with the longest prompt, the positions of {chain.name}"
-            raise UserError("max_tokens", self.tokens, expected)
 
 
 class GrowingTexts:
@@ -166,30 +162,27 @@ class Generator:
 
     def run(self, wanted: Wanted) -> list[Continuation]:
         """With nothing under way; on all ranks, which all get the same. Afterwards the chain has no weights again."""
-        world, size = self._world, self._world.size
-        room, texts = wanted.room(size), GrowingTexts(wanted)
+        world, texts, room = self._world, GrowingTexts(wanted), wanted.room(self._world.size)
         with torch.compiler.set_stance("force_eager"):  # passes have many lengths, and layers are compiled for rows
             try:
-                if size == 1:
-                    copies = self._storage.compute_copy
-                    blocks = range(len(self._chain.blocks))
-                    hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
-                    Engine(self._chain, room).run(texts.in_slots(room))
-                    return texts.continuations
-                engine = self._staged(room)
+                engine = self._staged(room) if world.size > 1 else self._whole(room)
                 engine.run(texts.in_slots(room) if world.rank == 0 else None)
             finally:
                 for unit in self._chain.units:
                     self._chain.release(unit.index)
-        everyone = world.together(
-            lambda: [[list(each.ids), list(each.logprobs)] for each in texts.continuations], acts=world.rank == 0
-        )
+        everyone = world.together(lambda: texts.continuations, acts=world.rank == 0)
         return [Continuation(tuple(ids), tuple(logprobs)) for ids, logprobs in everyone[0]]
 
     def close(self) -> None:
         """Leave the groups of the laps."""
         if self._transport is not None:
             self._transport.close()
+
+    def _whole(self, room: Room) -> Engine:
+        """The engine of a process that has all blocks."""
+        copies, blocks = self._storage.compute_copy, range(len(self._chain.blocks))
+        hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
+        return Engine(self._chain, room)
 
     def _staged(self, room: Room) -> StagesEngine:
         """The engine of this rank's stage, to which weights have gone."""
@@ -265,15 +258,12 @@ class DrawnTokens:
 
     def of(self, world: World) -> dict[int, tuple[int, float]]:
         """Token and logprob by the number of the row, on all ranks. Call on all ranks."""
-        everyone = world.together(lambda: [[token.slot, token.token, token.logprob] for token in self._drawn])
-        return {number: (token, logprob) for each in everyone for number, token, logprob in each}
+        everyone = world.together(lambda: self._drawn)
+        return {number: (token, logprob) for each in everyone for number, _, token, logprob, _ in each}
 
 
 def row_to_continue(number: int, ids: Sequence[int], length: int) -> MicroBatch:
     """A text as a row with padding behind it; its last position is the only one that counts."""
-    padding = length - len(ids)
-    labels = torch.full((1, length), IGNORE)
-    labels[0, len(ids) - 1] = number
-    positions = torch.tensor([[*range(len(ids)), *[0] * padding]])
-    lengths = (len(ids), padding) if padding else (len(ids),)
-    return MicroBatch(torch.tensor([[*ids, *[0] * padding]]), labels, positions, lengths)
+    row, labels = torch.tensor([[*ids]]), torch.full((1, len(ids)), IGNORE)
+    labels[0, -1] = number
+    return MicroBatch(row, labels, torch.arange(len(ids))[None], (len(ids),)).longer(length)

@@ -42,11 +42,9 @@ def estimated_passes(
             everything, reached = (sum(getattr(u, name) * w for u, w in sizes) for name in ("parameters", "computing"))
             read = min(everything, tokens * reached) / (READS * memory_rate)  # of a mixture, the experts met
             points.append((float(tokens), max(read, 2 * met * tokens / (EFFICIENCY * flops))))
-        layer = block.kind == "layer"
-        costs.append(PassCost(tuple(sorted(points)), key_width / (READS * memory_rate) * layer))
-    return tuple(
-        PassCost() if block.kind == "embedding" else cost for block, cost in zip(model.blocks, costs, strict=True)
-    )
+        cost = PassCost(tuple(sorted(points)), key_width / (READS * memory_rate) * (block.kind == "layer"))
+        costs.append(PassCost() if block.kind == "embedding" else cost)
+    return tuple(costs)
 
 
 def measured_passes(

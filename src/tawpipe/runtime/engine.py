@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from tawpipe.runtime.stage import StayingStage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
-from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 
@@ -69,14 +68,9 @@ class Engine:
         """Nothing is left to leave."""
 
 
-@dataclass(frozen=True)
-class NoHomes:
+def no_homes(device: torch.device) -> Any:
     """What an executor is told of homes where weights are held by the stages themselves."""
-
-    device: torch.device
-    in_host: bool = False
-    units: tuple[Any, ...] = ()
-    master: dict[int, Any] = field(default_factory=dict)
+    return SimpleNamespace(device=device, in_host=False, units=(), master={})
 
 
 class StagesEngine:
@@ -120,11 +114,10 @@ class StagesEngine:
         """
         rank = self.world.rank
         compute: Any = ServeCompute(self.stage, feeder, compression=self._compression)
-        homes: Any = NoHomes(self.world.device)
         executor = Executor(
             rank,
             compute=compute,
-            storage=homes,
+            storage=no_homes(self.world.device),
             transport=self._transport,
             optimizers=None,
             reduce_dtype=self.chain.dtype,
@@ -142,61 +135,50 @@ class StagesEngine:
 def load_engine(
     model: str | Path,
     room: Room,
+    world: World,
     *,
-    world: World | None = None,
     dtype: str = AUTO,
     weights: str = AUTO,
-    device: str | torch.device | None = None,
-    stages: Layout | None = None,
     compression: str = "",
     timeout: timedelta = PATIENCE,
-    seed: int = 0,
     trust_remote_code: bool = False,
 ) -> Engine | StagesEngine:
     """The engine of a folder, ready for its first pass: the keys and values of all slots have their memory.
 
     Args:
         model: a folder with a model, its name on the Hub, or a preset with random weights.
-        world: the processes, on all of which this is called; None for this one alone.
+        world: the processes, on all of which this is called: a stage of equally many layers on each.
         dtype: to compute in; ``auto`` is bf16 where every device computes in it or ``weights`` are in few bits, which
             kernels multiply in it, else fp32.
         weights: of linear layers: ``none`` for ``dtype``, ``w4`` or ``int8``; ``auto`` for what the folder has.
-        device: the first GPU by default, or the CPU; the world's where there is one.
-        stages: one for each rank; equally many layers by default.
         compression, timeout: as ``StagesEngine`` takes them.
-        seed: of random weights.
 
     Raises:
         UserError: a model that is not served, before anything is loaded; or a setting that cannot work.
     """
     check_weights_form(weights)
-    alone = world is None or world.size == 1
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")) if world is None else world.device
     if dtype not in (AUTO, *DTYPES):
         raise UserError("dtype", dtype, ", ".join((AUTO, *DTYPES)))
     if dtype == AUTO:
-        fast = computes_in_bfloat16(chosen) or weights not in (AUTO, EXACT)
-        dtype = usual_dtype(fast if world is None else all(world.gather_numbers(float(fast))), chosen.type)[0]
-    preset = resolve_model(str(model)) is None
-    positions = room.context if preset else 1
+        fast = computes_in_bfloat16(world.device) or weights not in (AUTO, EXACT)
+        dtype = usual_dtype(all(world.gather_numbers(float(fast))), world.device.type)[0]
+    positions = room.context if resolve_model(str(model)) is None else 1  # of a preset
     built = build_model(str(model), max_positions=positions, trust_remote_code=trust_remote_code)
     built.model.requires_grad_(False)  # nothing is trained, and what text does not use may be there
     chain = Chain(built.model)
     refuse_serving(chain, room.context)
-    if not alone and chain.why_not_staged:
+    if world.size > 1 and chain.why_not_staged:
         raise UserError("model", str(model), f"one that runs in stages, or one process: {chain.why_not_staged}")
-    schedule = None if world is None or alone else build_laps(chain.spec, world.topology, room.groups, stages)
-    blocks = range(len(chain.blocks))
-    if schedule is not None and world is not None:
-        blocks = schedule.step.strategy.computes(schedule.step)[world.rank]
+    schedule = build_laps(chain.spec, world.topology, room.groups)
+    blocks = schedule.step.strategy.computes(schedule.step)[world.rank]
 
-    source = built.source(chain, seed=seed)
-    chain.prepare(chosen, DTYPES[dtype])
+    source = built.source(chain, seed=0)
+    chain.prepare(world.device, DTYPES[dtype])
     chain.load_buffers(source.buffers())
     read = torch.promote_types(DTYPES[dtype], torch.float32)
     codes = getattr(source, "codes", lambda name: None)
     hold_weights(chain, blocks, lambda unit: source.unit(unit, dtype=read), form=weights, codes=codes)
-    if schedule is None or world is None:
+    if world.size == 1:
         engine: Engine | StagesEngine = Engine(chain, room)
     else:
         engine = StagesEngine(chain, room, world, schedule, compression=compression, timeout=timeout)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compression import decode, encode
 from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Row, Sampling
 from tawpipe.runtime.stage import StayingStage
 from tawpipe.runtime.step_input import LapInput
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, ids
 from tawpipe.schedule.footprint import TRAVELLING
 from tawpipe.schedule.spec import compressed_bytes
 
@@ -31,19 +31,16 @@ MOST_TOLD = 20
 """Likeliest tokens that are told besides a drawn one, at most."""
 ALIGNED = 16
 """Bytes at multiples of which hidden states begin in a message: any type can be read there."""
-_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iii?dqidi")
+_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iii?didqi")
 _TOKEN, _LIKELY = struct.Struct("<iiidi"), struct.Struct("<id")
-_NOT_DRAWN = Sampling()
 
 
 def header_of(given: Pass) -> bytes:
     """A pass without its tokens, for the stages behind the first one."""
     parts = [_HEAD.pack(len(given.rows), given.last)]
     for row in given.rows:
-        s = row.draw or _NOT_DRAWN
         drawn = row.draw is not None
-        numbers = s.temperature, s.seed, s.top_k, s.top_p, s.logprobs
-        parts.append(_ROW.pack(row.slot, row.first, len(row.tokens), drawn, *numbers))
+        parts.append(_ROW.pack(row.slot, row.first, len(row.tokens), drawn, *(row.draw or Sampling())))
     return b"".join(parts).ljust(header_bytes(len(given.rows)), b"\0")
 
 
@@ -57,19 +54,17 @@ def read_header(message: bytes, group: int) -> Pass:
     count, last = _HEAD.unpack_from(message)
     rows = []
     for at in range(count):
-        slot, first, length, drawn, *numbers = _ROW.unpack_from(message, _HEAD.size + at * _ROW.size)
-        temperature, seed, top_k, top_p, logprobs = numbers
-        draw = Sampling(temperature, top_k, top_p, seed, logprobs) if drawn else None
-        rows.append(Row(slot, first, (0,) * length, draw))
+        slot, first, length, drawn, *sampling = _ROW.unpack_from(message, _HEAD.size + at * _ROW.size)
+        rows.append(Row(slot, first, (0,) * length, Sampling(*sampling) if drawn else None))
     return Pass(group, tuple(rows), bool(last))
 
 
 def drawn_message(drawn: list[Drawn]) -> bytes:
     """Drawn tokens on their way to the first stage."""
     parts = [_HEAD.pack(len(drawn), 0)]
-    for token in drawn:
-        parts.append(_TOKEN.pack(token.slot, token.position, token.token, token.logprob, len(token.top)))
-        parts += [_LIKELY.pack(*likely) for likely in token.top]
+    for *token, top in drawn:
+        parts.append(_TOKEN.pack(*token, len(top)))
+        parts += [_LIKELY.pack(*likely) for likely in top]
     return b"".join(parts)
 
 
@@ -77,11 +72,9 @@ def read_drawn(message: bytes) -> list[Drawn]:
     """The inverse of ``drawn_message``."""
     (count, _), at, drawn = _HEAD.unpack_from(message), _HEAD.size, list[Drawn]()
     for _ in range(count):
-        slot, position, token, logprob, told = _TOKEN.unpack_from(message, at)
-        at += _TOKEN.size
-        end = at + told * _LIKELY.size
-        drawn.append(Drawn(slot, position, token, logprob, tuple(_LIKELY.iter_unpack(message[at:end]))))
-        at = end
+        *token, told = _TOKEN.unpack_from(message, at)
+        begin, at = at + _TOKEN.size, at + _TOKEN.size + told * _LIKELY.size
+        drawn.append(Drawn(*token, tuple(_LIKELY.iter_unpack(message[begin:at]))))
     return drawn
 
 
@@ -98,14 +91,14 @@ class ServeCompute:
         self.stage, self.chain, self.feeder, self.compression = stage, stage.chain, feeder, compression
         self.stream: Any = None
         """The one that computes, on CUDA."""
-        self._calls: dict[int, tuple[LayerCall, ...]] = {}
         self._held: dict[Buffer, Any] = {}
-        """Hidden states with their pass, or a message, under the names of the schedule."""
+        """A pass with its hidden states, what its layers are called with, or a message, under the schedule's names."""
         self._under_way = deque[torch.Event]()
         room = stage.room
         rows, tokens = room.slots + 1, room.slots + room.chunk
+        self._longest_header, self._nothing = header_bytes(rows), self._hidden(0)
         self._room = {
-            Kind.INPUT: header_bytes(rows) + self._hidden_bytes(tokens),
+            Kind.INPUT: self._longest_header + self._hidden_bytes(tokens),
             Kind.IDS: _HEAD.size + rows * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
         }
 
@@ -118,14 +111,14 @@ class ServeCompute:
         else:
             carried, hidden = self._held[block_input(group, block)]
             if block == last:
-                drawn = self.stage.head(hidden, carried) if hidden is not None else []
-                output = _as_tensor(drawn_message(drawn))
+                output = _as_tensor(drawn_message(self.stage.head(hidden, carried)))
             else:
+                if carried.rows:
+                    hidden = self.stage.layer(block, hidden, self._held[context(group)])
                 output = carried, hidden
-                if hidden is not None:
-                    output = carried, self.stage.layer(block, hidden, self._calls[group])
         self._held[ids(group) if block == last else block_input(group, block + 1)] = output
-        self._free(action)
+        for buffer in action.frees:
+            self._held.pop(buffer, None)
 
     def prepare(self, action: Action, given: LapInput) -> None:
         """PREPARE: what the message of a pass says, and what layers are called with besides their input."""
@@ -133,8 +126,7 @@ class ServeCompute:
         carried, hidden = self._read(self._held[arrived], action.micro_batch)
         given.last |= carried.last
         self._held[arrived] = carried, hidden
-        self._calls[action.micro_batch] = self.stage.calls(carried) if carried.rows else ()
-        self._free(action)
+        self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
 
     def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
         """An EXCHANGE of hidden states or of drawn tokens."""
@@ -161,16 +153,10 @@ class ServeCompute:
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
         """Room for the longest messages that an EXCHANGE may receive."""
-        sizes = {buffer: self._room[buffer.kind] for buffer in action.writes}
-        return {
-            buffer: torch.empty(size, dtype=torch.uint8, device=self.chain.device) for buffer, size in sizes.items()
-        }
+        empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
+        return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}
 
-    def losses(self, action: Action) -> list[Tensor]:
-        """None: nothing is learned."""
-        return []
-
-    def _embed(self, group: int, given: LapInput) -> tuple[Pass, Tensor | None]:
+    def _embed(self, group: int, given: LapInput) -> tuple[Pass, Tensor]:
         assert self.feeder is not None, "the first stage is where the requests are"
         message = self._held.pop(ids(group), None)  # none before the first lap
         if message is not None:
@@ -178,10 +164,7 @@ class ServeCompute:
         fed = self.feeder.feed(group)
         assert fed.group == group, f"asked for a pass of group {group}, and was given one of group {fed.group}"
         given.last |= fed.last
-        if not fed.rows:
-            self._calls[group] = ()
-            return fed, None
-        hidden, self._calls[group] = self.stage.embed(fed)
+        hidden, self._held[context(group)] = self.stage.embed(fed) if fed.rows else (self._nothing, ())
         return fed, hidden
 
     def _message(self, held: Any) -> Tensor:
@@ -189,8 +172,6 @@ class ServeCompute:
             return held
         carried, hidden = held
         header = _as_tensor(header_of(carried))
-        if hidden is None:
-            return header
         tokens = sum(len(row.tokens) for row in carried.rows)
         if tuple(hidden.shape) != (1, tokens, self.chain.width) or hidden.dtype != self.chain.dtype:
             expected = f"hidden states (1, {tokens}, {self.chain.width}) in {self.chain.dtype} where a stage ends"
@@ -203,30 +184,22 @@ class ServeCompute:
             message[len(header) :].copy_(hidden.contiguous().view(torch.uint8).flatten())
         return message
 
-    def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor | None]:
-        rows, _ = _HEAD.unpack(_as_bytes(message[: _HEAD.size]))
-        begin = header_bytes(rows)
-        carried = read_header(_as_bytes(message[:begin]), group)
-        if not carried.rows:
-            return carried, None
-        tokens = sum(len(row.tokens) for row in carried.rows)
+    def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor]:
+        carried = read_header(_as_bytes(message[: self._longest_header]), group)
+        begin, tokens = header_bytes(len(carried.rows)), sum(len(row.tokens) for row in carried.rows)
         part = message[begin : begin + self._hidden_bytes(tokens)]
         if not self.compression:
             return carried, part.view(self.chain.dtype).view(1, tokens, self.chain.width)
-        hidden = torch.empty(tokens * self.chain.width, dtype=self.chain.dtype, device=message.device)
-        decode(part, self.compression, hidden)
-        return carried, hidden.view(1, tokens, self.chain.width)
+        hidden = self._hidden(tokens)
+        decode(part, self.compression, hidden.view(-1))
+        return carried, hidden
+
+    def _hidden(self, tokens: int) -> Tensor:
+        return torch.empty(1, tokens, self.chain.width, dtype=self.chain.dtype, device=self.chain.device)
 
     def _hidden_bytes(self, tokens: int) -> int:
         numbers = tokens * self.chain.width
         return compressed_bytes(numbers) if self.compression else numbers * self.chain.dtype.itemsize
-
-    def _free(self, action: Action) -> None:
-        for buffer in action.frees:
-            if buffer.kind is Kind.CONTEXT:
-                self._calls.pop(buffer.at[0], None)
-            else:
-                self._held.pop(buffer, None)
 
 
 def _as_tensor(message: bytes) -> Tensor:

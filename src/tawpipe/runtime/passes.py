@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class Room:
     chunk: int
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How a token is drawn. Its random numbers follow from (seed, position of the token) alone.
 
     Attributes:
@@ -85,8 +84,7 @@ class Pass:
     last: bool = False
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A token that was drawn.
 
     Attributes:

@@ -106,29 +106,27 @@ class Slots:
     def __init__(self, room: Room, *, waiting: int, idle_s: float = IDLE_S) -> None:
         self.room, self.counts = room, Counts()
         self._most_waiting, self._idle_s = waiting, idle_s
-        self._slots: list[Ticket | None] = [None] * (room.groups * room.slots)
+        self._places = range(room.groups * room.slots)
+        self._slots: dict[int, Ticket] = {}
+        """Those with a request in them."""
         self._queue = deque[Ticket]()
         self._reading: Ticket | None = None
         """Whose prompt is read."""
         self._drawing: list[dict[int, Ticket]] = [{} for _ in range(room.groups)]
         """Of each group's pass that is on its way: slot -> for whom a token is drawn."""
         self._changed = threading.Condition()
-        self._ending = self._last = False
+        self.ending = self._last = False
+        """True if no more requests are taken; and once a pass was the last."""
 
     @property
     def in_use(self) -> int:
         """Slots with a request in them."""
-        return sum(ticket is not None for ticket in self._slots)
+        return len(self._slots)
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
         return len(self._queue)
-
-    @property
-    def ending(self) -> bool:
-        """True if no more requests are taken."""
-        return self._ending
 
     def ask(self, question: Question, tell: Tell) -> Ticket:
         """Begin a request, which waits for a slot.
@@ -141,9 +139,9 @@ class Slots:
             Ended: the service is ending.
         """
         with self._changed:
-            if self._ending:
+            if self.ending:
                 raise Ended
-            if len(self._queue) >= self._most_waiting + len(self._slots) - self.in_use:
+            if len(self._queue) >= self._most_waiting + len(self._places) - self.in_use:
                 raise NoRoom
             ticket = Ticket(question, tell)
             self._queue.append(ticket)
@@ -161,16 +159,16 @@ class Slots:
     def drain(self) -> None:
         """Take no more requests, and end the engine when those that were taken have ended."""
         with self._changed:
-            self._ending = True
+            self.ending = True
             self._changed.notify_all()
 
     def fail(self, words: str) -> None:
         """End every request now, as the service cannot go on; each is told why."""
         with self._changed:
-            self._ending = True
-            tickets = [*self._queue, *(ticket for ticket in self._slots if ticket is not None)]
+            self.ending = True
+            tickets = [*self._queue, *self._slots.values()]
             self._queue.clear()
-            self._slots = [None] * len(self._slots)
+            self._slots.clear()
             self._reading = None
             for ticket in tickets:
                 self.counts.ends["given up" if ticket.given_up else "error"] += 1
@@ -182,17 +180,17 @@ class Slots:
     def feed(self, group: int) -> Pass:
         """The group's next pass: the latest token of each of its busy slots, and a chunk of the prompt that is read."""
         with self._changed:
-            if group == 0 and not (self._ending or self._queue or self.in_use):
+            if group == 0 and not (self.ending or self._queue or self._slots):
                 self._changed.wait(self._idle_s)
-            for ticket in self._slots:
-                if ticket is not None and ticket.given_up:
+            for ticket in [*self._slots.values()]:
+                if ticket.given_up:
                     self._free(ticket, "given up")
-            if self._reading is None and self._queue and None in self._slots:
+            if self._reading is None and self._queue and len(self._slots) < len(self._places):
                 self._reading = self._queue.popleft()
                 self._reading.slot = self._emptiest()
                 self._slots[self._reading.slot] = self._reading
-            group_slots = self._slots[group * self.room.slots : (group + 1) * self.room.slots]
-            tickets = [ticket for ticket in group_slots if ticket is not None and ticket.latest is not None]
+            held = map(self._slots.get, self._places[group * self.room.slots : (group + 1) * self.room.slots])
+            tickets = [ticket for ticket in held if ticket is not None and ticket.latest is not None]
             if self._reading is not None:
                 tickets.append(self._reading)
             rows = tuple(ticket.next_row(self.room.chunk) for ticket in tickets)
@@ -201,7 +199,7 @@ class Slots:
                 self._reading = None
             self._drawing[group] = {row.slot: who for row, who in zip(rows, tickets, strict=True) if row.draw}
             self.counts.passes += 1
-            self._last |= self._ending and not self._queue and not self.in_use
+            self._last |= self.ending and not self._queue and not self._slots
             return Pass(group, rows, self._last)
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
@@ -225,16 +223,13 @@ class Slots:
 
     def _emptiest(self) -> int:
         """A free slot, of a group with the fewest requests."""
-
-        def busy(slot: int) -> int:
-            begin = slot - slot % self.room.slots
-            return sum(ticket is not None for ticket in self._slots[begin : begin + self.room.slots])
-
-        return min((slot for slot, ticket in enumerate(self._slots) if ticket is None), key=busy)
+        busy = Counter(slot // self.room.slots for slot in self._slots)
+        free = (slot for slot in self._places if slot not in self._slots)
+        return min(free, key=lambda slot: busy[slot // self.room.slots])
 
     def _free(self, ticket: Ticket, how: str) -> None:
         assert ticket.slot is not None
-        self._slots[ticket.slot] = None
+        del self._slots[ticket.slot]
         if ticket is self._reading:
             self._reading = None
         self.counts.ends[how] += 1

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tawpipe.runtime.passes import Drawn
@@ -43,6 +43,7 @@ class AnswerPart:
 
 class Answering:
     """A request in the service, from its question to the last part of its answer. In the thread of an event loop.
+    Called as an ASGI application, it sends the answer's events as they come.
 
     Args:
         model: the name that the answer says.
@@ -117,10 +118,10 @@ class Answering:
                 self._tokens += 1
                 if end != "stop":
                     text, told = self._text.add(drawn.token, drawn)
-            if end and not self._text.stopped:
+            if end and not self._text.stops.found:
                 rest, others = self._text.end()
                 text, told = text + rest, told + others
-            finish = "stop" if self._text.stopped else end
+            finish = "stop" if self._text.stops.found else end
             if text or finish or (told and self.asked.logprobs):
                 yield AnswerPart(text, told, finish)
 
@@ -138,6 +139,12 @@ class Answering:
         logprobs = self._logprobs([drawn for part in parts for drawn in part.drawn])
         choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": parts[-1].finish}
         return JSONResponse(self._head("chat.completion") | {"choices": [choice], "usage": self._usage})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"cache-control": "no-cache"}
+        response = StreamingResponse(self.events(), headers=headers, media_type="text/event-stream")
+        with self.watched(receive):
+            await response.stream_response(send)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events. What fails is the last of them; else it is ``[DONE]``."""
@@ -180,21 +187,6 @@ class Answering:
         text = self._tokenizer.decode([token])
         spelt = None if BROKEN in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
-
-
-class EventStream:
-    """The response that sends an answer's events as they come; an ASGI application."""
-
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        with self._answering.watched(receive):
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for event in self._answering.events():
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _event(content: dict[str, Any]) -> bytes:

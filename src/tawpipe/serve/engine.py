@@ -9,35 +9,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from tawpipe.environment import SECOND_S
 from tawpipe.errors import RunError, UserError
-from tawpipe.runtime.passes import PassFeeder
 from tawpipe.runtime.requests import Slots
+from tawpipe.serve.settings import ServeConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PARTS: Any = {"http": "h11", "loop": "asyncio", "ws": "none", "lifespan": "off", "log_config": None}
+LEFT_OUT: Any = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
+"""How uvicorn does its work, and what it does not do."""
 CONNECTIONS = 64
 """Connections besides those of requests that have a slot or wait for one."""
 LAST_S = 3
 """Seconds in which those that are told of the end read it."""
 FAILED = "the service has failed and ends; the answer is not complete"
 OUT_OF_TIME = "the service ends; the answer was not complete in time"
-
-
-class LapEngine(Protocol):
-    """What computes the passes."""
-
-    def run(self, feeder: PassFeeder | None) -> None:
-        """Compute until the feeder's last pass.
-
-        Raises:
-            Exception: it cannot go on, as after a process is gone.
-        """
-        ...
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -60,81 +51,58 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return taken
 
 
-class HttpThread:
-    """Uvicorn in a thread of its own.
+@contextlib.contextmanager
+def answered_by_http(application: ASGIApp, listening: socket.socket, *, most: int) -> Iterator[None]:
+    """Uvicorn answers requests in a thread of its own. In the end it lets go of the port, and gives those that read an
+    answer ``LAST_S`` seconds.
 
     Args:
+        listening: a bound socket, which is closed.
         most: connections at one time.
+
+    Raises:
+        RunError: the server has not started.
     """
-
-    def __init__(self, application: ASGIApp, listening: socket.socket, *, most: int) -> None:
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                application,
-                http="h11",
-                loop="asyncio",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=most,
-                timeout_graceful_shutdown=LAST_S,
-            )
-        )
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listening]}, name="http", daemon=True
-        )
-
-    def start(self) -> None:
-        """Listen; returns when requests are answered.
-
-        Raises:
-            RunError: the server has not started.
-        """
-        self._thread.start()
-        while not self._server.started:
-            if not self._thread.is_alive():
-                raise RunError("the HTTP server has not started")
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        """Let go of the port, and give those that read an answer ``LAST_S`` seconds."""
-        self._server.should_exit = True
-        self._thread.join(LAST_S + 2)
+    limits: Any = {"limit_concurrency": most, "timeout_graceful_shutdown": LAST_S}
+    server = uvicorn.Server(uvicorn.Config(application, **limits, **PARTS, **LEFT_OUT))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise RunError("the HTTP server has not started")
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(LAST_S + 2)
 
 
 def run_service(
-    engine: LapEngine,
+    compute: Callable[[Slots], None],
     slots: Slots,
     application: ASGIApp,
     listening: socket.socket,
-    *,
-    most: int,
-    drain_s: float,
-    ready: Callable[[], None] = lambda: None,
+    config: ServeConfig,
+    ready: str,
 ) -> None:
     """Serve until a signal ends it: requests that are open may end, new ones are refused. Call in the main thread.
 
     Args:
+        compute: what is asked, until the last pass.
         listening: a bound socket, which is closed.
-        most: requests that have a slot or wait for one.
-        drain_s: seconds in which open ones may end.
-        ready: called when requests are answered.
+        ready: printed when requests are answered.
 
     Raises:
-        Exception: what the engine raised; every open request was told that the service has failed.
+        Exception: what ``compute`` raised; every open request was told that the service has failed.
     """
-    http = HttpThread(application, listening, most=most + CONNECTIONS)
-    with drained_by_signals(slots, drain_s):
-        http.start()
+    most = slots.room.groups * slots.room.slots + config.max_waiting + CONNECTIONS
+    with drained_by_signals(slots, config.drain_s), answered_by_http(application, listening, most=most):
         try:
-            ready()
-            engine.run(slots)
+            print(ready, flush=True)
+            compute(slots)
         finally:
             slots.fail(FAILED)  # of no effect on a service that has drained
-            http.stop()
 
 
 @contextlib.contextmanager

@@ -5,37 +5,32 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from tawpipe.runtime.passes import Sampling
 
-Number = TypeVar("Number", int, float)
-MOST_STOPS, MOST_TOP, HOTTEST = 4, 20, 2.0
+MOST_STOPS = 4
 ROLES = ("system", "user", "assistant")
-TAKEN = (
-    "model",
-    "messages",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop",
-    "seed",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-)
-WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "response_format": ({"type": "text"},),
+NUMBERS = {
+    "top_logprobs": (0, 20),
+    "temperature": (0.0, 2.0),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+    "max_completion_tokens": (1, 2**31),
+    "max_tokens": (1, 2**31),
+}
+"""Fields that are numbers, the least and the most of each; they are whole where these are."""
+TAKEN = ("model", "messages", "stop", "stream", "stream_options", "logprobs", *NUMBERS)
+WITHOUT_EFFECT: dict[str, object] = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
 }
 """What may be said of a field that is refused: what holds without it, as some clients always say it."""
 
@@ -103,27 +98,26 @@ def read_asked(body: bytes, defaults: Sampling) -> ChatAsked:
         raise Refusal(400, "the body is no JSON object", code="invalid_json")
     fields = {name: value for name, value in given.items() if value is not None}
     for name, value in fields.items():
-        if name not in TAKEN and (isinstance(value, bool) or value not in WITHOUT_EFFECT.get(name, ())):
-            taken = (
-                f"only {name} = {json.dumps(WITHOUT_EFFECT[name][0])}" if name in WITHOUT_EFFECT else "no such field"
-            )
+        if name not in TAKEN and (isinstance(value, bool) or value != WITHOUT_EFFECT.get(name)):
+            taken = f"only {name} = {json.dumps(WITHOUT_EFFECT[name])}" if name in WITHOUT_EFFECT else "no such field"
             raise Refusal(400, f"{name} is not supported: this service takes {taken}", param=name, code="unsupported")
     if not isinstance(fields.get("model"), str):
         _refuse("model", "the name of a model, which /v1/models has")
-    stream, logprobs = _bool(fields, "stream"), _bool(fields, "logprobs")
-    if (others := _number(fields, "top_logprobs", 0, 0, MOST_TOP)) and not logprobs:
+    stream, logprobs, messages = _bool(fields, "stream"), _bool(fields, "logprobs"), _messages(fields.get("messages"))
+    usual = defaults._asdict() | {"seed": secrets.randbits(63), "top_logprobs": 0}
+    numbers = {name: _number(name, value) for name, value in (usual | fields).items() if name in NUMBERS}
+    tokens = {numbers.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in numbers}
+    if len(tokens) > 1:
+        _refuse("max_completion_tokens", "the same as max_tokens, where both are said")
+    if (others := numbers.pop("top_logprobs")) and not logprobs:
         _refuse("top_logprobs", "left out where logprobs is not true")
+    if not numbers["top_p"]:
+        _refuse("top_p", "a number above 0, at most 1")
     return ChatAsked(
         model=fields["model"],
-        messages=_messages(fields.get("messages")),
-        sampling=Sampling(
-            temperature=_number(fields, "temperature", defaults.temperature, 0.0, HOTTEST),
-            top_k=_number(fields, "top_k", defaults.top_k, 0, 2**31 - 1),
-            top_p=_top_p(fields, defaults.top_p),
-            seed=_number(fields, "seed", secrets.randbits(63), 0, 2**63 - 1),
-            logprobs=others,
-        ),
-        tokens=_tokens(fields),
+        messages=messages,
+        sampling=Sampling(**numbers, logprobs=others),
+        tokens=next(iter(tokens), None),
         stops=_stops(fields.get("stop")),
         stream=stream,
         usage=_usage(fields, stream),
@@ -133,9 +127,8 @@ def read_asked(body: bytes, defaults: Sampling) -> ChatAsked:
 
 def with_defaults(generation: Any) -> Sampling:
     """How a model's own generation config draws tokens; where it says nothing, as OpenAI's interface does."""
-    usual = Sampling()
     values = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p")}
-    return replace(usual, **{name: value for name, value in values.items() if value is not None})
+    return Sampling(**{name: value for name, value in values.items() if value is not None})
 
 
 def _no_constant(word: str) -> NoReturn:
@@ -151,26 +144,12 @@ def _bool(fields: Mapping[str, Any], name: str) -> bool:
     return value if isinstance(value, bool) else _refuse(name, "true or false")
 
 
-def _number(fields: Mapping[str, Any], name: str, default: Number, low: Number, high: Number) -> Number:
-    """A number from ``low`` to ``high``; a whole one where these are."""
-    value = fields.get(name, default)
-    kinds = (int,) if isinstance(low, int) else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        _refuse(name, f"a {'whole ' if isinstance(low, int) else ''}number from {low} to {high}")
+def _number(name: str, value: Any) -> Any:
+    low, high = NUMBERS[name]
+    whole = isinstance(low, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
+        _refuse(name, f"a {'whole ' if whole else ''}number from {low} to {high}")
     return type(low)(value)
-
-
-def _top_p(fields: Mapping[str, Any], default: float) -> float:
-    value = _number(fields, "top_p", default, 0.0, 1.0)
-    return value if value > 0 else _refuse("top_p", "a number above 0, at most 1")
-
-
-def _tokens(fields: Mapping[str, Any]) -> int | None:
-    names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
-    values = {_number(fields, name, 1, 1, 2**31) for name in names}
-    if len(values) > 1:
-        _refuse(names[0], "the same as max_tokens, where both are said")
-    return values.pop() if values else None
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:

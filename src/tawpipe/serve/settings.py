@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,12 +100,9 @@ class ServeConfig:
     @property
     def loopback(self) -> bool:
         """True if only this machine can ask."""
-        if self.host == "localhost":
-            return True
-        try:
+        with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost"
 
 
 OPTIONS: Options[ServeConfig] = Options(

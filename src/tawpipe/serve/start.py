@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
 from tawpipe.runtime.passes import Room
 from tawpipe.runtime.requests import Slots
 from tawpipe.runtime.world import World, connect
-from tawpipe.serve.api import RequestLimits, Service
+from tawpipe.serve.api import Service
 from tawpipe.serve.engine import bound_socket, ignore_signals, run_service
 from tawpipe.serve.fields import with_defaults
 from tawpipe.serve.settings import ServeConfig, read_key
@@ -45,7 +44,15 @@ def serve(config: ServeConfig, folder: Path) -> None:
         ignore_signals()
         engine.run(None)
     else:
-        _answer(config, folder, engine, world, tokenizer, prompts, listening)
+        slots = Slots(engine.room, waiting=config.max_waiting, idle_s=config.idle_s)
+        service = _service(config, folder, slots, tokenizer, prompts)
+        host, port = listening.getsockname()[:2]
+        ready = (
+            f"{service.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
+            f"{slots.room.groups * slots.room.slots} slots of {slots.room.context} tokens on {world.nodes}, "
+            f"{world.device.type}; ctrl-C ends"
+        )
+        run_service(engine.run, slots, service.application(read_key(config)), listening, config, ready)
     engine.close()
 
 
@@ -55,7 +62,7 @@ def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> En
     return load_engine(
         folder,
         Room(groups, config.slots, context, min(config.chunk, context)),
-        world=world,
+        world,
         dtype=config.dtype,
         weights=config.weights,
         compression=config.compression.replace("none", ""),
@@ -64,44 +71,11 @@ def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> En
     )
 
 
-def _answer(
-    config: ServeConfig,
-    folder: Path,
-    engine: Engine | StagesEngine,
-    world: World,
-    tokenizer: Any,
-    prompts: Prompts,
-    listening: socket.socket,
-) -> None:
-    """The first process."""
+def _service(config: ServeConfig, folder: Path, slots: Slots, tokenizer: Any, prompts: Prompts) -> Service:
     try:
         generation = GenerationConfig.from_pretrained(folder)
     except OSError:  # there is none
         generation = None
-    stops = stops_of(SimpleNamespace(generation_config=generation), tokenizer)
     name = config.name or Path(config.model).expanduser().resolve().name
-    slots = Slots(engine.room, waiting=config.max_waiting, idle_s=config.idle_s)
-    service = Service(
-        slots,
-        tokenizer,
-        prompts,
-        name=name,
-        stops=stops if prompts.end_of_text is None else [*stops, prompts.end_of_text],
-        defaults=with_defaults(generation),
-        limits=RequestLimits(config.max_body_kib * 1024, config.max_tokens, config.request_s),
-    )
-    host, port = listening.getsockname()[:2]
-    places = engine.room.groups * engine.room.slots
-    run_service(
-        engine,
-        slots,
-        service.application(key=read_key(config), loopback=config.loopback),
-        listening,
-        most=places + config.max_waiting,
-        drain_s=config.drain_s,
-        ready=lambda: print(
-            f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: {places} slots of "
-            f"{engine.room.context} tokens on {world.nodes}, {world.device.type}; ctrl-C ends",
-            flush=True,
-        ),
-    )
+    stops = {*stops_of(SimpleNamespace(generation_config=generation), tokenizer), prompts.end_of_text} - {None}
+    return Service(config, slots, tokenizer, prompts, name, stops, with_defaults(generation))

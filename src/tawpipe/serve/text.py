@@ -134,7 +134,7 @@ class AnswerText(Generic[T]):
     """The text of one answer as its tokens come, and what is told of each token once its text is let out.
 
     Attributes:
-        stopped: a stop string was found; nothing more comes.
+        stops: once one was found, nothing more comes.
     """
 
     pieces: TextPieces
@@ -144,10 +144,6 @@ class AnswerText(Generic[T]):
     _notes: list[tuple[int, T]] = field(default_factory=list)
     """Of tokens whose text is held back: characters that came before each, and what is told of it."""
 
-    @property
-    def stopped(self) -> bool:
-        return self.stops.found
-
     def add(self, token: int, note: T) -> tuple[str, list[T]]:
         """The text, and the notes of tokens, that can be let out now."""
         self._notes.append((self._come, note))
@@ -156,11 +152,9 @@ class AnswerText(Generic[T]):
     def end(self) -> tuple[str, list[T]]:
         """What is left, when no token follows."""
         text, notes = self._out(self.pieces.end())
-        if self.stopped:
+        if self.stops.found:
             return text, notes
-        rest = [note for _, note in self._notes]
-        self._notes = []
-        return text + self.stops.end(), notes + rest
+        return text + self.stops.end(), notes + [note for _, note in self._notes]
 
     def _out(self, piece: str) -> tuple[str, list[T]]:
         self._come += len(piece)
