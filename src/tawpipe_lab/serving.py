@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -175,10 +176,7 @@ class _SleepingPasses:
         self.back: list[float] = []
         """When what was drawn behind each was back."""
         self._held: dict[Buffer, bytes] = {}
-        self._messages: dict[tuple[Kind, bytes], Tensor] = {}
-        """All that were sent: what is in them, beside their header, is nothing."""
-        self._rooms: dict[Buffer, tuple[bytearray, Tensor]] = {}
-        """For what comes, also to be read without torch, whose code is cold after every sleep."""
+        self._sent, self._room = cache(self._message), cache(self._room_of)
 
     def begin(self) -> None:
         """A step begins."""
@@ -205,28 +203,26 @@ class _SleepingPasses:
 
     def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
         sent = (transfer.buffer for transfer in action.transfers if transfer.send)
-        messages = {buffer: self._message(buffer, self._held.pop(buffer)) for buffer in sent}
+        messages = {buffer: self._sent(buffer.kind, self._held.pop(buffer)) for buffer in sent}
         for buffer in transport.exchange(action, messages):
-            self._held[buffer] = bytes(self._rooms[buffer][0][:HEADER])
+            self._held[buffer] = bytes(self._room(buffer)[0][:HEADER])
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
-        for buffer in action.writes:
-            if buffer not in self._rooms:
-                room = bytearray(self._bytes(buffer, b"\0\1"))
-                self._rooms[buffer] = room, torch.frombuffer(room, dtype=torch.uint8)
-        return {buffer: self._rooms[buffer][1] for buffer in action.writes}
+        return {buffer: self._room(buffer)[1] for buffer in action.writes}
 
-    def _message(self, buffer: Buffer, header: bytes) -> Tensor:
-        known = (buffer.kind, header)
-        if known not in self._messages:
-            room = bytearray(header.ljust(self._bytes(buffer, header)))
-            self._messages[known] = torch.frombuffer(room, dtype=torch.uint8)
-        return self._messages[known]
+    def _room_of(self, buffer: Buffer) -> tuple[bytearray, Tensor]:
+        """For what comes; also to be read without torch, whose code is cold after every sleep."""
+        room = bytearray(self._bytes(buffer.kind, b"\0\1"))
+        return room, torch.frombuffer(room, dtype=torch.uint8)
 
-    def _bytes(self, buffer: Buffer, header: bytes) -> int:
+    def _message(self, kind: Kind, header: bytes) -> Tensor:
+        """What is in it, beside the header, is nothing."""
+        return torch.frombuffer(bytearray(header.ljust(self._bytes(kind, header))), dtype=torch.uint8)
+
+    def _bytes(self, kind: Kind, header: bytes) -> int:
         work, (last, chunk) = self._workload, header
-        if buffer.kind is Kind.IDS or last:
+        if kind is Kind.IDS or last:
             return HEADER + work.slots * ID_BYTES
         return HEADER + (work.slots + chunk * work.chunk) * work.token_bytes

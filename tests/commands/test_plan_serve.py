@@ -95,7 +95,7 @@ def test_blocks_are_measured_on_this_machine():
         assert all(seconds > 0 for _, seconds in cost.points)
     assert asked.costs[1].key_s > 0
     assert (asked.boundary_bytes, asked.key_bytes, *set(asked.weight_bytes)) == (4 * 256, 4 * 2 * 4 * 32, 4)
-    assert ServePlan.of(asked).chosen is not None
+    assert ServePlan(asked).chosen is not None
 
 
 def test_a_context_that_a_model_has_no_positions_for_is_refused(tmp_path, capsys):

@@ -54,8 +54,8 @@ def test_a_slot_that_is_given_away_has_nothing_left_of_the_request_before() -> N
     greedy = Sampling(temperature=0.0)
     whole = Row(0, 0, (5, 6, 7, 8), greedy)
     (alone,) = engine.compute(Pass(0, (whole,)))
-    for layer in engine.stage.cache._layers.values():
-        layer.keys[0], layer.values[0] = float("nan"), float("nan")
+    for keys, values in engine.stage.cache._layers.values():
+        keys[0], values[0] = float("nan"), float("nan")
     engine.stage.cache._used[0] = 24
     beside = Row(1, 0, tuple(range(3, 23)), greedy)
     engine.compute(Pass(0, (beside,)))

@@ -92,7 +92,7 @@ def test_unequal_stages_wait_for_the_slowest():
 
 def test_latency_says_how_many_groups_there_should_be():
     def groups(hop_s: float) -> int:
-        plan = ServePlan.of(request(hop_s=hop_s, users=48))
+        plan = ServePlan(request(hop_s=hop_s, users=48))
         return next(way.groups for way in plan.ways if way.stages.stages == 4)
 
     assert [groups(hop_s) for hop_s in (0.0, 5 * MS, 25 * MS)] == [4, 6, 6], "no more than keep passes at 8 users"
@@ -113,12 +113,12 @@ def test_a_pass_with_a_chunk_takes_at_most_twice_as_long():
 
 def test_one_machine_if_it_does_replicas_if_these_are_faster_and_stages_if_nothing_else_fits():
     many = request(users=512, boundary_bytes=0.01, key_bytes=0.0)  # of whom a device alone takes much longer
-    assert ServePlan.of(request(users=8)).reason.startswith("one machine: ")
-    assert ServePlan.of(many).reason.startswith("replicas: 4 devices")
-    tight = ServePlan.of(replace(many, memory_bytes=2900))  # a quarter of the layers, and the embedding
+    assert ServePlan(request(users=8)).reason.startswith("one machine: ")
+    assert ServePlan(many).reason.startswith("replicas: 4 devices")
+    tight = ServePlan(replace(many, memory_bytes=2900))  # a quarter of the layers, and the embedding
     assert tight.chosen is not None
     assert tight.reason.startswith("pipeline: 4 stages: it does not fit")
-    nothing = ServePlan.of(replace(many, memory_bytes=1000))
+    nothing = ServePlan(replace(many, memory_bytes=1000))
     assert nothing.chosen is None
     assert "nothing fits: 512 users" in nothing.reason
 
@@ -128,7 +128,7 @@ def test_one_machine_if_it_does_replicas_if_these_are_faster_and_stages_if_nothi
     [(8, 0.1 * MS), (40, 5 * MS), (200, 25 * MS), pytest.param(8, 25 * MS, marks=pytest.mark.slow)],
 )
 def test_no_other_number_of_groups_is_faster_by_the_clock(users, hop_s):
-    ways = [way for way in ServePlan.of(request(hop_s=hop_s, users=users)).ways if way.stages.stages == 4]
+    ways = [way for way in ServePlan(request(hop_s=hop_s, users=users)).ways if way.stages.stages == 4]
     (way,) = ways
     others = (replace(way, groups=groups, slots=-(-users // groups)) for groups in range(1, min(16, users) + 1))
     assert played(way)[0] <= 1.03 * min(played(other)[0] for other in others)
@@ -191,7 +191,7 @@ def test_verdicts_that_were_written_down_before(model, device, devices, users, c
         keys,
         memory_bytes=gib << 30,
     )
-    assert ServePlan.of(asked).spelled_out()["verdict"] == verdict
+    assert ServePlan(asked).spelled_out()["verdict"] == verdict
 
 
 def test_memory_is_weights_caches_and_rooms():

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.commands.plan_serve import serve
+from tawpipe.commands.plan_serve import request_for, serve
 from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse, schedule_of
 from tawpipe.commands.plan_words import plan_parser as _parser
 from tawpipe.errors import UserError
@@ -70,7 +70,8 @@ def _run(words: PlanWords) -> int:
     dtype, why = (config.dtype, "as --dtype says") if config.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
     if words.serve:
-        return serve(words, machine, here=here, dtype=getattr(torch, dtype), tell=tell)
+        request = request_for(words, machine, here=here, dtype=getattr(torch, dtype), tell=tell)
+        return serve(request, as_json=words.json)
     corpus = _Corpus.of(words, machine.world_size) if words.of_corpus else None
     text_config = lambda: text_config_of(config.model, config.trust_remote_code)  # noqa: E731
     activate_flash(here, getattr(torch, dtype), text_config)  # as the training run does

@@ -14,17 +14,12 @@ if TYPE_CHECKING:
     from tawpipe.plan.serving import ServeRequest
 
 
-def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]) -> int:
-    """Print the plan; the exit code.
-
-    Args:
-        here: this process's device.
-    """
+def serve(request: ServeRequest, *, as_json: bool) -> int:
+    """Print the plan; the exit code."""
     from tawpipe.plan.serving import ServePlan
 
-    request = request_for(words, machine, here=here, dtype=dtype, tell=tell)
-    plan = ServePlan.of(request)
-    if words.json:
+    plan, machine = ServePlan(request), request.machine
+    if as_json:
         print(json.dumps(plan.spelled_out(), indent=2))
     else:
         print(f"{machine.topology}; {request.users} users with {request.context:,} tokens each; {request.source}")
@@ -38,7 +33,11 @@ def serve(words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Ca
 def request_for(
     words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]
 ) -> ServeRequest:
-    """What is asked for; arguments as of ``serve``."""
+    """What is asked for.
+
+    Args:
+        here: this process's device.
+    """
     from tawpipe.model.build import PRESETS, build_model
     from tawpipe.model.chain import Chain
     from tawpipe.model.flops import KNOWN_DEVICES, key_bytes, memory_rate, peak_flops
@@ -65,10 +64,9 @@ def request_for(
     if form == AUTO:
         form = form_there(chain, getattr(built.source(chain, seed=0), "codes", lambda name: None))
     weights = WeightBytes.of(chain, form, dtype, kind)
-    width, keys = dtype.itemsize, key_bytes(chain.config.get_text_config(), dtype)[0]
-    boundary, model = chain.config.get_text_config().hidden_size * width, chain.spec
+    sizes, model = chain.config.get_text_config(), chain.spec
     flops = device.flops or peak_flops(device.name, str(dtype).removeprefix("torch."))
-    rate = memory_rate(device.name)
+    rate, keys = memory_rate(device.name), key_bytes(sizes, dtype)[0]
     if measures:
         with chain.borrowed():
             costs = measured_passes(chain, dtype=dtype, device=here, form=form, weights=weights, tell=tell)
@@ -86,7 +84,7 @@ def request_for(
         machine,
         words.users,
         words.context,
-        boundary,
+        sizes.hidden_size * dtype.itemsize,
         keys,
         weight_bytes=weights.held,
         memory_bytes=int(limit),

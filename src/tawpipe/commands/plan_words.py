@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tawpipe.errors import UserError
-from tawpipe.options import CommandParser, Leaf, Open, first_sentence
+from tawpipe.options import CommandParser, Leaf, Open, field_help, first_sentence
+from tawpipe.options.names import option_of
 from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED, ScheduleSettings, chosen_by_hand
 from tawpipe.serve.settings import WeightForm
 from tawpipe.train.checks import check_plannable
@@ -49,47 +50,77 @@ SHORT = {"optimizer.name": "--optimizer"} | {
 }
 """Settings that have a shorter name here."""
 BINS = ("tokens_per_step", "max_document", "bin_tokens")
+OF_TRAINING = ("sequence_length", "global_batch", "lengths", "explain", "report", "save", "all")
+"""What a plan for training is told and one for serving is not."""
+TAKEN: dict[str, dict[str, Any]] = {
+    "topology": {"required": True},
+    "longest": {"action": "store_true"},
+    "serve": {"action": "store_true"},
+    "users": {"type": int, "metavar": "U"},
+    "context": {"type": int, "metavar": "C"},
+    "weights": {"choices": get_args(WeightForm)},
+    "lengths": {"metavar": "TOKENS,...|corpus|FILE|lognormal:MU,SIGMA"},
+    "memory": {"type": float, "metavar": "GIB"},
+    "device_name": {"metavar": "NAME"},
+    "profile": {"default": "auto"},
+    "all": {"action": "store_true"},
+    "json": {"action": "store_true"},
+    "explain": {"metavar": "STRATEGY"},
+    "report": {"metavar": "FILE"},
+    "save": {"metavar": "FILE"},
+}
+"""How words are taken that are no settings of a run."""
 
 
 @dataclass(frozen=True)
 class PlanWords:
-    """What a plan is asked for, in words.
+    """What a plan is asked for, in words; what stands under one is its help.
 
     Args:
         config: the settings of the run that it is for.
         said: of those, the values that words and files have given, by their paths.
         words: the values that words have given, by the keys of the settings.
         files: that ``--config`` names.
-        topology, device_name: of the machines.
-        longest: the longest row is asked for.
-        serve: how so many users, of so many tokens each (``context``), are served is asked for.
-        weights: of what is served, as ``tawpipe serve`` takes the word; None if nobody has said one.
-        lengths: of documents.
-        memory: GiB of a device.
-        profile, explain, report, save: as the help says.
-        all: every strategy is shown.
-        json: nothing else is printed.
     """
 
     config: TrainConfig
     said: Mapping[tuple[str, ...], Any]
     words: Mapping[str, Any]
     files: Sequence[str]
+
     topology: str
-    device_name: str | None
+    """a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on"""
     longest: bool
+    """say how long a row may be, under every strategy, and what binds; --sequence-length is then the most that is
+    looked at, and --global-batch one row for every device, if not given"""
     serve: bool
+    """say how --users users, each with a prompt and an answer of --context tokens, are served: on one machine, on
+    copies, or in stages, and the times of their tokens"""
     users: int | None
+    """with --serve, users whose tokens come at the same time"""
     context: int | None
+    """with --serve, tokens of a user's prompt and answer"""
     weights: str | None
+    """with --serve, few bits for the matrices of layers, as `tawpipe serve` has them (default: auto)"""
     lengths: str | None
+    """of the documents in a row (default: one fills it); or of a corpus, whose documents are dealt by time: those of
+    --data, a file with a length and how many have it on every line, or drawn"""
     memory: float | None
+    """of a device, instead of what the topology says"""
+    device_name: str | None
+    """what computes, if not what the topology says: H100, A100, CPU, ..."""
     profile: str
-    explain: str | None
-    report: str | None
-    save: str | None
+    """measure here, estimate from the device's peak, or auto"""
     all: bool
+    """show every strategy, those as well that others have overtaken"""
     json: bool
+    """print JSON and nothing else"""
+    explain: str | None
+    """where the time and the memory of one candidate go"""
+    report: str | None
+    """write a page (HTML) with the comparison and timelines"""
+    save: str | None
+    """write the choice for `tawpipe train --plan FILE`"""
 
     def given(self, name: str) -> Any:
         """The value of a setting at the top; None if nobody has said one."""
@@ -110,14 +141,6 @@ class PlanWords:
         """Rows of a step; None where the longest row is asked for, of which every device gets one."""
         return self.given("global_batch") if not self.longest or "global_batch" in self.words else None
 
-    @property
-    def _of_training(self) -> list[tuple[str, Any]]:
-        """Words that a plan for training knows and one for serving does not."""
-        rows = self.words.get("sequence_length"), self.words.get("global_batch")
-        named = ("--sequence-length", "--global-batch", "--lengths", "--explain", "--report", "--save", "--all")
-        values = (*rows, self.lengths, self.explain, self.report, self.save, self.all or None)
-        return list(zip(named, values, strict=True))
-
     def located(self, error: UserError) -> UserError:
         """The same error with the file and the line of its setting, if it is from one."""
         return train_options().located_in(error, self.files, self.words)
@@ -125,18 +148,19 @@ class PlanWords:
     def check(self) -> None:
         """Refuse what cannot work before anything is loaded."""
         config, several = self.config, self.config.micro_batch if self.config.micro_batch > 1 else None
-        conflicts = []
+        conflicts: list[tuple[str, Any, str]] = []
         if self.serve:
-            conflicts += [
-                ("--longest", self.longest or None, "nothing with --serve"),
-                *((name, value, "nothing with --serve, which trains nothing") for name, value in self._of_training),
-            ]
-            for name, value in (("--users", self.users), ("--context", self.context)):
-                if value is None:
-                    raise UserError(name, "nothing", "a number: of users served at once, and of a user's tokens")
+            said = {**self.words, **vars(self), "all": self.all or None}
+            why = "nothing with --serve, which trains nothing"
+            conflicts.append(("--longest", self.longest or None, "nothing with --serve"))
+            conflicts += [(option_of(name), said.get(name), why) for name in OF_TRAINING]
+            for name in ("users", "context"):
+                if said[name] is None:
+                    expected = "a number: of users served at once, and of a user's tokens"
+                    raise UserError(f"--{name}", "nothing", expected)
         else:
-            given = (("--users", self.users), ("--context", self.context), ("--weights", self.weights))
-            conflicts += [(name, value, "nothing without --serve") for name, value in given]
+            given = ("users", "context", "weights")
+            conflicts += [(f"--{name}", getattr(self, name), "nothing without --serve") for name in given]
         if self.longest:
             conflicts += [
                 ("--lengths", self.lengths, "nothing with --longest: one document fills the row"),
@@ -234,48 +258,9 @@ def plan_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="settings of a training run, as `tawpipe train` reads them; words beat the file",
     )
-    parser.add_argument(
-        "--topology",
-        required=True,
-        help="a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on",
-    )
-    parser.add_argument(
-        "--longest",
-        action="store_true",
-        help="say how long a row may be, under every strategy, and what binds; --sequence-length is then the most that "
-        "is looked at, and --global-batch one row for every device, if not given",
-    )
-    parser.add_argument(
-        "--serve",
-        action="store_true",
-        help="say how --users users, each with a prompt and an answer of --context tokens, are served: on one machine, "
-        "on copies, or in stages, and the times of their tokens",
-    )
-    parser.add_argument("--users", type=int, metavar="U", help="with --serve, users whose tokens come at the same time")
-    parser.add_argument("--context", type=int, metavar="C", help="with --serve, tokens of a user's prompt and answer")
-    parser.add_argument(
-        "--weights",
-        choices=get_args(WeightForm),
-        help="with --serve, few bits for the matrices of layers, as `tawpipe serve` has them (default: auto)",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="TOKENS,...|corpus|FILE|lognormal:MU,SIGMA",
-        help="of the documents in a row (default: one fills it); or of a corpus, whose documents are dealt by time: "
-        "those of --data, a file with a length and how many have it on every line, or drawn",
-    )
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
-    parser.add_argument(
-        "--device-name", metavar="NAME", help="what computes, if not what the topology says: H100, A100, CPU, ..."
-    )
-    parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
-    parser.add_argument(
-        "--all", action="store_true", help="show every strategy, those as well that others have overtaken"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
-    parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")
-    parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
+    helps = field_help(PlanWords)
+    for name, how in TAKEN.items():
+        parser.add_argument(option_of(name), help=helps[name], **how)
     for leaf in _leaves():
         how: dict[str, Any] = {"nargs": "*"} if leaf.is_list else {}
         how |= {"nargs": "?", "const": "true"} if leaf.hint is bool else {}

@@ -77,14 +77,12 @@ class FewBitsFolder:
             yield name, tensor
             return
         stem = name.removesuffix(WEIGHT)
+        codes, scales = quantise_rows(tensor, self._form, self._dtype)
         if self._form == "w4":
-            codes, scales = quantise_rows(tensor, self._form)
             yield stem + PACKED, packed(codes)
             yield stem + SHAPE, torch.tensor(tensor.shape)
         else:
-            scales = (tensor.float().abs().amax(dim=1, keepdim=True) / 127).to(self._dtype)
-            divisors = scales.float().where(scales > 0, 1.0)
-            yield name, (tensor.float() / divisors).round_().clamp_(-127, 127).to(torch.int8)
+            yield name, codes
         yield stem + SCALE, scales
 
     @property
@@ -137,7 +135,8 @@ class FewBitsTensors:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
         stems = [name.removesuffix(SCALE) for name in files if name.endswith(SCALE)]
-        self._few = {stem + WEIGHT for stem in stems if stem + PACKED in files or stem + WEIGHT in files}
+        self._few = {stem + WEIGHT: stem + key for stem in stems for key in (WEIGHT, PACKED) if stem + key in files}
+        """Matrix in few bits -> what its codes are called."""
         extra = {name.removesuffix(WEIGHT) + part for name in self._few for part in (PACKED, SCALE, SHAPE)}
         self.files = {name: file for name, file in files.items() if name not in extra}
         self.files |= {name: files[name.removesuffix(WEIGHT) + SCALE] for name in self._few}
@@ -148,7 +147,7 @@ class FewBitsTensors:
         if name not in self._few:
             return None
         codes, scales = self._stored(name, opened)
-        if name.removesuffix(WEIGHT) + PACKED not in self._files:
+        if self._few[name] == name:
             return codes, scales.float()
         as_ours = scales.shape[1] * GROUP == codes.shape[1] and scales.equal(scales.bfloat16().to(scales.dtype))
         return (codes, scales.bfloat16()) if as_ours else None
@@ -161,14 +160,12 @@ class FewBitsTensors:
 
     def _stored(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor]:
         """Codes of a matrix, int8 [out, in], and its scales as they are."""
-        read = lambda key: opened(self._files[key]).get_tensor(key)  # noqa: E731
-        stem = name.removesuffix(WEIGHT)
-        codes = unpacked(read(stem + PACKED)) if stem + PACKED in self._files else read(name)
-        return codes, read(stem + SCALE)
+        keys = self._few[name], name.removesuffix(WEIGHT) + SCALE
+        codes, scales = (opened(self._files[key]).get_tensor(key) for key in keys)
+        return codes if keys[0] == name else unpacked(codes), scales
 
     def shape(self, name: str, opened: Callable[[Path], Any]) -> tuple[int, ...]:
         """The shape of a tensor in full precision, read from the head of its file."""
-        stem = name.removesuffix(WEIGHT)
-        key = stem + PACKED if name in self._few and stem + PACKED in self._files else name
+        key = self._few.get(name, name)
         shape = tuple(opened(self._files[key]).get_slice(key).get_shape())
         return (*shape[:-1], shape[-1] * PER_WORD) if key != name else shape

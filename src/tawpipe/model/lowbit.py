@@ -25,16 +25,17 @@ FEW = 16
 """Tokens up to which a kernel for few bits is faster than a product with what it stands for."""
 
 
-def quantise_rows(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def quantise_rows(weight: Tensor, form: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix.
 
     Args:
         weight: [out, in], of any floating type; ``in`` a multiple of ``GROUP`` for w4.
+        dtype: of the scales of int8.
 
     Returns:
-        int8 [out, in]; bf16 [out, in / GROUP] for w4, fp32 [out, 1] for int8.
+        int8 [out, in]; bf16 [out, in / GROUP] for w4, [out, 1] for int8.
     """
-    size, most, dtype = (GROUP, 7.5, torch.bfloat16) if form == "w4" else (weight.shape[1], 127.0, torch.float32)
+    size, most, dtype = (GROUP, 7.5, torch.bfloat16) if form == "w4" else (weight.shape[1], 127.0, dtype)
     groups = weight.float().unflatten(1, (-1, size))
     scales = (groups.abs().amax(dim=2) / most).to(dtype)
     divisors = scales.float().where(scales > 0, 1.0)

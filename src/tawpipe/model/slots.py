@@ -71,11 +71,8 @@ class SlotRange:
 class SlotDocuments(Documents):
     """The documents of a pass, each behind what its slot holds."""
 
-    cache: SlotCache = field(kw_only=True)
-    parts: tuple[SlotTokens, ...] = field(kw_only=True)
-    leftover: dict[int, int] = field(kw_only=True)
-    """Slots in which another request begins -> positions that hold what the one before it has left."""
-    written: tuple[Tensor, Tensor] = field(kw_only=True)
+    batch: PassBatch = field(kw_only=True)
+    written: tuple[Tensor, ...] = field(kw_only=True)
     """Slot and position of every token, on the device."""
     piece: int = 0
     """Tokens see those of their own piece of so many positions; 0 for all before them."""
@@ -90,21 +87,20 @@ class SlotDocuments(Documents):
         """What is computed at once: all slots with one token, unless that would read many keys that none of them sees;
         then these one by one, as those with several.
         """
-        starts = [first for _, first, _ in self.spans]
-        single, together = [at for at, part in enumerate(self.parts) if len(part.tokens) == 1], list[SlotRange]()
+        parts, starts = self.batch.parts, [first for _, first, _ in self.spans]
+        single, together = [at for at, part in enumerate(parts) if len(part.tokens) == 1], list[SlotRange]()
         if len(single) > 1:
-            single.sort(key=lambda at: self.parts[at].slot)
-            chosen = [self.parts[at] for at in single]
+            single.sort(key=lambda at: parts[at].slot)
+            chosen = [parts[at] for at in single]
             low, high, keys = chosen[0].slot, chosen[-1].slot + 1, max(part.end for part in chosen)
             if (high - low) * keys <= WASTED * sum(part.end for part in chosen):
-                firsts = [chosen[0].first] * (high - low)
-                for part in chosen:
-                    firsts[part.slot - low] = part.first
+                there = {part.slot: part.first for part in chosen}
+                firsts = tuple(there.get(slot, chosen[0].first) for slot in range(low, high))
                 places = None if len(chosen) == high - low else self._index(part.slot - low for part in chosen)
                 tokens = self._index(starts[at] for at in single)
-                together.append(SlotRange(slice(low, high), tokens, places, tuple(firsts), keys))
-        alone = [at for at in range(len(self.parts)) if not together or at not in single]
-        return *together, *(self._alone(self.parts[at], starts[at]) for at in alone)
+                together.append(SlotRange(slice(low, high), tokens, places, firsts, keys))
+        alone = [at for at in range(len(parts)) if not together or at not in single]
+        return *together, *(self._alone(parts[at], starts[at]) for at in alone)
 
     def _index(self, numbers: Iterable[int]) -> Tensor:
         return torch.tensor([*numbers], device="cpu").to(self.written[0].device)
@@ -112,6 +108,19 @@ class SlotDocuments(Documents):
     def _alone(self, part: SlotTokens, start: int) -> SlotRange:
         tokens = slice(start, start + len(part.tokens))
         return SlotRange(slice(part.slot, part.slot + 1), tokens, None, (part.first,), part.end)
+
+    def put(self, layer: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
+        """Write keys and values of the pass behind what the slots of a layer hold."""
+        slots, positions = self.written
+        for held, given in zip(layer, new, strict=True):
+            # What is left of another request is hidden, but hidden numbers that are not finite would still show.
+            for slot, end in self.batch.leftover.items():
+                held[slot, :, :end].zero_()
+            if len(self.batch.parts) == 1:  # a copy is sooner than an index
+                (part,) = self.batch.parts
+                held[part.slot, :, part.first : part.end] = given[0]
+            else:
+                held[slots, :, positions] = given[0].transpose(0, 1)
 
     def oldest(self, part: SlotRange, window: int | None) -> int:
         """The first key that some query sees."""
@@ -136,32 +145,6 @@ class SlotDocuments(Documents):
         return self.masks[key]
 
 
-class LayerSlots:
-    """The keys and values of one layer for all slots.
-
-    Args:
-        key, value: [1, heads, tokens, d] of a pass, for shapes and types.
-    """
-
-    def __init__(self, slots: int, context: int, key: Tensor, value: Tensor) -> None:
-        self.keys, self.values = (
-            tensor.new_zeros(slots, tensor.shape[1], context, tensor.shape[3]) for tensor in (key, value)
-        )
-
-    def put(self, documents: SlotDocuments, key: Tensor, value: Tensor) -> None:
-        """Write those of a pass behind what its slots hold."""
-        slots, positions = documents.written
-        for held, new in ((self.keys, key), (self.values, value)):
-            # What is left of another request is hidden, but hidden numbers that are not finite would still show.
-            for slot, end in documents.leftover.items():
-                held[slot, :, :end].zero_()
-            if len(documents.parts) == 1:  # a copy is sooner than an index
-                (part,) = documents.parts
-                held[part.slot, :, part.first : part.end] = new[0]
-            else:
-                held[slots, :, positions] = new[0].transpose(0, 1)
-
-
 class SlotCache:
     """The keys and values of all slots, for every layer that runs here.
 
@@ -176,23 +159,29 @@ class SlotCache:
         """Positions that have been written in every slot."""
         self._skipped = [0] * slots
         """Tokens of every slot that are padding to a model which counts positions by what is none."""
-        self._layers: dict[tuple[int, int], LayerSlots] = {}
+        self._layers: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._at = 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers that have run so far."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers.values())
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     def begin(self, block: int) -> None:
         """What attention is asked for next belongs to this block; some layers attend several times."""
         self._at = block, 0
 
-    def of_layer(self, key: Tensor, value: Tensor) -> LayerSlots:
-        """The buffers of the attention that is called now; made when it is called first."""
+    def of_layer(self, *like: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of all slots for the attention that is called now; made when it is called first.
+
+        Args:
+            like: [1, heads, tokens, d], keys and values of a pass, for shapes and types.
+        """
         at, self._at = self._at, (self._at[0], self._at[1] + 1)
         if at not in self._layers:
-            self._layers[at] = LayerSlots(self.slots, self.context, key, value)
+            self._layers[at] = tuple(
+                new.new_zeros(self.slots, new.shape[1], self.context, new.shape[3]) for new in like
+            )
         return self._layers[at]
 
     def batch(self, parts: Sequence[SlotTokens], first: int = 0) -> PassBatch:
@@ -252,14 +241,14 @@ class PassBatch(MicroBatch):
     cache: SlotCache = field(kw_only=True)
     parts: tuple[SlotTokens, ...] = field(kw_only=True)
     leftover: dict[int, int] = field(kw_only=True)
-    """As ``SlotDocuments`` has it."""
+    """Slots in which another request begins -> positions that hold what the one before it has left."""
 
     def documents(self, device: torch.device) -> SlotDocuments:
         slots = [part.slot for part in self.parts for _ in part.tokens]
         positions = [place for part in self.parts for place in range(part.first, part.end)]
         written = tuple(torch.tensor(numbers, device="cpu").to(device) for numbers in (slots, positions))
-        state = {"cache": self.cache, "parts": self.parts, "leftover": self.leftover, "written": written}
-        return SlotDocuments(1, super().documents(torch.device("cpu")).spans, self.cache.context, **state)
+        spans = super().documents(torch.device("cpu")).spans
+        return SlotDocuments(1, spans, self.cache.context, batch=self, written=written)
 
 
 def attend(
@@ -274,13 +263,12 @@ def attend(
     Returns:
         [1, T, heads, d].
     """
-    layer = documents.cache.of_layer(key, value)
-    layer.put(documents, key, value)
-    groups = key.shape[1]
+    layer, groups = documents.batch.cache.of_layer(key, value), key.shape[1]
+    documents.put(layer, (key, value))
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for part in documents.ranges:
         shared = slice(documents.oldest(part, options.window), part.keys)
-        keys, values = (held[part.slots, :, shared] for held in (layer.keys, layer.values))
+        keys, values = (held[part.slots, :, shared] for held in layer)
         if isinstance(part.tokens, slice):
             folded = query[:, :, part.tokens].unflatten(1, (groups, -1))  # [1, groups, n, tokens, d]
         else:
@@ -292,7 +280,7 @@ def attend(
         given = _attention(folded, keys, values, seen, sinks, options)
         if isinstance(part.tokens, slice):
             rows = given[0].permute(2, 0, 1, 3).flatten(1, 2)
-            if len(documents.parts) == 1:
+            if len(documents.batch.parts) == 1:
                 return rows[None]
         else:
             rows = given.squeeze(3).flatten(1, 2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -115,11 +115,9 @@ class ServeRequest:
     def link_of(self, source: int, target: int) -> tuple[float, float]:
         """(seconds for a byte, seconds besides) from one rank to another."""
         topology, machine = self.machine.topology, self.machine
-        ends = topology.node_of(source), topology.node_of(target)
-        if ends[0] == ends[1]:
-            links = [machine.inside]
-        else:
-            links = [machine.between_of.get(node, machine.between) for node in ends]
+        ends = {topology.node_of(source), topology.node_of(target)}
+        between = [machine.between_of.get(node, machine.between) for node in ends]
+        links = between if len(ends) > 1 else [machine.inside]
         return max(1 / link.bytes_per_s for link in links), self.hand_s + max(link.latency_s for link in links)
 
 
@@ -187,9 +185,8 @@ class ServeWay:
             return [0.0], [0.0]
         amounts = [(self.slots + chunk) * request.boundary_bytes] * (size - 1) + [self.slots * ID_BYTES]
         rounds = []
-        for replica in range(self.replicas):
-            ranks = range(replica * size, (replica + 1) * size)
-            links = [request.link_of(rank, ranks[(place + 1) % size]) for place, rank in enumerate(ranks)]
+        for first in range(0, self.replicas * size, size):
+            links = [request.link_of(first + place, first + (place + 1) % size) for place in range(size)]
             held = [amount * per_byte for amount, (per_byte, _) in zip(amounts, links, strict=True)]
             rounds.append((held, [latency for _, latency in links]))
         return max(rounds, key=lambda of: sum(of[0]) + sum(of[1]))
@@ -251,14 +248,13 @@ def ways(request: ServeRequest) -> Iterator[ServeWay]:
     for replicas, size in dict.fromkeys(shapes):
         if size > request.model.num_layers or (size > 1 and request.why_not_staged):
             continue
-        users, tried = -(-request.users // replicas), list[ServeWay]()
-        for groups in range(1, GROUPS * size + 1 if size > 1 else 2):
-            if groups <= users:
-                bare = ServeWay(request, replicas, Layout.even(blocks, size), groups, -(-users // groups))
-                tried.append(ServeWay(request, replicas, bare.stages, groups, bare.slots, best_chunk(bare)))
-        fitting = [way for way in tried if way.fits]
-        least = min(way.token_s for way in fitting or tried)
-        yield next(way for way in fitting or tried if way.token_s <= least * (1 + 1e-9))
+        users, stages = -(-request.users // replicas), Layout.even(blocks, size)
+        groups = range(1, min(users, GROUPS * size if size > 1 else 1) + 1)
+        bare = [ServeWay(request, replicas, stages, number, -(-users // number)) for number in groups]
+        tried = [replace(way, chunk=best_chunk(way)) for way in bare]
+        fitting = [way for way in tried if way.fits] or tried
+        least = min(way.token_s for way in fitting)
+        yield next(way for way in fitting if way.token_s <= least * (1 + 1e-9))
 
 
 @dataclass(frozen=True)
@@ -266,11 +262,10 @@ class ServePlan:
     """The ways to serve, and the one to take."""
 
     request: ServeRequest
-    ways: tuple[ServeWay, ...]
 
-    @classmethod
-    def of(cls, request: ServeRequest) -> ServePlan:
-        return cls(request, tuple(ways(request)))
+    @cached_property
+    def ways(self) -> tuple[ServeWay, ...]:
+        return tuple(ways(self.request))
 
     @cached_property
     def chosen(self) -> ServeWay | None:
@@ -313,9 +308,9 @@ class ServePlan:
 
     def spelled_out(self) -> dict:
         """Plain data, for ``--json``."""
-        ways = []
-        for way in self.ways:
-            told = {name: getattr(way, name) for name in TOLD}
-            ways.append({**told, "stages": way.stages.stages, "chosen": way == self.chosen})
+        ways = [
+            {name: getattr(way, name) for name in TOLD} | {"stages": way.stages.stages, "chosen": way == self.chosen}
+            for way in self.ways
+        ]
         asked = {"users": self.request.users, "context": self.request.context, "costs": self.request.source}
         return {**asked, "verdict": self.chosen.kind if self.chosen else "none", "reason": self.reason, "ways": ways}

@@ -24,10 +24,8 @@ def draw(logits: Tensor, rows: Sequence[tuple[int, int, Sampling]]) -> list[Draw
 
     Args:
         logits: [rows, vocabulary], of any floating type.
-        rows: of each the slot, the position of the token, and how it is drawn.
+        rows: of each the slot, the position of the token, and how it is drawn; at least one.
     """
-    if not rows:
-        return []
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     tokens = logprobs.argmax(-1)  # on the device, for all rows at once
     for at, (_, position, sampling) in enumerate(rows):
@@ -73,8 +71,7 @@ def _chosen(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
 def _likeliest(chances: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """The likeliest tokens, in their order, at least those whose chances reach ``share``; and their ids."""
     if len(chances) > LIKELY:
-        values, ids = chances.topk(LIKELY)
-        if values.sum() >= share:
-            return values, ids
-    values, ids = chances.sort(descending=True)
-    return values, ids
+        likely = chances.topk(LIKELY)
+        if likely.values.sum() >= share:
+            return likely
+    return chances.sort(descending=True)

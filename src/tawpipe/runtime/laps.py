@@ -74,7 +74,7 @@ def read_drawn(message: bytes) -> list[Drawn]:
     for _ in range(count):
         *token, told = _TOKEN.unpack_from(message, at)
         begin, at = at + _TOKEN.size, at + _TOKEN.size + told * _LIKELY.size
-        drawn.append(Drawn(*token, tuple(_LIKELY.iter_unpack(message[begin:at]))))
+        drawn.append(Drawn(*token, top=tuple(_LIKELY.iter_unpack(message[begin:at]))))
     return drawn
 
 

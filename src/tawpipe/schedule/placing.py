@@ -68,7 +68,8 @@ class Placing(Strategy):
         for unit, stripe, source, target in self.moves(step.topology):
             parts[source].setdefault(unit, []).append(Transfer(True, target, unit, home_weight(unit)))
             parts[target].setdefault(unit, []).append(Transfer(False, source, unit, pooled(f"W{unit}", stripe)))
-        programs = tuple(tuple(_moved(transfers) for _, transfers in sorted(part.items())) for part in parts)
+        moved = lambda transfers: exchange(Lane.INTER_W, tuple(transfers), "world")  # noqa: E731
+        programs = tuple(tuple(moved(transfers) for _, transfers in sorted(part.items())) for part in parts)
         pools = tuple(tuple(self._pools(program)) for program in programs)
         return Schedule(self.name, step, programs, pools, training=False, placed=self.wanted)
 
@@ -92,7 +93,3 @@ def build_placing(
     settings = strategy.settle(ScheduleSettings(strategy=strategy.name, micro_batches_per_visit=1))
     nobody = ((),) * topology.world_size
     return strategy.build(StepSpec(strategy, model, topology, settings, nobody, losses=nobody), training=False)
-
-
-def _moved(transfers: list[Transfer]) -> Action:
-    return exchange(Lane.INTER_W, tuple(transfers), "world")

@@ -39,13 +39,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        taken = socket.socket(family, kind, number)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with contextlib.ExitStack() as closed:  # but not where all goes well
+            taken = closed.enter_context(socket.socket(family, kind, number))
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind(address)
-        except OSError:
-            taken.close()
-            raise
+            closed.pop_all()
     except OSError as error:
         raise UserError("--port", port, f"a free port at {host} ({error.strerror or error})") from error
     return taken

@@ -103,7 +103,8 @@ def read_asked(body: bytes, defaults: Sampling) -> ChatAsked:
             raise Refusal(400, f"{name} is not supported: this service takes {taken}", param=name, code="unsupported")
     if not isinstance(fields.get("model"), str):
         _refuse("model", "the name of a model, which /v1/models has")
-    stream, logprobs, messages = _bool(fields, "stream"), _bool(fields, "logprobs"), _messages(fields.get("messages"))
+    stream, logprobs = _bool(fields, "stream"), _bool(fields, "logprobs")
+    messages = _messages(fields.get("messages"))
     usual = defaults._asdict() | {"seed": secrets.randbits(63), "top_logprobs": 0}
     numbers = {name: _number(name, value) for name, value in (usual | fields).items() if name in NUMBERS}
     tokens = {numbers.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in numbers}
