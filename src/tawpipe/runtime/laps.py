@@ -62,9 +62,9 @@ def read_header(message: bytes, group: int) -> Pass:
 def drawn_message(drawn: list[Drawn]) -> bytes:
     """Drawn tokens on their way to the first stage."""
     parts = [_HEAD.pack(len(drawn), 0)]
-    for *token, top in drawn:
-        parts.append(_TOKEN.pack(*token, len(top)))
-        parts += [_LIKELY.pack(*likely) for likely in top]
+    for token in drawn:
+        parts.append(_TOKEN.pack(*token[:-1], len(token.top)))
+        parts += [_LIKELY.pack(*likely) for likely in token.top]
     return b"".join(parts)
 
 
