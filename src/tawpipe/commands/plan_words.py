@@ -156,8 +156,7 @@ class PlanWords:
             conflicts += [(option_of(name), said.get(name), why) for name in OF_TRAINING]
             for name in ("users", "context"):
                 if said[name] is None:
-                    expected = "a number: of users served at once, and of a user's tokens"
-                    raise UserError(f"--{name}", "nothing", expected)
+                    raise UserError(f"--{name}", "nothing", "a number: of users served at once, and of a user's tokens")
         else:
             given = ("users", "context", "weights")
             conflicts += [(f"--{name}", getattr(self, name), "nothing without --serve") for name in given]
