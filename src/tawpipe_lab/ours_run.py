@@ -34,8 +34,8 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 from tawpipe_lab.contender import check_clipping
-from tawpipe_lab.lengths import DealtWorkload
 from tawpipe_lab.inside import SleptInside
+from tawpipe_lab.lengths import DealtWorkload
 from tawpipe_lab.ours import INSIDE, computed, recorded, schedule_of, settings_of
 from tawpipe_lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
 from tawpipe_lab.sleeper import BusyTime, HostLink, Sleeper
