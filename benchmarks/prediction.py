@@ -101,6 +101,8 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     assert isinstance(workload, TimedWorkload)
     kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
     between, inside = links_of(row, machine)
+    if workload.inside_sleeps:
+        inside = ours.INSIDE
     model = workload_costs(
         workload.with_each_sleep(machine.sleep_s),
         between=between,

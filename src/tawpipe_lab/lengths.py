@@ -175,6 +175,7 @@ def _alike(workload: LengthsWorkload, lengths: Sequence[int], count: int) -> Tim
         optimizer=workload.optimizer,
         keys_bytes=int(workload.keys_bytes * total / count),
         graph_bytes=workload.graph_bytes * total / count,
+        inside_sleeps=workload.inside_sleeps,
     )
 
 

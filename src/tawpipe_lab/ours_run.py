@@ -34,8 +34,9 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 from tawpipe_lab.contender import check_clipping
+from tawpipe_lab.inside import SleptInside
 from tawpipe_lab.lengths import DealtWorkload
-from tawpipe_lab.ours import computed, recorded, schedule_of, settings_of
+from tawpipe_lab.ours import INSIDE, computed, recorded, schedule_of, settings_of
 from tawpipe_lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
 from tawpipe_lab.sleeper import BusyTime, HostLink, Sleeper
 from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
@@ -117,6 +118,8 @@ class OurContender:
         transport = _MeasuredTransport(
             self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict
         )
+        if work.inside_sleeps:
+            transport.sleep_inside(HostLink(INSIDE.bytes_per_s / topology.local_size))
         updates: Optimizers = _NoOptimizer(storage)
         if work.optimizer or storage.in_host:
             updates = UnitOptimizers(storage, adamw())
@@ -317,6 +320,10 @@ class _MeasuredTransport(Transport):
     def __init__(self, *schedules: Any, busy: BusyTime, **settings: Any) -> None:
         self.busy = busy  # the warm-up runs operations, too
         super().__init__(*schedules, **settings)
+
+    def sleep_inside(self, link: HostLink) -> None:
+        """What passes inside a node sleeps from now on. Before anything has begun."""
+        self.ahead = SleptInside(self.topology, self.rank, self._groups, link=link, strict=self.strict)
 
     def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         with self.busy(_row(action)):

@@ -80,10 +80,12 @@ def title(cell: dict[str, Any]) -> str:
 
 def describe(row: dict[str, Any]) -> str:
     """The workload of a row, and what its links carried, in words."""
+    sleeps = row["cell"]["workload"].get("inside_sleeps")
+    said = _workload(row) + (" What passes inside a node sleeps, too." if sleeps else "")
     if "links" not in row:
-        return _workload(row)
+        return said
     links = Links.from_spelled_out(row["links"])
-    return f"{_workload(row)} Links carry {links}." + (f" Note: {links.trouble}." if links.trouble else "")
+    return f"{said} Links carry {links}." + (f" Note: {links.trouble}." if links.trouble else "")
 
 
 def _is_real(row: dict[str, Any]) -> bool:

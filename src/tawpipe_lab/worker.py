@@ -131,11 +131,13 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     """The contender called ``name`` on this rank; see `Maker`.
 
     Raises:
-        UserError: there is no such row.
+        UserError: there is no such row, or it cannot sleep inside a node where the workload says so.
     """
     known = makers()
     if name not in known:
         raise UserError("strategy", name, f"one of {', '.join(known)}")
+    if getattr(workload, "inside_sleeps", False) and known[name] is not _make_ours:
+        raise UserError("inside_sleeps", True, f"false: {name} does not run in this project's runtime, which can")
     return known[name](name, workload, topology, rank, **knobs)
 
 

@@ -119,6 +119,8 @@ class TimedWorkload:
             limit.
         room: boundary activations that a device has memory for, in pipelines that are made for that; None for any
             number.
+        inside_sleeps: what passes inside a node takes its time by sleeping, in rows of this project; it is the loopback
+            of the machine otherwise.
 
     Raises:
         UserError: ends that contradict each other, or a pattern that does not fit.
@@ -145,6 +147,7 @@ class TimedWorkload:
     host_s: float = 0.0
     homes_bytes_per_s: float = 0.0
     room: float | None = None
+    inside_sleeps: bool = False
 
     kind: ClassVar[str] = "timed"
 
@@ -278,6 +281,7 @@ class LengthsWorkload:
         graph_bytes: of what a layer keeps for a token if nothing is recomputed.
         seed: of the lengths.
         optimizer: run AdamW on the home stripes, instead of leaving the update out.
+        inside_sleeps: as of a ``TimedWorkload``.
 
     Raises:
         UserError: a setting that cannot work.
@@ -298,6 +302,7 @@ class LengthsWorkload:
     graph_bytes: float = 168
     seed: int = 0
     optimizer: bool = True
+    inside_sleeps: bool = False
 
     kind: ClassVar[str] = "lengths"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ def check_memory(
     *,
     others: Callable[[PlanRequest], WouldFit],
     goes_on_saving: bool = True,
+    soon: Sequence[tuple[int, ...]] = (),
     request: PlanRequest | None = None,
     copies: int = 0,
     texts: Wanted | None = None,
@@ -59,6 +60,8 @@ def check_memory(
         schedule: that will run.
         others: finds what would fit in place of a request that does not.
         goes_on_saving: steps follow a save, and so run while it is being written.
+        soon: lengths of the documents of steps to come, where they are dealt: in pipelines some steps hold much more
+            than the typical one.
         request: what was measured for a plan, if anything was.
         copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
         texts: that the model is to write between steps, or after them.
@@ -81,6 +84,10 @@ def check_memory(
             return None, None
     try:
         needs = memory_quickly(_all_of(machine, measured), measured.step(schedule))
+        for dealt in soon if find(schedule.strategy).axis else ():
+            other = replace(measured, dealt=dealt)
+            fuller = memory_quickly(_all_of(machine, other), other.step(schedule))
+            needs = max(needs, fuller, key=lambda each: each.device)
     except UserError:  # it comes again, when the pipeline is made
         return None, measured
     if copies:

@@ -48,13 +48,23 @@ from tawpipe.train.recipe import RECIPES, settle
 from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.sample import beginnings, wanted_texts
-from tawpipe.train.start import check_start, documents_of, documents_of_a_step, start_of, typical_lengths
+from tawpipe.train.start import (
+    check_start,
+    documents_of,
+    documents_of_a_step,
+    documents_of_steps,
+    start_of,
+    typical_lengths,
+)
 from tawpipe.train.words import batch_words, device_name, memory_rows, step_rows, without_effect
 
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
     from tawpipe.plan.plan import Plan
     from tawpipe.plan.request import PlanRequest
+
+SOON = 4
+"""Steps whose documents are dealt beforehand, for the memory that they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +218,15 @@ def prepare(
         asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=factory_of(other))
         return replace(planning, chain=chain, asked=asked).ask_alone(followed.machine or machine_unprobed(world))
 
+    done, samples = (begins.state.step, begins.state.samples) if begins.state is not None else (0, 0)
     window = min(batch.document_tokens, longest_context(chain))
     needs, request = check_memory(
         planning,
         schedule,
         batch,
         others=lambda short: WouldFit(short, config, ask),
-        goes_on_saving=_goes_on_saving(config, begins.state.step if begins.state is not None else 0),
+        goes_on_saving=_goes_on_saving(config, done),
+        soon=documents_of_steps(data, batch, min(SOON, int(config.steps) - done), samples),
         request=followed.request,
         copies=_copies_in_memory(config, world),
         texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
@@ -223,7 +235,7 @@ def prepare(
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
-    disk = disk_needs(config, built, chain, dtype, done=begins.state.step if begins.state is not None else 0)
+    disk = disk_needs(config, built, chain, dtype, done=done)
     check_disk(config, disk, world)
     return Prepared(
         config=config,

@@ -135,10 +135,20 @@ def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
 
 def documents_of_a_step(data: PreparedData, batch: BatchShape, chain: Chain) -> tuple[int, ...]:
     """Lengths of the documents of a typical one of the first steps; none where documents are not dealt."""
+    steps = documents_of_steps(data, batch, LOOKED_AT)
+    return typical_documents(steps, data.longest, work_of(chain)) if steps else ()
+
+
+def documents_of_steps(data: PreparedData, batch: BatchShape, count: int, samples: int = 0) -> list[tuple[int, ...]]:
+    """Lengths of the documents of so many steps, of a stream of one; none where documents are not dealt.
+
+    Args:
+        samples: that went before.
+    """
+    steps = list[tuple[int, ...]]()
     if not batch.dealt:
-        return ()
-    first, steps = 0, list[list[int]]()
-    for _ in range(1 if data.report.streamed else LOOKED_AT):
-        steps.append(list(data.train.step(first, batch.step_tokens).lengths))
-        first += len(steps[-1])
-    return typical_documents(steps, data.longest, work_of(chain))
+        return steps
+    for _ in range(min(count, 1) if data.report.streamed else count):
+        steps.append(tuple(data.train.step(samples, batch.step_tokens).lengths))
+        samples += len(steps[-1])
+    return steps

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
@@ -30,6 +32,10 @@ LONG = 3
 """Times as many micro-batches more as an order that goes on begins with: by such a length orders are compared."""
 SLACK = 1
 """Thousandths by which an order may be longer than the shortest, if it takes less memory."""
+WAITING = 2
+"""W that wait on a position, for each position: with room for more, orders are hardly ever shorter."""
+
+Found = TypeVar("Found")
 
 
 def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> Order:
@@ -51,9 +57,7 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
     """
     if micro_batches > searched(layout.size):
         return continuing(layout, costs, split=split).of(micro_batches)
-    orders = _orders(layout, costs, micro_batches, split)
-    limit = min(orders, key=lambda order: order[:2])[0] * (1000 + SLACK) // 1000
-    return min((order for order in orders if order[0] <= limit), key=lambda order: (order[1], order[0]))[2]
+    return hardly_longer(_orders(layout, costs, micro_batches, split))
 
 
 @lru_cache(maxsize=64)
@@ -70,18 +74,47 @@ def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> P
         repeating, most = periodic(layout, order, costs, few), max(worst(stages, order))
         time = makespan(play(layout, order, costs))
         options.append((time + LONG * few * repeating.length / repeating.period, most, repeating))
-    limit = min(length for length, _, _ in options) * (1 + SLACK / 1000)
-    return min((option for option in options if option[0] <= limit), key=lambda option: (option[1], option[0]))[2]
+    return hardly_longer(options)
+
+
+def hardly_longer(found: Sequence[tuple[float, float, Found]]) -> Found:
+    """Of (length, most memory, what has them) the one with least memory of those that are hardly longer than the
+    shortest.
+    """
+    limit = min(length for length, _, _ in found) * (1 + SLACK / 1000)
+    return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+
+
+def lean(layout: Layout, costs: PipelineCosts) -> PipelineCosts:
+    """Costs with no more memory than an order mostly needs that is as short as any: for the activations of as many
+    stages as a published zero bubble has, and for ``WAITING`` times as many W. As they are where W need none.
+    """
+    stages = costs.stages(layout)
+    if not any(stages.kept_for_weights):
+        return costs
+    kept, waiting = max(stages.kept), max(stages.kept_for_weights)
+    most = max(stages.resident) + (2 * layout.size + 1) * kept + WAITING * layout.size * waiting
+    return replace(costs, memory=min(costs.memory, most))
 
 
 def _orders(
     layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool, *, regular: bool = False
 ) -> list[tuple[int, int, Order]]:
-    """(makespan, most memory, order) of all that are tried.
+    """(makespan, most memory, order) of all that are tried, also with little memory for W.
 
     Args:
         regular: those that searches begin with, too.
     """
+    orders, less = _within(layout, costs, micro_batches, split, regular), lean(layout, costs)
+    if split and less.memory < costs.memory:
+        with suppress(UserError):  # it is not for one micro-batch
+            orders += _within(layout, less, micro_batches, split, regular)
+    return orders
+
+
+def _within(
+    layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool, regular: bool
+) -> list[tuple[int, int, Order]]:
     ticks = Ticks.of(costs)
     stages = ticks.stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))

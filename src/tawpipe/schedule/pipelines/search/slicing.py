@@ -8,15 +8,17 @@ lets it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, product
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import causal
+from tawpipe.schedule.pipelines.search.arrange import WAITING, hardly_longer
 from tawpipe.schedule.pipelines.search.room import whole_stages
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
@@ -41,16 +43,17 @@ def _shortest(layout: Layout, costs: PipelineCosts, text: str, slices: tuple[int
     def taken(order: Order) -> float:
         return makespan(play(layout, order, costs, larger=lambda _: 1))
 
-    order = Order.parse(text)
-    best = causal(order, slices)
-    least, split = taken(best), whole_stages(costs.stages(layout), split=True)
+    order, stages = Order.parse(text), costs.stages(layout)
+    split = whole_stages(stages, split=True)
     split = tuple(apart and stage > 0 for stage, apart in enumerate(split))  # nobody waits for what the first one sends
+    waiting = (math.inf, WAITING * layout.size) if any(stages.kept_for_weights) else (math.inf,)
+    found = [(taken(first := causal(order, slices)), max(peak(layout, first, costs)), first)]
     for documents in _in_turn(slices, order.micro_batches):
-        for eager in (True, False):
-            other = _listed(layout, costs, documents, split, eager)
-            if (less := taken(other)) < least and all(fits(costs, most) for most in peak(layout, other, costs)):
-                best, least = other, less
-    return best
+        for eager, most in product((True, False), waiting):
+            other = _listed(layout, costs, documents, split, eager, most)
+            if (less := taken(other)) < found[0][0]:
+                found.append((less, max(peak(layout, other, costs)), other))
+    return hardly_longer([found[0], *(other for other in found[1:] if fits(costs, other[1]))])
 
 
 def _in_turn(slices: Sequence[int], count: int) -> Iterator[list[range]]:
@@ -65,7 +68,12 @@ def _in_turn(slices: Sequence[int], count: int) -> Iterator[list[range]]:
 
 
 def _listed(
-    layout: Layout, costs: PipelineCosts, documents: Sequence[range], split: Sequence[bool], eager: bool
+    layout: Layout,
+    costs: PipelineCosts,
+    documents: Sequence[range],
+    split: Sequence[bool],
+    eager: bool,
+    most_waiting: float,
 ) -> Order:
     """An order in which every position does what is ready: of one kind what belongs to the first document.
 
@@ -73,6 +81,7 @@ def _listed(
         documents: the micro-batches of each, in this order; a bin of whole documents is one.
         split: by stage, true for I and W apart, of bins that are no slices.
         eager: forward passes go before backward passes on all positions but the last one.
+        most_waiting: so many W of a position wait until there is nothing else to do.
     """
     seconds, places = costs.stages(layout).seconds, layout.places
     missing, followers, urgency = defaultdict[Work, int](int), defaultdict[Work, list[Work]](list), dict[Work, tuple]()
@@ -107,6 +116,7 @@ def _listed(
                     add(Work("W", stage, m), (LAST, number, m, -stage), back)
     lanes: list[list[Work]] = [[] for _ in range(layout.size)]
     ready: list[list[tuple]] = [[] for _ in range(layout.size)]
+    waiting: list[list[tuple]] = [[] for _ in range(layout.size)]  # W
     busy, links, there = (
         [False] * layout.size,
         defaultdict[tuple[int, int], float](float),
@@ -119,7 +129,7 @@ def _listed(
             _, ended, work = heappop(events)
             place = places[work.stage]
             if not ended:
-                heappush(ready[place], (urgency[work], work))
+                heappush((waiting if work.kind == "W" else ready)[place], (urgency[work], work))
                 continue
             busy[place] = False
             for other in followers[work]:
@@ -131,8 +141,9 @@ def _listed(
                 if not missing[other]:
                     heappush(events, (there[other], 0, other))
         for place in range(layout.size):
-            if ready[place] and not busy[place]:
-                _, work = heappop(ready[place])
+            if (ready[place] or waiting[place]) and not busy[place]:
+                full = len(waiting[place]) > most_waiting or not ready[place]
+                _, work = heappop((waiting if full else ready)[place])
                 lanes[place].append(work)
                 busy[place] = True
                 heappush(events, (now + seconds[work.kind, work.stage], 1, work))
