@@ -35,7 +35,7 @@ SLACK = 1
 WAITING = 2
 """W that wait on a position, for each position: with room for more, orders are hardly ever shorter."""
 
-Found = TypeVar("Found")
+Option = TypeVar("Option")
 
 
 def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> Order:
@@ -77,12 +77,10 @@ def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> P
     return hardly_longer(options)
 
 
-def hardly_longer(found: Sequence[tuple[float, float, Found]]) -> Found:
-    """Of (length, most memory, what has them) the one with least memory of those that are hardly longer than the
-    shortest.
-    """
-    limit = min(length for length, _, _ in found) * (1 + SLACK / 1000)
-    return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+def hardly_longer(options: Sequence[tuple[float, float, Option]]) -> Option:
+    """Of (length, most memory, what has them) that with least memory among those hardly longer than the shortest."""
+    limit = min(length for length, _, _ in options) * (1 + SLACK / 1000)
+    return min((option for option in options if option[0] <= limit), key=lambda option: (option[1], option[0]))[2]
 
 
 def lean(layout: Layout, costs: PipelineCosts) -> PipelineCosts:

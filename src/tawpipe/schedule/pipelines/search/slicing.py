@@ -29,8 +29,8 @@ MOST_FIRST = 8
 
 
 def with_slices(layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
-    """The shortest of ``causal(order, slices)`` and of orders that are listed, as far as memory has room for these;
-    bins count as equally long.
+    """The shortest of ``causal(order, slices)`` and of orders that are listed, as far as memory has room for these, or
+    one that is hardly longer and takes less; bins count as equally long.
 
     Raises:
         UserError: as of ``causal``.
@@ -47,13 +47,13 @@ def _shortest(layout: Layout, costs: PipelineCosts, text: str, slices: tuple[int
     split = whole_stages(stages, split=True)
     split = tuple(apart and stage > 0 for stage, apart in enumerate(split))  # nobody waits for what the first one sends
     waiting = (math.inf, WAITING * layout.size) if any(stages.kept_for_weights) else (math.inf,)
-    found = [(taken(first := causal(order, slices)), max(peak(layout, first, costs)), first)]
+    options = [(taken(first := causal(order, slices)), max(peak(layout, first, costs)), first)]
     for documents in _in_turn(slices, order.micro_batches):
         for eager, most in product((True, False), waiting):
             other = _listed(layout, costs, documents, split, eager, most)
-            if (less := taken(other)) < found[0][0]:
-                found.append((less, max(peak(layout, other, costs)), other))
-    return hardly_longer([found[0], *(other for other in found[1:] if fits(costs, other[1]))])
+            if (less := taken(other)) < options[0][0]:
+                options.append((less, max(peak(layout, other, costs)), other))
+    return hardly_longer([options[0], *(option for option in options[1:] if fits(costs, option[1]))])
 
 
 def _in_turn(slices: Sequence[int], count: int) -> Iterator[list[range]]:
