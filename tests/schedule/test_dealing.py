@@ -209,6 +209,19 @@ def test_orders_that_are_listed_keep_slices_in_turn_and_are_not_longer(layout: s
     assert max(peak(stages, with_slices(stages, replace(given, memory=room), base, slices), given)) <= room
 
 
+@pytest.mark.parametrize(("size", "slices"), [(2, ()), (2, (3,)), (2, (4, 2, 2)), (3, ()), (3, (2, 3)), (4, ())])
+def test_few_weights_wait_and_no_step_is_longer_for_it(size: int, slices: tuple[int, ...]) -> None:
+    """Beside orders made as if what W needs took no memory."""
+    block, layout = BlockTimes(1000, 2000, 1000, 1, 16), Layout.even(LAYERS + 2, size)
+    costs = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 1200, 0)), hop=500)
+    blind = replace(costs, blocks=tuple(replace(block, kept_for_weights=0) for block in costs.blocks))
+    orders = [with_slices(layout, each, arrange(layout, each, 7 * size), slices) for each in (blind, costs)]
+    free, lean = ((makespan(play_stages(layout, order, costs)), max(peak(layout, order, costs))) for order in orders)
+    stages = costs.stages(layout)
+    few = (2 * size + 1) * (max(stages.kept) + max(stages.kept_for_weights))
+    assert lean[0] <= 1.002 * free[0] and lean[1] <= few and (slices or lean[1] < 0.7 * free[1])
+
+
 def test_boundaries_between_two_positions_go_one_after_the_other() -> None:
     """Three that are there at once, the second twice as large."""
     layout, costs = Layout.even(4, 2), PipelineCosts((BlockTimes(0, 0, 0),) * 3 + (BlockTimes(1, 0, 0),), hop=10)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,13 +57,23 @@ def check(
     memory_bytes: int,
     schedule: ScheduleSettings = CONFIG.schedule,
     texts: Wanted | None = None,
+    dealt: tuple[int, ...] = (),
+    soon: Sequence[tuple[int, ...]] = (),
 ) -> memory.Needs | None:
     machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
-    asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure")
+    asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure", dealt=dealt)
     planning = Planning(ALONE, chain, asked)
     others = lambda short: WouldFit(short, CONFIG, no_other)  # noqa: E731
-    return memory.check_memory(planning, schedule, BATCH, others=others, texts=texts)[0]
+    return memory.check_memory(planning, schedule, BATCH, others=others, texts=texts, soon=soon)[0]
+
+
+def test_a_step_to_come_may_hold_more_than_the_typical_one_and_is_what_is_said(monkeypatch, chain):
+    monkeypatch.setattr(memory, "find", lambda _: SimpleNamespace(axis="world"))  # one process is no pipeline
+    few, full = (40, 30), (250, 240, 230, 220)
+    needs = [check(monkeypatch, chain, memory_bytes=0, dealt=few, soon=soon) for soon in ((), (few,), (full, few))]
+    none, same, more = (each.parts["activations"] for each in needs if each is not None)
+    assert none == same < more
 
 
 def no_other(config: TrainConfig) -> Any:
