@@ -95,8 +95,8 @@ def test_slices_have_the_numbers_of_one_process(pool, first):
         ("plain", {"strategy": "zero-bubble", "recompute": "selective"}),
         ("lora", {"strategy": "generated", "block_times": UNEVEN, "bin_tokens": 9}),
         ("frozen", {"strategy": "1f1b"}),
-        ("qwen3_moe", {"strategy": "1f1b", "bin_tokens": 7}),
-        ("qwen3_next", {"strategy": "1f1b"}),
+        ("qwen3_moe", {"strategy": "generated", "bin_tokens": 7}),
+        ("qwen3_next", {"strategy": "zero-bubble"}),
         ("nemotron_h", {"strategy": "generated"}),
     ]
     check(pool, 2, 1, [(name, SLICED | knobs) for name, knobs in cases[(first + 1) % 3 :: 3]])

@@ -19,12 +19,13 @@ from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.links import Load, played
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import causal, one_f_one_b
 from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.slicing import with_slices
+from tawpipe.schedule.pipelines.search.slicing import listed
 from tawpipe.schedule.pipelines.strategy import check_order
-from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
@@ -39,6 +40,7 @@ LAYERS = 8
 WORK = LayerTime((LayerKind(LAYERS, 0.04, 0.0004),))
 NAMES = ("1f1b", "interleaved-1f1b", "zero-bubble", "generated")
 BLOCKS = f"0/0/0,{LAYERS}x1/2/1,0/0/0"
+LISTED = 8000
 WAYS = pytest.mark.parametrize(
     ("name", "stages"),
     [(name, ("world", "nodes")[number % 2]) for number, name in enumerate(NAMES)],
@@ -142,6 +144,8 @@ def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> Non
 
 
 def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bins cost nothing besides their own."""
+    monkeypatch.setattr(dealing, "OVERHEAD", 0)
     use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(4, 1)
     steps = [[*lengths_of(seed, 20), *[380] * count] for seed, count in enumerate((3, 6, 9, 12))]
     by = dealing_of(use, topology, cuts=LONG)
@@ -181,32 +185,37 @@ def test_the_last_stage_goes_back_with_a_document_as_soon_as_it_has_come() -> No
     assert ahead == sorted(ahead, reverse=True) and ahead[0] >= 6
 
 
+def loads(count: int, slices: tuple[int, ...]) -> Load:
+    """Bins that take equally long, in which a document's slices get smaller and whole documents are largest."""
+    sizes = [1 - at / (2 * size) for size in slices for at in range(size)]
+    return Load([1.0] * count, [*sizes, *[1.5] * (count - len(sizes))])
+
+
 @pytest.mark.parametrize("hop", [0, 4, 12])
 @pytest.mark.parametrize(
     ("layout", "slices"), [("0,5@0,1", (2, 3, 8)), ("0,3,5,7@0,1,1,0", (6, 2)), ("0,4,7@0,1,2", (9,))]
 )
 def test_orders_that_are_listed_keep_slices_in_turn_and_are_not_longer(layout: str, slices: tuple, hop: int) -> None:
     """Every work once, slices forward in turn and back in reverse, and none waits for ever; within memory."""
-    stages, block = Layout.parse(layout, LAYERS + 2), BlockTimes(1, 2, 1)
+    stages, block, load = Layout.parse(layout, LAYERS + 2), BlockTimes(1, 2, 1), loads(20, slices)
     given = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 0, 0)), hop=hop)
     base = arrange(stages, given, 20)
-
-    def taken(order: Order) -> float:
-        return makespan(play_stages(stages, order, given, larger=lambda _: 1))
-
-    order, plain = with_slices(stages, given, base, slices), causal(base, slices)
-    assert taken(order) <= taken(plain) and (taken(order) < taken(plain) or layout != "0,5@0,1")
+    order, plain = listed(stages, given, base, slices, load, LISTED), causal(base, slices)
+    long, longer = (played(stages, one, given, load) for one in (order, plain))
+    assert long <= longer and (long < longer or layout != "0,5@0,1")
     check_order(stages, order)
-    ends = [*accumulate(slices)]
+    ends, in_turn = [*accumulate(slices)], 0
     for works in order.compute:
-        for kind, stage in {(work.kind, work.stage) for work in works if work.kind in "FB"}:
-            done = [work.micro_batch for work in works if work[:2] == (kind, stage)]
+        for kind, stage in {("F" if work.kind == "F" else "IB", work.stage) for work in works if work.kind != "W"}:
+            done = [work.micro_batch for work in works if work.kind in kind and work.stage == stage]
             for size, end in zip(slices, ends, strict=True):
                 part = [*range(end - size, end)]
                 assert [m for m in done if m in part] == (part if kind == "F" else part[::-1])
-    assert with_slices(stages, given, base, ()) is base
+                in_turn += kind != "F"
+    assert in_turn == stages.stages * len(slices)
     room = max(peak(stages, plain, given))
-    assert max(peak(stages, with_slices(stages, replace(given, memory=room), base, slices), given)) <= room
+    less = listed(stages, replace(given, memory=room), base, slices, load, LISTED)
+    assert max(peak(stages, less, given)) <= room
 
 
 @pytest.mark.parametrize(("size", "slices"), [(2, ()), (2, (3,)), (2, (4, 2, 2)), (3, ()), (3, (2, 3)), (4, ())])
@@ -215,20 +224,59 @@ def test_few_weights_wait_and_no_step_is_longer_for_it(size: int, slices: tuple[
     block, layout = BlockTimes(1000, 2000, 1000, 1, 16), Layout.even(LAYERS + 2, size)
     costs = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 1200, 0)), hop=500)
     blind = replace(costs, blocks=tuple(replace(block, kept_for_weights=0) for block in costs.blocks))
-    orders = [with_slices(layout, each, arrange(layout, each, 7 * size), slices) for each in (blind, costs)]
-    free, lean = ((makespan(play_stages(layout, order, costs)), max(peak(layout, order, costs))) for order in orders)
+    load = Load([1.0] * 7 * size, [1.0] * 7 * size)
+    orders = [arrange(layout, each, 7 * size) for each in (blind, costs)]
+    if slices:
+        orders = [listed(layout, costs, order, slices, load, LISTED) for order in orders]
+    free, lean = ((played(layout, order, costs, load), max(peak(layout, order, costs))) for order in orders)
     stages = costs.stages(layout)
     few = (2 * size + 1) * (max(stages.kept) + max(stages.kept_for_weights))
     assert lean[0] <= 1.002 * free[0] and lean[1] <= few and (slices or lean[1] < 0.7 * free[1])
 
 
-def test_boundaries_between_two_positions_go_one_after_the_other() -> None:
-    """Three that are there at once, the second twice as large."""
+def test_boundaries_between_two_positions_go_one_after_the_other_and_share_what_leaves_a_node() -> None:
+    """Three that are there at once, the second twice as large. Then two that leave a node between two others; and one
+    way within a node, which has its own.
+    """
     layout, costs = Layout.even(4, 2), PipelineCosts((BlockTimes(0, 0, 0),) * 3 + (BlockTimes(1, 0, 0),), hop=10)
     order = Order.parse("F0.0 F0.1 F0.2|F1.0 F1.1 F1.2;;")
-    ends = [end for work, (_, end) in play_stages(layout, order, costs).items() if work.stage]
-    in_turn = play_stages(layout, order, costs, larger=lambda work: 1 + (work.micro_batch == 1))
-    assert ends == [11, 12, 13] and [in_turn[work][1] for work in order.compute[1]] == [11, 31, 41]
+    ends = [played(layout, shortened(order, most), costs, Load([1] * 3, [1, 2, 1])) for most in (1, 2, 3)]
+    assert ends == [11, 31, 41]
+    blocks = (BlockTimes(0, 0, 0), BlockTimes(0, 3, 0), BlockTimes(0, 0, 0), BlockTimes(1, 0, 0))
+    between = PipelineCosts((*blocks, BlockTimes(0, 0, 0)), hop=9, link=6)
+    works = "B0.0|F1.1 B1.0|F2.1;;"
+    assert [
+        played(Layout.parse("0,1,3@0,1,2", 5), Order.parse(works), costs, Load([1, 1], [1, 1]))
+        for costs in (between, replace(between, near_hop=1, nodes=(0, 1, 1)))
+    ] == [12, 9]
+
+
+def shortened(order: Order, most: int) -> Order:
+    """The same with so many micro-batches."""
+    return Order(tuple(tuple(work for work in works if work.micro_batch < most) for works in order.compute))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_clock_of_links_and_the_clock_of_the_house_say_the_same(size: int) -> None:
+    """Of bins of uneven times and bytes over slow links, in the order that is made for them."""
+    topology = Topology.grid(size, 1)
+    use = laid_out("generated", stages="nodes", block_times=f"{BLOCKS};hop=12;link=8")
+    bins = dealing_of(use, topology, cuts=LONG)([*lengths_of(2, 60), 1500, 700, 333])
+    assert bins.orders and bins.form.orders == bins.orders and all(bins.slices)
+    schedule, mean = schedule_of(use, topology, bins), sum(bins.lengths) / len(bins.single)
+    verify(schedule, one_thread=True)
+    layer = BlockCost(Seconds(0, 0.01, 0.0001), Seconds(0, 0.03, 0.0003))
+    model = CostModel((BlockCost(), *[layer] * LAYERS, BlockCost()), LinkModel(1.0), FREE, boundary_bytes=8.0)
+    model = model.with_bins(bins)
+    unit = sum(model.forward_s(0, 1, m) for m in range(len(bins.single))) / len(bins.single)
+    model = replace(model, between=LinkModel(model.boundary(0) / bins.tokens(bins.single[0][0]) * mean / (8 * unit)))
+    shape = use.shape(schedule.step.model, topology)
+    lane = [row[0] for row in bins.single]
+    load = Load([bins.time(b) for b in lane], [bins.tokens(b) / mean for b in lane])
+    times = sum(load.times) / len(lane)
+    load = Load([time / times for time in load.times], load.sizes)
+    said = played(shape.layout, Order.parse(bins.orders[0]), shape.costs, load) * unit
+    assert play(schedule, model, steps=1).makespan == pytest.approx(said, rel=0.01)
 
 
 def test_over_slow_links_short_documents_go_first_where_a_long_one_would_hold_up_all() -> None:

@@ -127,7 +127,7 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
         UserError: they cannot work.
     """
     settings = replace(step.settings, **changes)
-    dealt = {"shared": step.shared, "slices": step.slices}
+    dealt = {"shared": step.shared, "slices": step.slices, "orders": step.orders}
     return step_of(step.model, step.topology, settings, step.micro_batches, strategy=step.strategy, **dealt)
 
 

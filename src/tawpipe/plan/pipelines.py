@@ -302,19 +302,23 @@ def hops(
         blocks: times in microseconds.
     """
     over_nodes = positions.axis == "nodes"
-    beside = positions.replicas if over_nodes else 1
+    beside, both_ways = positions.replicas if over_nodes else 1, over_nodes and positions.size > 2
     stage_s = sum(b.forward + b.backward_input + b.backward_weight for b in blocks) / positions.size / MICRO
 
+    def alone_s(link: LinkModel) -> float:
+        return boundary * beside / link.node_rate(beside)
+
     def time(link: LinkModel) -> int:
-        passing_s = boundary * beside / link.node_rate(beside)
-        if over_nodes and positions.size > 2:
+        passing_s = alone_s(link)
+        if both_ways:
             passing_s += passing_s**2 / max(stage_s, passing_s, 1 / MICRO)
         return round((link.latency_s + passing_s) * MICRO)
 
     if positions.axis == "locals" or positions.topology.num_nodes == 1:
         return {"hop": time(inside)}
     near = {"near_hop": time(inside), "nodes": positions.nodes} if positions.nodes else {}
-    return {"hop": time(between), **near}
+    alone = {"link": round(alone_s(between) * MICRO)} if both_ways else {}
+    return {"hop": time(between), **near, **alone}
 
 
 def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[float, list[float]]:

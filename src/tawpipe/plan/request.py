@@ -281,8 +281,10 @@ class PlanRequest:
         alike = replace(settings, device_speeds="") if binned else settings
         typical = self.dealt_by(configured) if self.dealt else None
         shares = shares_of(typical.count if typical else self.micro_batches, self.topology, alike, strategy)
-        slices = slices_in(shares, typical) if typical else ()
-        dealt = {"shared": 0, "slices": slices} if binned else {}
+        dealt = {"shared": 0} if binned else {}
+        if typical and binned:
+            dealt |= {"slices": slices_in(shares, typical)}
+            dealt |= {"orders": (typical.order,) * len(set(shares))} if typical.order else {}
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy, **dealt)
         why = self.why_not_staged if step.strategy.axis else ""
         if self.compiled and step.strategy.splits:

@@ -44,6 +44,7 @@ class TypicalStep:
         cut: the documents that every pipeline cuts; of each its slices, first token and end.
         numbers: of the micro-batches that are these slices, for every pipeline and document.
         uneven: how many times as long computing takes as if bins of whole documents were alike.
+        order: of every pipeline, see ``Bins.orders``.
     """
 
     count: int
@@ -53,6 +54,7 @@ class TypicalStep:
     cut: tuple[tuple[tuple[int, int], ...], ...] = ()
     numbers: tuple[tuple[int, ...], ...] = ()
     uneven: float = 1.0
+    order: str = ""
 
     def numbered(self, numbers: tuple[tuple[int, ...], ...]) -> TypicalStep:
         """The same for a schedule that gives the slices these numbers."""
@@ -167,7 +169,7 @@ def typical_of_pipelines(
         "layout": layout,
         "costs": costs,
         "order_of": shape.order_of,
-        "sliced": shape.sliced,
+        "listed": shape.listed,
         "cap": cap,
         "work": work,
     }
@@ -178,7 +180,8 @@ def typical_of_pipelines(
     most = max(range(len(lanes)), key=lambda pipeline: (sum(slices[pipeline]), times[pipeline]))
     parts, whole = lanes[most][: sum(slices[most])], lanes[most][sum(slices[most]) :]
     even = [*map(bins.time, parts), *[sum(map(bins.time, whole)) / max(1, len(whole))] * len(whole)]
-    order, mean = shape.sliced(shape.order_of(count), slices[most]), bins.mean_seconds * layout.size / count
+    text, mean = bins.orders[most] if bins.orders else "", bins.mean_seconds * layout.size / count
+    order = shape.order_of_form(count, slices[most], text)
     taken = makespan(play(layout, order, costs, lambda work: even[work.micro_batch] / mean))
     uneven = bins.stretch * even_s(layout, costs, count) / taken if taken else 1.0
     spans = iter([part.part or (0, 0) for part in parts])
@@ -189,6 +192,7 @@ def typical_of_pipelines(
         max(map(bins.tokens, whole or parts)),
         tuple(tuple(islice(spans, number)) for number in slices[most]),
         uneven=uneven,
+        order=text,
     )
 
 

@@ -15,6 +15,7 @@ from tawpipe.runtime.activations import ROWS, Activations
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.rows import GrowingRoom, Places
 from tawpipe.runtime.sets import SetTokens
+from tawpipe.runtime.split import DeferredProducts
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
@@ -97,6 +98,10 @@ class Blocks:
         """Rows and tokens of a micro-batch that this rank computes."""
         batch, dealt = self.dealt(given, m)
         return (1, sum(end - begin for begin, end in dealt.own)) if dealt else tuple(batch.input_ids.shape)
+
+    def defers(self, block: int) -> DeferredProducts:
+        """A place for what the gradients of a layer's weights are made of, where they come later."""
+        return DeferredProducts(self.chain.parameters_of(self.spec.blocks[block].units))
 
     def name(self, action: Action) -> str:
         return f"{self.chain.block_name(action.block)} of {self.chain.name}"

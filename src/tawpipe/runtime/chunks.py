@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from tawpipe.model.find_mixers import Mixing
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.rows import Rows
+from tawpipe.runtime.split import DeferredProducts
 
 T = TypeVar("T")
 States = dict[nn.Module, dict[int, State]]
@@ -112,6 +114,7 @@ class LayerInChunks:
     Args:
         size: tokens of a row in a chunk.
         draw: is given the number of a chunk and what runs.
+        deferred: where the layer runs, so that gradients of products are left out; None where they are not.
     """
 
     chain: Chain
@@ -119,6 +122,7 @@ class LayerInChunks:
     calls: tuple[LayerCall, ...]
     size: int
     draw: Draw
+    deferred: DeferredProducts | None = field(default=None, kw_only=True)
 
     def outputs(self, hidden: Rows, kept: KeptAttention | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The output of every chunk, [b, c, H], for an input of [b, S, H]; without a graph.
@@ -221,9 +225,9 @@ class LayerInChunks:
         chunk.attended, chunk.left = False, {}
         index = self.block - 1
         call = self.calls[index].cut(self.chain.along_tokens[index], chunk)
-        return self.draw(
-            chunk.begin // self.size, lambda: self.chain.layer(self.block, hidden.contiguous(), {index: call})
-        )
+        layer = partial(self.chain.layer, self.block, calls={index: call})
+        layer = self.deferred.around(layer) if self.deferred else layer
+        return self.draw(chunk.begin // self.size, lambda: layer(hidden.contiguous()))
 
     def _check(self, chunk: Chunk) -> None:
         if chunk.attended and not self._attends:

@@ -13,7 +13,6 @@ from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.activations import READ, SAVED, LayerGraph
 from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.recompute import Saved, keep_attention, keep_graph
-from tawpipe.runtime.split import DeferredProducts
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import (
@@ -33,7 +32,7 @@ def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCa
         with torch.no_grad():
             return blocks.drawing(action, given, lambda: layer(hidden))
     leaf, saved = hidden.detach().requires_grad_(b > blocks.spec.first_backward), Saved()
-    deferred = _deferred(blocks, b) if blocks.split_backward else None
+    deferred = blocks.defers(b) if blocks.split_backward else None
     layer = deferred.around(layer) if deferred else layer
     if kept is None or kept.kind is Kind.GRAPH:
         units = blocks.spec.blocks[b].units
@@ -67,7 +66,7 @@ def backward(
             leaf, deferred = kept.detach().requires_grad_(wanted), None
             layer = partial(blocks.chain.layer, b, calls=calls)
             if action.op is Op.BACKWARD_INPUT:
-                deferred = _deferred(blocks, b)
+                deferred = blocks.defers(b)
                 layer = deferred.around(layer)
             graph = get_gradient_edge(blocks.drawing(action, given, partial(layer, leaf)))
         torch.autograd.backward(graph, arriving)
@@ -90,7 +89,3 @@ def _alone(saved: Saved, output: Tensor, calls: tuple[LayerCall, ...]) -> Saved:
     others = (leaf for leaf in tree_leaves([vars(call) for call in calls]) if isinstance(leaf, Tensor))
     shared = {tensor.untyped_storage()._cdata for tensor in (output, *others)}
     return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in shared]
-
-
-def _deferred(blocks: Blocks, block: int) -> DeferredProducts:
-    return DeferredProducts(blocks.chain.parameters_of(blocks.spec.blocks[block].units))

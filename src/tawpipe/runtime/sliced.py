@@ -20,8 +20,8 @@ from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.chunks import LayerInChunks, States
 from tawpipe.runtime.repeated import compare, expect_unchanged
 from tawpipe.runtime.step_input import DocumentSlice, StepInput
-from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import block_input, context, input_gradient, key_gradients, keys
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import block_input, context, input_gradient, key_gradients, keys, linear
 
 
 @dataclass(eq=False)
@@ -65,9 +65,11 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
 
 
 def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
-    """The gradient of the input, if it is ``wanted``."""
+    """The gradient of the input, if it is ``wanted``. BACKWARD_INPUT holds what gradients of products are made of."""
     m, b = action.micro_batch, action.block
     layer, chunk, handed = _layer(blocks, action, held, given)
+    if layer.deferred is not None:
+        blocks.held.deferred[linear(m, b)] = layer.deferred
     arriving = blocks.held.gradients[input_gradient(m, b + 1)]
     gradient, handed.behind = layer.pull(chunk, blocks.input(action), arriving, handed.behind, wanted=wanted)
     for other in _part(held).numbers:
@@ -87,7 +89,8 @@ def _layer(
     def draw(_: int, run: Callable[[], Tensor]) -> Tensor:
         return blocks.drawing(action, given, run)
 
-    layer = LayerInChunks(blocks.chain, b, held.calls, part.end - part.begin, draw)
+    deferred = blocks.defers(b) if action.op is Op.BACKWARD_INPUT else None
+    layer = LayerInChunks(blocks.chain, b, held.calls, part.end - part.begin, draw, deferred=deferred)
     chunk = Chunk(handed.store, part.begin, part.end)
     chunk.arrived = _copied(handed.arrived.get(m, {}))
     return layer, chunk, handed

@@ -130,6 +130,7 @@ class BinsForm(NamedTuple):
     shared: int
     single: int
     slices: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ class Bins:
         positions: of the pipelines to which they are dealt, instead of to ranks.
         stretch: time of the step through these, beside that of ranks that all compute equally long.
         slices: of every pipeline the numbers of slices of documents that are cut: its first bins, in their order.
+        orders: of every pipeline the order that is made for these bins, as ``Order`` spells it; empty where the
+            strategy's own does.
     """
 
     shared: tuple[tuple[Bin, ...], ...]
@@ -157,6 +160,7 @@ class Bins:
     positions: int = 1
     stretch: float = 0.0
     slices: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -166,7 +170,7 @@ class Bins:
     @property
     def form(self) -> BinsForm:
         """All that a schedule needs to know."""
-        return BinsForm(*self.shape, self.slices)
+        return BinsForm(*self.shape, self.slices, self.orders)
 
     @property
     def in_words(self) -> str:

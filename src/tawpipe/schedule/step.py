@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ class StepSpec:
         shared: micro-batches below this number are computed by sets, the others by single ranks; None for all by sets.
         slices: micro-batches that are slices of one document, in its order, of every document that is cut: consecutive
             numbers, the first ones of a pipeline.
+        orders: see ``Bins.orders``.
     """
 
     strategy: Strategy
@@ -62,6 +63,7 @@ class StepSpec:
     shared: int | None = None
     losses: tuple[tuple[int, ...], ...] | None = None
     slices: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[str, ...] = field(default=(), repr=False)
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
@@ -102,7 +104,7 @@ class StepSpec:
             for document in self.slices
             if document[0] in old
         )
-        return replace(self, micro_batches=shares, slices=slices)
+        return replace(self, micro_batches=shares, slices=slices, orders=())
 
     def losses_of(self, rank: int) -> tuple[int, ...]:
         """The micro-batches whose loss a rank computes."""

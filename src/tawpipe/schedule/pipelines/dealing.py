@@ -8,10 +8,11 @@ the document with most slices ahead or at the end, so that steps are of few form
 even, but hold up what is behind them. Documents go to pipelines so that these compute equally long.
 
 A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
-of full bins; what each step has of its own is which bin of whole documents goes when. That is looked for by playing the
-pipeline's order with the times of the step's bins: long ones first, last or in the middle, then pairs that change
-places, as many as a bound on the work allows and not as a clock does, so that all ranks find the same. It runs where
-documents are dealt, in a worker beside the run.
+of full bins. Where documents are cut, an order is made for the bins of the step (search/slicing.py), and is of their
+form. Else what each step has of its own is which bin goes when. That is looked for by playing the pipeline's order with
+the step's bins: long ones first, last or in the middle, then pairs that change places. Either way as much is tried as a
+bound on the work allows and not as a clock does, so that all ranks find the same. It runs where documents are dealt, in
+a worker beside the run.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.links import Listed, Load, played
 from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
@@ -39,8 +41,10 @@ LONG = 3 / 2
 """Time of a document that is cut though a bin holds it, in that of the mean bin."""
 TRIED = (1, 2, 2 / 3)
 """Multiples of that limit that are tried."""
-MOST_PLAYED = 30_000
-"""Works that are played to find a place for every bin, over all pipelines: some tenths of a second."""
+MOST_PLAYED, FEW_LISTED = 30_000, 3_000
+"""Works that are played to find a place for every bin, or an order, over all pipelines: some tenths of a second. And of
+a pipeline, to see which way of cutting documents is best.
+"""
 
 
 def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
@@ -115,7 +119,7 @@ def deal_to_pipelines(
     layout: Layout,
     costs: PipelineCosts,
     order_of: Callable[[int], Order],
-    sliced: Callable[[Order, tuple[int, ...]], Order] = causal,
+    listed: Listed | None = None,
     cap: int,
     work: LayerTime,
     cuts: float | None = None,
@@ -127,7 +131,7 @@ def deal_to_pipelines(
         pipelines: side by side.
         costs: of the mean bin.
         order_of: the order of a pipeline with so many bins.
-        sliced: what it becomes where the first ones are slices, see ``PipelineShape``.
+        listed: the same with slices, for the bins of a step; None for ``causal``.
         cap: tokens of a bin at most.
         cuts: see ``Strategy.dealing``.
 
@@ -143,12 +147,19 @@ def deal_to_pipelines(
         bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
         if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
             deals.append(bins)
-    ways = [way for bins in deals for way in (bins, *_turned(bins))]
 
-    def orders(way: Bins) -> list[Order]:
-        return [sliced(order_of(len(way.single)), cut) for cut in way.slices or ((),) * pipelines]
+    def ordered(way: Bins, most: int) -> tuple[Bins, list[Order]]:
+        """With the order of every pipeline, of which so many works are listed."""
+        usual, orders = order_of(len(way.single)), list[Order]()
+        cuts = way.slices or ((),) * pipelines
+        for cut, load in zip(cuts, _loads(way), strict=True):
+            orders.append(listed(usual, cut, load, most) if listed and cut else causal(usual, cut))
+        texts = tuple(str(order) if cut else "" for order, cut in zip(orders, cuts, strict=True))
+        return replace(way, orders=texts) if listed and way.slices else way, orders
 
-    fitting = [way for way in ways if _has_room(way, layout, costs, orders(way), cap)]
+    ways = [way for bins in deals for way in (bins, *(() if listed else _turned(bins)))]
+    few = [ordered(way, FEW_LISTED) for way in ways]
+    fitting = [way for way in few if _has_room(*way, layout, costs, cap)]
     if not fitting:
         given = f"one in {max(map(max, filter(None, deals[0].slices)))} slices, which stages of a pipeline keep"
         expected = (
@@ -156,12 +167,26 @@ def deal_to_pipelines(
             "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
         )
         raise UserError("documents", given, expected)
+    best = min(fitting, key=lambda way: (_in_their_places(*way, layout, costs, 0)[0], sum(map(sum, way[0].slices))))
+    most = MOST_PLAYED // pipelines
+    if best[0].orders and _has_room(*(better := ordered(best[0], most)), layout, costs, cap):
+        best = better
+    return _in_their_places(*best, layout, costs, most)[1]
 
-    def placed(way: Bins, most: int) -> tuple[float, Bins]:
-        return _in_their_places(way, layout, costs, orders(way), most)
 
-    best = min(fitting, key=lambda way: (placed(way, 0)[0], sum(map(sum, way.slices))))
-    return placed(best, MOST_PLAYED // pipelines)[1]
+def _loads(bins: Bins) -> list[Load]:
+    """What the bins of every pipeline are beside the mean one."""
+    lanes = [*zip(*bins.single, strict=True)]
+    count = len(bins.single) * len(lanes)
+    mean, tokens = sum(map(bins.work.of, bins.lengths)) / count, sum(bins.lengths) / count
+    return [
+        Load(
+            [bins.time(bin) / mean if mean else 1.0 for bin in lane],
+            [bins.tokens(bin) / tokens for bin in lane],
+            OVERHEAD / tokens,
+        )
+        for lane in lanes
+    ]
 
 
 def _turned(bins: Bins) -> Iterator[Bins]:
@@ -177,7 +202,7 @@ def _turned(bins: Bins) -> Iterator[Bins]:
     yield replace(bins, single=tuple(zip(*lanes, strict=True)), slices=slices)
 
 
-def _has_room(bins: Bins, layout: Layout, costs: PipelineCosts, orders: Sequence[Order], cap: int) -> bool:
+def _has_room(bins: Bins, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, cap: int) -> bool:
     """True if stages have memory for the slices of documents, beside bins as full as these."""
     for lane, cut, order in zip(zip(*bins.single, strict=True), bins.slices, orders, strict=False):
         full = [bins.tokens(row) / cap for row in lane]
@@ -225,32 +250,30 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
 
 
 def _in_their_places(
-    bins: Bins, layout: Layout, costs: PipelineCosts, orders: Sequence[Order], most: int
+    bins: Bins, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, most: int
 ) -> tuple[float, Bins]:
-    """How often as long as even work a step is with transfers that wait for each other; and the same with every bin of
-    whole documents where that is short, and how long it is without.
+    """How often as long as even work a step is; and the same with every bin of whole documents where that is short, in
+    pipelines whose order is not made for their bins, and how long it is if transfers take no link from each other.
 
     Args:
         most: works of a pipeline that are played.
     """
-    count, pipelines = len(bins.single), len(bins.single[0])
-    mean = sum(map(bins.work.of, bins.lengths)) / count / pipelines
-    tokens = sum(bins.lengths) / count / pipelines
-    even = even_s(layout, costs, count) or math.inf  # 0 of a model so small that its blocks take no microsecond
+    even = even_s(layout, costs, len(bins.single)) or math.inf  # 0 of a model so small that its blocks take no time
     lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
-    cuts = bins.slices or ((),) * pipelines
-    for lane, cut, of_lane in zip(zip(*bins.single, strict=True), cuts, orders, strict=True):
+    cuts, texts = bins.slices or ((),) * len(orders), bins.orders or ("",) * len(orders)
+    given = zip(zip(*bins.single, strict=True), _loads(bins), cuts, texts, orders, strict=True)
+    for lane, load, cut, text, order in given:
 
-        def played(places: Sequence[int], *, waits: bool = True, of_lane: Order = of_lane, lane: Any = lane) -> float:
-            times = [bins.time(lane[number]) / mean for number in places]
-            sizes = [bins.tokens(lane[number]) / tokens for number in places]
-            larger = (lambda work: sizes[work.micro_batch]) if waits else None
-            return makespan(play(layout, of_lane, costs, lambda work: times[work.micro_batch], larger))
+        def taken(places: Sequence[int], load: Load = load, order: Order = order) -> float:
+            return played(layout, order, costs, load.placed(places))
 
-        tries = max(1, most // sum(map(len, of_lane.compute)))
-        places, taken = _places(played, [bins.time(row) for row in lane], sum(cut), tries)
+        places = [*range(len(lane))]
+        if not text:
+            places = _places(taken, load.times, sum(cut), max(1, most // sum(map(len, order.compute))))
         lanes.append([lane[number] for number in places])
-        longest, alone = max(longest, taken), max(alone, played(places, waits=False))
+        times = load.placed(places).times
+        free = makespan(play(layout, order, costs, lambda work, times=times: times[work.micro_batch]))
+        longest, alone = max(longest, taken(places)), max(alone, free)
     return longest / even, replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=alone / even or 1.0)
 
 
@@ -276,10 +299,8 @@ def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[fl
         yield most
 
 
-def _places(
-    taken: Callable[[Sequence[int]], float], times: Sequence[float], fixed: int, tries: int
-) -> tuple[list[int], float]:
-    """Which bin goes when, and the time of the step.
+def _places(taken: Callable[[Sequence[int]], float], times: Sequence[float], fixed: int, tries: int) -> list[int]:
+    """Which bin goes when.
 
     Args:
         taken: the time of a step with bins in these places.
@@ -298,4 +319,4 @@ def _places(
         other[i], other[j] = other[j], other[i]
         if (less := taken(other)) < best:
             best, places = less, other
-    return places, best
+    return places

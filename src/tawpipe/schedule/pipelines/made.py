@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -16,6 +16,7 @@ from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import QUICK, searched
+from tawpipe.schedule.pipelines.links import Listed
 from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.periodic import Periodic
 from tawpipe.schedule.pipelines.positions import Positions
@@ -97,12 +98,8 @@ class Made(ActivationPipeline):
 
         return arrange(layout, self.limited(layout, costs), count)
 
-    def sliced(self, layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
-        if self.given or not slices:
-            return super().sliced(layout, costs, order, slices)
-        from tawpipe.schedule.pipelines.search.slicing import with_slices
-
-        return with_slices(layout, self.limited(layout, costs), order, slices)
+    def listed(self, layout: Layout, costs: PipelineCosts) -> Listed | None:
+        return None if self.given else partial(_listed, layout, self.limited(layout, costs))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
         """The order that goes on for more micro-batches than orders are looked for."""
@@ -121,6 +118,12 @@ class Made(ActivationPipeline):
             return each, each
         layout = self.layout_of(step.model, positions)
         return least, self.continuing(layout, self.costs(step.model, positions)).period
+
+
+def _listed(layout: Layout, costs: PipelineCosts, *given: Any) -> Order:
+    from tawpipe.schedule.pipelines.search.slicing import listed
+
+    return listed(layout, costs, *given)
 
 
 class ZeroBubble(Made):

@@ -12,7 +12,8 @@ before: no deadlock, although a send holds its lane until its receive is there.
 What comes to a rank is freed by its last reader, and what goes by its send. What a micro-batch's layers are called with
 besides (``context``) every rank makes for itself (PREPARE), without the embedding's weights.
 
-A document that is cut into slices passes the stages slice by slice, in an order that is made of any other (``sliced``).
+A document that is cut into slices passes the stages slice by slice, in an order that is made of any other (``causal``)
+or for the step (``StepSpec.orders``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
@@ -38,6 +40,7 @@ from tawpipe.schedule.buffers import (
     turn,
 )
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.links import Listed
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, play
@@ -66,6 +69,10 @@ class Crossing(NamedTuple):
     target: int
 
 
+PipelineForm = tuple[int, tuple[int, ...], str]
+"""Micro-batches of a pipeline, slices of every document that is cut, and the order made for these, or nothing."""
+
+
 @dataclass(frozen=True)
 class PipelineShape:
     """All that the ranks of a pipeline agree on.
@@ -73,7 +80,7 @@ class PipelineShape:
     Args:
         costs: by whose times the transfers of one lane are put in order.
         order_of: the order of a pipeline with so many micro-batches.
-        sliced: the same of an order for micro-batches of which the first ones are so many slices of each document.
+        listed: what makes one for the bins of a step that has slices; None where orders are made ``causal``.
     """
 
     model: ModelSpec
@@ -81,7 +88,16 @@ class PipelineShape:
     positions: Positions
     costs: PipelineCosts
     order_of: Callable[[int], Order]
-    sliced: Callable[[Order, tuple[int, ...]], Order] = causal
+    listed: Listed | None = None
+
+    def form_of(self, step: StepSpec, rank: int) -> PipelineForm:
+        """Of a rank's pipeline in a training step."""
+        share, order = step.micro_batches[rank], step.orders[self.positions.replica(rank)] if step.orders else ""
+        return len(share), step.cut_in(share), order
+
+    def order_of_form(self, count: int, slices: tuple[int, ...], order: str) -> Order:
+        """The order of a pipeline of this form."""
+        return Order.parse(order) if order else causal(self.order_of(count), slices)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -164,14 +180,14 @@ def build_pipeline(
     head = shape.layout.places[-1]
     losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)
-    forms = {share: (len(share), step.cut_in(share)) for share in set(shares)}
-    orders = {form: shape.sliced(shape.order_of(form[0]), form[1] if training else ()) for form in set(forms.values())}
+    forms = [shape.form_of(step, rank) if training else (len(share), (), "") for rank, share in enumerate(shares)]
+    orders = {form: shape.order_of_form(*form) for form in set(forms)}
     times = {form: shape.times(order) for form, order in orders.items()}
     crossings = {form: shape.crossings(works) for form, works in times.items()}
     programs: list[tuple[Action, ...]] = [()] * world
     pools: list[tuple[Pool, ...]] = [()] * world
     for rank in range(world) if ranks is None else ranks:
-        form = forms[shares[rank]]
+        form = forms[rank]
         of_position = crossings[form][shape.positions.position(rank)]
         worker = _StageProgram(shape, step, rank, orders[form], times[form], of_position, training=training)
         end = StepEnd(rank, step, training=training)
@@ -288,11 +304,19 @@ class _StageProgram:
         slots: dict[Work, int] = {}
         for work in host[self.position] if host else ():
             actions_of[work] = list(self._host(work, slots))
+        if not host:
+            self._by_layer(compute, actions_of)
         self._take_turns(actions_of)
         events = [(self.times[work][0], 1, work, actions) for work, actions in actions_of.items()]
         events += [(self.times[work][1], 0, work, [action]) for work, action in self._transfers()]
         for _, _, _, actions in sorted(events, key=lambda event: event[:3]):
             yield from actions
+
+    def _by_layer(self, compute: Sequence[Work], actions_of: dict[Work, list[Action]]) -> None:
+        """Let the W at the end of a step go layer by layer, so that sums over ranks begin while others compute."""
+        last = [*takewhile(lambda work: work.kind == "W", reversed(compute))][::-1]
+        actions = sorted(chain.from_iterable(map(actions_of.__getitem__, last)), key=lambda action: -action.block)
+        actions_of.update({work: [] if number else actions for number, work in enumerate(last)})
 
     def _take_turns(self, actions_of: dict[Work, list[Action]]) -> None:
         """Let works wait for those of the other lane that ``Order.after`` names."""

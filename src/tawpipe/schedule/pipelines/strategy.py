@@ -16,7 +16,8 @@ from tawpipe.schedule.balance import Bins, LayerTime
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.orders import causal, forward_only, interleaved, makes_groups, one_f_one_b
+from tawpipe.schedule.pipelines.links import Listed
+from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
@@ -86,9 +87,9 @@ class ActivationPipeline(Strategy):
         """The positions of so many stages; None where any will do."""
         return None
 
-    def sliced(self, layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
-        """An order for micro-batches of which the first ones are slices of documents, so many of each."""
-        return causal(order, slices)
+    def listed(self, layout: Layout, costs: PipelineCosts) -> Listed | None:
+        """See ``PipelineShape``."""
+        return None
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
         """(micro-batches that are played at least, those of a round) of a pipeline of so many, see ``extended``."""
@@ -159,7 +160,7 @@ class ActivationPipeline(Strategy):
             positions,
             costs,
             order_of=partial(order_of_layout, self, layout, costs),
-            sliced=partial(self.sliced, layout, costs),
+            listed=self.listed(layout, costs),
         )
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
@@ -179,7 +180,7 @@ class ActivationPipeline(Strategy):
             layout=shape.layout,
             costs=shape.costs,
             order_of=shape.order_of,
-            sliced=shape.sliced,
+            listed=shape.listed,
             cap=cap,
             work=work,
             cuts=cuts,
@@ -222,12 +223,10 @@ class ActivationPipeline(Strategy):
         return tuple(positions.rank(place, 0) for place in range(positions.size)) if positions.replicas > 1 else ()
 
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
-        """One of all pipelines with as many micro-batches, and slices: side by side they do the same."""
-        positions = self.positions(step.topology)
-        forms = [(len(share), step.cut_in(share)) for share in step.micro_batches]
-        one_of = {form: positions.replica(rank) for rank, form in reversed([*enumerate(forms)])}
-        world = range(step.topology.world_size)
-        return tuple(rank for rank in world if positions.replica(rank) in one_of.values())
+        """One of all pipelines of a form: side by side they do the same."""
+        shape, world = self.shape(step.model, step.topology), range(step.topology.world_size)
+        one_of = {shape.form_of(step, rank): shape.positions.replica(rank) for rank in reversed(world)}
+        return tuple(rank for rank in world if shape.positions.replica(rank) in one_of.values())
 
     def build_in_order(self, step: StepSpec, order: Order) -> Schedule:
         """A training step in a given order; every pipeline has as many micro-batches."""
@@ -257,7 +256,7 @@ class ActivationPipeline(Strategy):
         speeds = step.speeds if step.shared is None else ()  # pipelines have as many bins, however fast they are
         least, round_ = self.played_round(step, positions, each, rounds)
         least += max(sum(step.cut_in(share)) for share in step.micro_batches)
-        if each <= least + round_:
+        if step.orders or each <= least + round_:
             return step, step, 0.0
         few = least + (each - least) % round_
         if each <= few + round_:
@@ -367,10 +366,6 @@ class Interleaved(ActivationPipeline):
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
         return interleaved(layout, count)
-
-    def sliced(self, layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...]) -> Order:
-        """An order for micro-batches of which the first ones are slices of documents, so many of each."""
-        return causal(order, slices)
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
         """A group of the order; all micro-batches where these make none, as the order says when it is made."""

@@ -12,7 +12,7 @@ from tawpipe.schedule.spec import ModelSpec
 
 USUAL = (None, None, None, *(field.default for field in fields(BlockTimes)[3:]))
 """What is left out at the end of a block, if it is this."""
-OTHERS = ("hop", "pace", "memory", "host", "near_hop", "nodes")
+OTHERS = ("hop", "pace", "memory", "host", "near_hop", "nodes", "link")
 BY_POSITION = ("nodes", "pace")
 """Those of them that have a number for every position."""
 OF_PRODUCTS = 16.0

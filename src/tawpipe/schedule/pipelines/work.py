@@ -141,6 +141,7 @@ class PipelineCosts:
         blocks: of the model, the embedding first and the head last.
         hop: time of a boundary activation, or of its gradient, from one position to another; links do not get in each
             other's way.
+        link: of that, how long it would pass its node's link alone; 0 where that is ``hop``.
         pace: multiplies the times of every position; empty for 1.
         memory: of a position, in which its blocks' weights are resident and inputs are kept.
         host: time of a unit of memory on a position's link to its host; one transfer at a time, either way.
@@ -155,6 +156,7 @@ class PipelineCosts:
     host: float = 0.0
     near_hop: float = 0.0
     nodes: tuple[int, ...] = ()
+    link: float = 0.0
 
     def travel(self, source: int, target: int) -> Any:
         """Time of a boundary from one position to another; none if they are the same."""
@@ -260,14 +262,11 @@ def play(
     order: Order,
     costs: PipelineCosts,
     slower: Callable[[Work], float] = lambda _: 1,
-    larger: Callable[[Work], float] | None = None,
 ) -> dict[Work, tuple[float, float]]:
     """(start, end) of every work.
 
     Args:
         slower: how many times as long a work takes.
-        larger: how many times as long the boundary that it makes is on its way; those from one position to another then
-            go one after the other.
 
     Raises:
         ValueError: the order waits for itself.
@@ -275,7 +274,6 @@ def play(
     lanes, seconds = order.lanes, costs.stages(layout).seconds
     known = {work for _, works in lanes for work in works}
     times: dict[Work, tuple[float, float]] = {}
-    arrived, links = dict[Work, float](), dict[tuple[int, int], float]()
     at, free = [0] * len(lanes), [0.0] * len(lanes)
     moved = True
     while moved:
@@ -289,17 +287,9 @@ def play(
                 if any(need not in times for need in waits):
                     break
                 for need in waits:
-                    source = layout.places[need.stage]
-                    waits_for_link = source != place and need in arrived
-                    there = arrived[need] if waits_for_link else times[need][1] + costs.travel(source, place)
-                    ready = max(ready, there)
+                    ready = max(ready, times[need][1] + costs.travel(layout.places[need.stage], place))
                 free[lane] = ready + seconds[work.kind, work.stage] * slower(work)
                 times[work] = ready, free[lane]
-                other = work.stage + (1 if work.kind == "F" else -1)
-                if larger and work.kind in "FBI" and 0 <= other < layout.stages:
-                    link = place, layout.places[other]
-                    links[link] = max(free[lane], links.get(link, 0.0)) + costs.travel(*link) * larger(work)
-                    arrived[work] = links[link]
                 at[lane] += 1
                 moved = True
     if len(times) < len(known):

@@ -355,7 +355,7 @@ class Contents:
         gradients of its keys and values.
         """
         action, here = running.action, self.places[running.rank]
-        if action.op is Op.FORWARD:
+        if action.op in (Op.FORWARD, Op.BACKWARD_WEIGHT):
             return
         m, (before, behind) = action.micro_batch, self.schedule.step.neighbours[action.micro_batch]
         if (added := here.pop(key_gradients(m, action.block), frozenset())) != frozenset(behind):

@@ -40,13 +40,14 @@ def step_of(
     strategy: Strategy | None = None,
     shared: int | None = None,
     slices: tuple[tuple[int, ...], ...] = (),
+    orders: tuple[str, ...] = (),
 ) -> StepSpec:
     """A step to be scheduled, with its settings checked.
 
     Args:
         topology: the real one; nodes must be equally large, see ``Topology.evened``.
         strategy: one that is not in the table, in place of ``settings.strategy``.
-        shared, slices: see ``StepSpec``.
+        shared, slices, orders: see ``StepSpec``.
 
     Raises:
         UserError: a setting that cannot work for this model on these nodes.
@@ -54,7 +55,8 @@ def step_of(
     strategy = (strategy or find(settings.strategy)).configured(settings)
     settings = replace(strategy.settle(settings), strategy=strategy.name)
     check_values(settings)
-    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared, slices=slices)
+    dealt = {"slices": slices, "orders": orders}
+    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared, **dealt)
     layers, offloaded = model.num_layers, settings.offloaded_layers
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
@@ -103,7 +105,8 @@ def step_of_bins(
     for numbers, documents in zip(each, form.slices, strict=False):
         ends = list(accumulate(documents, initial=0))
         slices += [numbers[begin:end] for begin, end in pairwise(ends)]
-    return step_of(model, topology, settings, shares, strategy=strategy, shared=shared, slices=tuple(slices))
+    dealt = {"shared": shared, "slices": tuple(slices), "orders": form.orders}
+    return step_of(model, topology, settings, shares, strategy=strategy, **dealt)
 
 
 def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
