@@ -281,7 +281,7 @@ class PlanRequest:
         alike = replace(settings, device_speeds="") if binned else settings
         typical = self.dealt_by(configured) if self.dealt else None
         shares = shares_of(typical.count if typical else self.micro_batches, self.topology, alike, strategy)
-        dealt = {"shared": 0} if binned else {}
+        dealt: dict[str, Any] = {"shared": 0} if binned else {}
         if typical and binned:
             dealt |= {"slices": slices_in(shares, typical)}
             dealt |= {"orders": (typical.order,) * len(set(shares))} if typical.order else {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -36,6 +38,21 @@ class Load(NamedTuple):
 
 Listed = Callable[[Order, tuple[int, ...], Load, int], Order]
 """What makes an order for the bins of a pipeline of which the first are slices, see ``search.slicing.listed``."""
+
+
+Link = tuple[int, int]
+"""From one position to another."""
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A boundary on its way, to a work with this number: ``left`` of its time were left at ``since``."""
+
+    number: int
+    left: float
+    since: float
+    rate: float = 0.0
+    version: int = 0
 
 
 class Linked:
@@ -71,14 +88,13 @@ class Linked:
                 if need in numbers:
                     self.followers[numbers[need]].append(number)
                     self.missing[number] += 1
-        self._ports = dict[tuple[int, int], tuple[float, tuple[tuple[str, int], ...]]]()
-        nodes = costs.nodes or range(layout.size)
-        for a, b in {pair for pair in pairwise(layout.places) if pair[0] != pair[1]}:
+        nodes, far = costs.nodes or range(layout.size), costs.link or costs.hop
+        self.passing_s, self.ports = dict[Link, float](), dict[Link, tuple[object, ...]]()
+        for a, b in (pair for pair in pairwise(layout.places) if pair[0] != pair[1]):
             for link in ((a, b), (b, a)):
-                far = nodes[a] != nodes[b]
-                time = (costs.link or costs.hop) if far else costs.near_hop
-                ports = (("out", nodes[link[0]]), ("in", nodes[link[1]])) if far else ()
-                self._ports[link] = float(time), ports
+                apart = nodes[a] != nodes[b]
+                self.passing_s[link] = far if apart else costs.near_hop
+                self.ports[link] = (("out", nodes[link[0]]), ("in", nodes[link[1]])) if apart else (link,)
 
     def run(self, ready: Callable[[int], None], chosen: Callable[[int], int | None]) -> float:
         """The time of the step.
@@ -87,61 +103,64 @@ class Linked:
             ready: is told of every work that has all that it waits for.
             chosen: of a position that is free, what it does next.
         """
-        missing, places, now = [*self.missing], self.places, 0.0
-        running = dict[int, tuple[float, int]]()
-        passing, behind = dict[tuple[int, int], list[float]](), defaultdict[tuple[int, int], deque](deque)
-        rates, awake = dict[tuple[int, int], float](), set(range(self.size))
+        missing, places, now, ended = [*self.missing], self.places, 0.0, 0.0
+        awake, busy, events = dict.fromkeys(range(self.size)), set[int](), list[tuple[float, int, Link | None, int]]()
+        flows, behind = dict[Link, _Flow](), defaultdict[Link, deque[_Flow]](deque)
+        on = defaultdict[object, dict[Link, None]](dict)
 
         def come(number: int) -> None:
             missing[number] -= 1
             if not missing[number]:
                 ready(number)
-                awake.add(places[number])
+                awake[places[number]] = None
+
+        def begin(link: Link, flow: _Flow) -> None:
+            flows[link] = flow
+            for port in self.ports[link]:
+                on[port][link] = None
+            share(link)
+
+        def share(changed: Link) -> None:
+            for link in {other: None for port in self.ports[changed] for other in on[port]}:
+                flow = flows[link]
+                flow.left, flow.since = flow.left - flow.rate * (now - flow.since), now
+                flow.rate = 1 / max(len(on[port]) for port in self.ports[link])
+                flow.version += 1
+                heappush(events, (now + max(0.0, flow.left) / flow.rate, flow.version, link, flow.number))
 
         for number, count in enumerate(missing):
             if not count:
                 ready(number)
         while True:
             for place in awake:
-                if place not in running and (number := chosen(place)) is not None:
-                    running[place] = now + self.seconds[number], number
+                if place not in busy and (number := chosen(place)) is not None:
+                    busy.add(place)
+                    heappush(events, (now + self.seconds[number], 0, None, number))
             awake.clear()
-            ends = [end for end, _ in running.values()]
-            ends += [now + left / rates[link] for link, (left, _) in passing.items()]
-            if not ends:
-                return now
-            spent, now = min(ends) - now, min(ends)
-            changed = False
-            for link, flow in [*passing.items()]:
-                flow[0] -= rates[link] * spent
-                if flow[0] <= 1e-12 * (1 + now):
-                    changed = True
-                    come(int(flow[1]))
-                    if behind[link]:
-                        passing[link] = behind[link].popleft()
-                    else:
-                        del passing[link]
-            for place, (end, number) in [*running.items()]:
-                if end > now:
+            if not events:
+                return ended
+            now = events[0][0]
+            while events and events[0][0] <= now:
+                _, version, link, number = heappop(events)
+                if link is not None:
+                    if link in flows and (flows[link].number, flows[link].version) == (number, version):
+                        ended = now
+                        del flows[link]
+                        for port in self.ports[link]:
+                            del on[port][link]
+                        begin(link, behind[link].popleft()) if behind[link] else share(link)
+                        come(number)
                     continue
-                del running[place]
-                awake.add(place)
+                ended, place = now, places[number]
+                busy.remove(place)
+                awake[place] = None
                 for other in self.followers[number]:
                     link = place, places[other]
-                    if link[0] == link[1]:
+                    if link[0] == link[1] or not (time := self.passing_s[link] * self.sizes[number]):
                         come(other)
                         continue
-                    flow = [self._ports[link][0] * self.sizes[number], other]
-                    if link in passing:
-                        behind[link].append(flow)
-                    else:
-                        passing[link], changed = flow, True
-            if changed:
-                there = defaultdict[tuple[str, int], int](int)
-                for link in passing:
-                    for port in self._ports[link][1]:
-                        there[port] += 1
-                rates = {link: 1 / max((there[port] for port in self._ports[link][1]), default=1) for link in passing}
+                    flow = _Flow(other, time, now)
+                    behind[link].append(flow) if link in flows else begin(link, flow)
 
 
 def played(layout: Layout, order: Order, costs: PipelineCosts, load: Load) -> float:
