@@ -258,9 +258,7 @@ def shortened(order: Order, most: int) -> Order:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_clock_of_links_and_the_clock_of_the_house_say_the_same(size: int) -> None:
-    """Of bins of uneven times and bytes over slow links, in the order that is made for them; nearly, where what one port
-    leaves goes to others.
-    """
+    """Of uneven bins over slow links, in the order that is made for them; nearly, where what a port leaves goes on."""
     topology = Topology.grid(size, 1)
     use = laid_out("generated", stages="nodes", block_times=f"{BLOCKS};hop=12;link=8")
     bins = dealing_of(use, topology, cuts=LONG)([*lengths_of(2, 60), 1500, 700, 333])
