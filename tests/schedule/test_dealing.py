@@ -19,7 +19,7 @@ from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.links import Load, played
+from tawpipe.schedule.pipelines.links import LaneLoad, played
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import causal, one_f_one_b
 from tawpipe.schedule.pipelines.search.arrange import arrange
@@ -185,10 +185,10 @@ def test_the_last_stage_goes_back_with_a_document_as_soon_as_it_has_come() -> No
     assert ahead == sorted(ahead, reverse=True) and ahead[0] >= 6
 
 
-def loads(count: int, slices: tuple[int, ...]) -> Load:
+def loads(count: int, slices: tuple[int, ...]) -> LaneLoad:
     """Bins that take equally long, in which a document's slices get smaller and whole documents are largest."""
     sizes = [1 - at / (2 * size) for size in slices for at in range(size)]
-    return Load([1.0] * count, [*sizes, *[1.5] * (count - len(sizes))])
+    return LaneLoad([1.0] * count, [*sizes, *[1.5] * (count - len(sizes))])
 
 
 @pytest.mark.parametrize("hop", [0, 4, 12])
@@ -224,7 +224,7 @@ def test_few_weights_wait_and_no_step_is_longer_for_it(size: int, slices: tuple[
     block, layout = BlockTimes(1000, 2000, 1000, 1, 16), Layout.even(LAYERS + 2, size)
     costs = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 1200, 0)), hop=500)
     blind = replace(costs, blocks=tuple(replace(block, kept_for_weights=0) for block in costs.blocks))
-    load = Load([1.0] * 7 * size, [1.0] * 7 * size)
+    load = LaneLoad([1.0] * 7 * size, [1.0] * 7 * size)
     orders = [arrange(layout, each, 7 * size) for each in (blind, costs)]
     if slices:
         orders = [listed(layout, costs, order, slices, load, LISTED) for order in orders]
@@ -240,13 +240,13 @@ def test_boundaries_between_two_positions_go_one_after_the_other_and_share_what_
     """
     layout, costs = Layout.even(4, 2), PipelineCosts((BlockTimes(0, 0, 0),) * 3 + (BlockTimes(1, 0, 0),), hop=10)
     order = Order.parse("F0.0 F0.1 F0.2|F1.0 F1.1 F1.2;;")
-    ends = [played(layout, shortened(order, most), costs, Load([1] * 3, [1, 2, 1])) for most in (1, 2, 3)]
+    ends = [played(layout, shortened(order, most), costs, LaneLoad([1] * 3, [1, 2, 1])) for most in (1, 2, 3)]
     assert ends == [11, 31, 41]
     blocks = (BlockTimes(0, 0, 0), BlockTimes(0, 3, 0), BlockTimes(0, 0, 0), BlockTimes(1, 0, 0))
     between = PipelineCosts((*blocks, BlockTimes(0, 0, 0)), hop=9, link=6)
     works = "B0.0|F1.1 B1.0|F2.1;;"
     assert [
-        played(Layout.parse("0,1,3@0,1,2", 5), Order.parse(works), costs, Load([1, 1], [1, 1]))
+        played(Layout.parse("0,1,3@0,1,2", 5), Order.parse(works), costs, LaneLoad([1, 1], [1, 1]))
         for costs in (between, replace(between, near_hop=1, nodes=(0, 1, 1)))
     ] == [12, 9]
 
@@ -272,9 +272,9 @@ def test_the_clock_of_links_and_the_clock_of_the_house_say_the_same(size: int) -
     model = replace(model, between=LinkModel(model.boundary(0) / bins.tokens(bins.single[0][0]) * mean / (8 * unit)))
     shape = use.shape(schedule.step.model, topology)
     lane = [row[0] for row in bins.single]
-    load = Load([bins.time(b) for b in lane], [bins.tokens(b) / mean for b in lane])
+    load = LaneLoad([bins.time(b) for b in lane], [bins.tokens(b) / mean for b in lane])
     times = sum(load.times) / len(lane)
-    load = Load([time / times for time in load.times], load.sizes)
+    load = LaneLoad([time / times for time in load.times], load.sizes)
     said = played(shape.layout, Order.parse(bins.orders[0]), shape.costs, load) * unit
     assert play(schedule, model, steps=1).makespan == pytest.approx(said, rel=0.01 if size < 4 else 0.03)
 

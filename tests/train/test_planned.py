@@ -98,16 +98,16 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
 
 def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
     machine = machine_of("2x2@10gbit", device=Device("H100"))
-    asked: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8}
+    asked: dict[str, Any] = {"vocab_size": 500, "sequence_length": 4096, "global_batch": 8}
     settings, parts = ScheduleSettings(strategy="1f1b"), []
-    for longest, least, most in ((64, 2, 4), (640, 10, 40)):
-        request = request_for("tiny", machine, dealt=[longest, *[8] * 48], **asked)
+    for longest, least, most in ((4096, 2, 8), (40960, 10, 40)):
+        request = request_for("tiny", machine, dealt=[longest, *[512] * 48], **asked)
         step = request.step(settings)
         (document,) = step.slices
         assert document == tuple(range(len(document))) and least <= len(document) <= most
         parts.append(memory_quickly(request, step).parts["activations"])
     assert parts[1] > 1.5 * parts[0]
-    request = replace(request, dealt=(8,) * 48)
+    request = replace(request, dealt=(512,) * 48)
     assert (
         not request.step(settings).slices
         and memory_quickly(request, request.step(settings)).parts["activations"] < parts[0]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.links import Listed, Load, played
+from tawpipe.schedule.pipelines.links import LaneLoad, Listed, played
 from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
@@ -174,13 +174,13 @@ def deal_to_pipelines(
     return _in_their_places(*best, layout, costs, most)[1]
 
 
-def _loads(bins: Bins) -> list[Load]:
+def _loads(bins: Bins) -> list[LaneLoad]:
     """What the bins of every pipeline are beside the mean one."""
     lanes = [*zip(*bins.single, strict=True)]
     count = len(bins.single) * len(lanes)
     mean, tokens = sum(map(bins.work.of, bins.lengths)) / count, sum(bins.lengths) / count
     return [
-        Load(
+        LaneLoad(
             [bins.time(bin) / mean if mean else 1.0 for bin in lane],
             [bins.tokens(bin) / tokens for bin in lane],
             OVERHEAD / tokens,
@@ -264,7 +264,7 @@ def _in_their_places(
     given = zip(zip(*bins.single, strict=True), _loads(bins), cuts, texts, orders, strict=True)
     for lane, load, cut, text, order in given:
 
-        def taken(places: Sequence[int], load: Load = load, order: Order = order) -> float:
+        def taken(places: Sequence[int], load: LaneLoad = load, order: Order = order) -> float:
             return played(layout, order, costs, load.placed(places))
 
         places = [*range(len(lane))]

@@ -18,7 +18,7 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs
 
 
-class Load(NamedTuple):
+class LaneLoad(NamedTuple):
     """What the bins of a pipeline are beside the mean bin, for which costs are.
 
     Args:
@@ -30,13 +30,13 @@ class Load(NamedTuple):
     sizes: Sequence[float]
     beside: float = 0.0
 
-    def placed(self, places: Sequence[int]) -> Load:
+    def placed(self, places: Sequence[int]) -> LaneLoad:
         """Of the bins with these numbers."""
         times, sizes = ([numbers[place] for place in places] for numbers in (self.times, self.sizes))
         return self._replace(times=times, sizes=sizes)
 
 
-Listed = Callable[[Order, tuple[int, ...], Load, int], Order]
+Listed = Callable[[Order, tuple[int, ...], LaneLoad, int], Order]
 """What makes an order for the bins of a pipeline of which the first are slices, see ``search.slicing.listed``."""
 
 
@@ -64,7 +64,7 @@ class Linked:
     """
 
     def __init__(
-        self, layout: Layout, costs: PipelineCosts, works: Iterable[Work], load: Load, slices: Sequence[int] = ()
+        self, layout: Layout, costs: PipelineCosts, works: Iterable[Work], load: LaneLoad, slices: Sequence[int] = ()
     ) -> None:
         self.works, self.size, table = [*works], layout.size, costs.stages(layout).seconds
         numbers = {work: number for number, work in enumerate(self.works)}
@@ -163,7 +163,7 @@ class Linked:
                     behind[link].append(flow) if link in flows else begin(link, flow)
 
 
-def played(layout: Layout, order: Order, costs: PipelineCosts, load: Load) -> float:
+def played(layout: Layout, order: Order, costs: PipelineCosts, load: LaneLoad) -> float:
     """The time of a step in an order, without what passes to a host's memory."""
     linked = Linked(layout, costs, [work for works in order.compute for work in works], load)
     ends = [*accumulate(map(len, order.compute))]

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, islice, product, takewhile
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.links import Linked, Load, played
+from tawpipe.schedule.pipelines.links import LaneLoad, Linked, played
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.search.arrange import WAITING, hardly_longer
@@ -30,7 +30,9 @@ FIRST = 4
 """Numbers of bins of whole documents before the others that are tried, about."""
 
 
-def listed(layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...], load: Load, most: int) -> Order:
+def listed(
+    layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...], load: LaneLoad, most: int
+) -> Order:
     """The shortest of ``causal(order, slices)`` and of orders that are listed, as far as memory has room for these, or
     one that is hardly longer and takes less.
 
@@ -71,7 +73,7 @@ def _ended(layout: Layout, order: Order) -> Order:
     return replace(order, compute=tuple(lanes))
 
 
-def _turns(slices: Sequence[int], load: Load) -> Iterator[list[range]]:
+def _turns(slices: Sequence[int], load: LaneLoad) -> Iterator[list[range]]:
     """The micro-batches of documents, and of bins of whole ones, of which some come first. The others come behind the
     documents, or between them, the last document at the end: while its slices pass a stage, the one before has bins to
     go back with. Documents are as they are, or in reverse. Empty bins come second, where nothing waits for them.
