@@ -225,9 +225,12 @@ def test_few_weights_wait_and_no_step_is_longer_for_it(size: int, slices: tuple[
     costs = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 1200, 0)), hop=500)
     blind = replace(costs, blocks=tuple(replace(block, kept_for_weights=0) for block in costs.blocks))
     load = LaneLoad([1.0] * 7 * size, [1.0] * 7 * size)
-    orders = [arrange(layout, each, 7 * size) for each in (blind, costs)]
-    if slices:
-        orders = [listed(layout, costs, order, slices, load, LISTED) for order in orders]
+    orders = [
+        listed(layout, each, arrange(layout, each, 7 * size), slices, load, LISTED)
+        if slices
+        else arrange(layout, each, 7 * size)
+        for each in (blind, costs)
+    ]
     free, lean = ((played(layout, order, costs, load), max(peak(layout, order, costs))) for order in orders)
     stages = costs.stages(layout)
     few = (2 * size + 1) * (max(stages.kept) + max(stages.kept_for_weights))

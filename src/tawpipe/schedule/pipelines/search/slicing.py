@@ -57,8 +57,9 @@ def listed(
         if taken < options[0][0]:
             options.append((taken, max(peak(layout, other, costs)), other))
     order = hardly_longer([options[0], *(option for option in options[1:] if fits(costs, option[1]))])
-    ended = _ended(layout, order) if begins else order
-    return ended if fits(costs, max(peak(layout, ended, costs))) else order
+    ended, alone = _ended(layout, order) if begins else order, load._replace(beside=0.0)
+    later = played(layout, ended, costs, alone) > played(layout, order, costs, alone)  # by W that had gaps to run in
+    return order if later or not fits(costs, max(peak(layout, ended, costs))) else ended
 
 
 def _ended(layout: Layout, order: Order) -> Order:
