@@ -21,6 +21,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.quantized import passing_bytes
 from tawpipe.plan import measure as measure_module
+from tawpipe.plan import memory as memory_of_blocks
 from tawpipe.plan import profile, would_fit
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.feasible import fits, shortage, with_settings
@@ -287,6 +288,29 @@ def test_a_layers_output_is_the_next_layers_input_and_counts_once():
     assert found["graph"] == pytest.approx(measured["graph"], rel=0.02)
     assert found["kept"] == pytest.approx(measured["kept"], rel=0.02)
     assert found["kept"] == 2 * 128 * FLOAT + 2 * FLOAT, "its input, attention's output, and a number for every head"
+
+
+def test_rows_of_twice_as_many_tokens_as_a_layer_is_wide_are_long_enough(monkeypatch):
+    """In shorter ones the gradient of a matrix hides what is computed for all tokens."""
+    needed = {}
+    for most in (CONFIG.hidden_size // 2, 2 * CONFIG.hidden_size, 8 * CONFIG.hidden_size):
+        monkeypatch.setattr(memory_of_blocks, "MOST_TOKENS", most)
+        line = measure_memory(Bench(chain(), CPU, torch.float32, 256), tokens=100_000).working["layer"]["backward full"]
+        needed[most] = line[0] + line[1] * 100_000
+    too_short, enough, long = needed.values()
+    assert enough == pytest.approx(long, rel=0.01) and too_short < 0.9 * long
+
+
+@pytest.mark.parametrize(
+    ("width", "free_gib", "tokens", "most"),
+    [(4096, 70, 32_768, 8192), (4096, 70, 33_000, 8191), (5000, 70, 4096, 10_240), (8192, 8, 4096, 4096)],
+)
+def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, width, free_gib, tokens, most):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib << 30, 80 << 30))
+    bench: Any = SimpleNamespace(device=torch.device("cuda"), boundary=2 * width, chain=SimpleNamespace(width=width))
+    assert memory_of_blocks._longest(bench, tokens) == most
+    bench.device = CPU
+    assert memory_of_blocks._longest(bench, tokens) in (2047, 2048)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

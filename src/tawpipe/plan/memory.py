@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from tawpipe.model.attention_kernel import recurs
+from tawpipe.model.attention_kernel import FIXED, recurs
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
 from tawpipe.model.flops import attention_width, key_bytes, key_width
@@ -26,9 +27,9 @@ from tawpipe.runtime.split import DeferredProducts
 from tawpipe.schedule.footprint import BlockMemory
 
 MOST_TOKENS = 2048
-"""Longer rows are not run: bytes grow with the tokens alone, because no kernel holds a matrix of scores. Rows whose
-length does not recur are of an odd one here, too: another kernel computes them, which needs more memory.
-"""
+"""Longer rows are not run on a CPU: bytes grow with the tokens alone, because no kernel holds a matrix of scores."""
+ROOM_OF_TOKEN = 128
+"""Boundaries for every token of a row that is run, for which a device has to have room: a layer needs half of it."""
 MEASURED_CHUNK = 512
 """Tokens of the chunks of the rows that are run, and twice as many; larger ones follow from the line."""
 DOCUMENTS = 8
@@ -49,8 +50,7 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
     for (kind, *_), blocks in bench.kinds().items():
         if bench.is_packed(blocks[0]):
             unpacking = max(unpacking, _steady([bench.unpack(blocks[0])], bench.device)[0].most)
-        most = 2 * bench.chunk if kind == "head" else MOST_TOKENS if recurs(tokens) else MOST_TOKENS - 1
-        most = min(tokens, most)
+        most = min(tokens, 2 * bench.chunk if kind == "head" else _longest(bench, tokens))
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
         first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))
@@ -67,6 +67,20 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
             at_once[kind] = max(most, bench.chunk)
     keys = key_bytes(bench.chain.config.get_text_config(), bench.dtype)
     return BlockMemory(bench.boundary, kept, dict(working), at_once, *keys, unpacking=unpacking)
+
+
+def _longest(bench: Bench, tokens: int) -> int:
+    """Tokens of the longest row that is run, for rows of ``tokens``.
+
+    In rows of fewer tokens than a layer is wide the gradient of a weight is larger than what is computed for all
+    tokens, so that the most is taken at another moment than in long rows. A GPU runs rows of twice as many, if it has
+    room. Rows whose length does not recur are of an odd one here, too: another kernel computes them, which needs more.
+    """
+    most = MOST_TOKENS
+    if bench.device.type == "cuda":
+        room = torch.cuda.mem_get_info(bench.device)[0] // (ROOM_OF_TOKEN * bench.boundary)
+        most = max(most, 2 * FIXED * min(ceil(bench.chain.width / FIXED), room // (2 * FIXED)))
+    return most if recurs(tokens) else most - 1
 
 
 def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:

@@ -76,7 +76,7 @@ def longest(world: World) -> Outcome:
     if seconds > MOST_SECONDS:
         return Outcome(None, f"{least:,} tokens in {room / 2**30:.1f} GiB would take {seconds:.0f} s a step", numbers)
     row = by_itself(config, [least], settings.recompute, dtype, world.device)
-    numbers |= {"measured_bytes": row["measured_bytes"], "seconds": row["seconds"]}
+    numbers |= {name: row[name] for name in ("predicted_bytes", "measured_bytes", "seconds")}
     note = f"{least:,} tokens in {row['measured_bytes'] / 2**30:.2f} of {room / 2**30:.2f} GiB, {row['seconds']:.1f} s"
     return Outcome(row["measured_bytes"] <= room * (1 + LIMIT), note, numbers)
 
