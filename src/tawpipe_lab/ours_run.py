@@ -212,26 +212,20 @@ class _SleepingCompute:
         self._rank = rank
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
-        part = self._workload.block_parts[action.block]
-        if self._model.blocks[action.block].kind != "head":  # which does all in its backward pass
-            self._compute(action, part.forward_s)
-        self._turn_over(action)
+        in_backward = self._model.blocks[action.block].kind == "head"
+        self._compute(action, 0.0 if in_backward else self._workload.block_parts[action.block].forward_s)
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         part, m = self._workload.block_parts[action.block], action.micro_batch
         if self._model.blocks[action.block].kind == "head":
             self._compute(action, part.seconds)
-        else:
-            kept = self._step.recomputes(action.block, m) == "none" or action.block in self._kept.get(m, ())
-            again = part.forward_s if kept else 0.0
-            self._compute(action, part.backward_input_s - again)
-            if action.op is Op.BACKWARD:
-                self._compute(action, part.backward_weight_s)
-        self._turn_over(action)
+            return
+        kept = self._step.recomputes(action.block, m) == "none" or action.block in self._kept.get(m, ())
+        seconds = part.backward_input_s - (part.forward_s if kept else 0.0)
+        self._compute(action, seconds + (part.backward_weight_s if action.op is Op.BACKWARD else 0.0))
 
     def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         self._compute(action, self._workload.block_parts[action.block].backward_weight_s)
-        self._turn_over(action)
 
     def prepare(self, action: Action, given: StepInput) -> None:
         pass
@@ -245,9 +239,10 @@ class _SleepingCompute:
         return {buffer: self._new(buffer) for buffer in action.writes}
 
     def _compute(self, action: Action, seconds: float) -> None:
-        """Compute for a rank's share of so many seconds of a usual micro-batch."""
+        """Compute for a rank's share of so many seconds of a usual micro-batch, and write what the action writes."""
         m = action.micro_batch
-        self._sleeper.compute(seconds * self._workload.work(m) / self._step.ranks_of(m))
+        with self._sleeper.computing(seconds * self._workload.work(m) / self._step.ranks_of(m)):
+            self._turn_over(action)
 
     def _turn_over(self, action: Action) -> None:
         """Hold the activations that an action writes, and then no longer those that it frees."""

@@ -175,16 +175,25 @@ class Sleeper:
         """Begin anew: the next computation is the first."""
         self.first_s = self.last_s = math.nan
 
-    def compute(self, seconds: float) -> None:
+    @contextmanager
+    def computing(self, seconds: float) -> Iterator[None]:
+        """A context that takes ``seconds`` at full speed; what the process does in it for what is computed, as a device
+        would meanwhile, is part of these.
+        """
         seconds /= self.pace.speed
         needed = self.pace.seconds(seconds)
         self.asked_s += seconds
         self.delay_s += needed - seconds
-        if math.isnan(self.first_s):
-            self.first_s = time.perf_counter()
         needed -= self._overslept_s
         with self.busy("COMPUTE"):
             begin = time.perf_counter()
-            time.sleep(max(0.0, needed))
+            if math.isnan(self.first_s):
+                self.first_s = begin
+            yield
+            time.sleep(max(0.0, begin + needed - time.perf_counter()))
             self.last_s = time.perf_counter()
         self._overslept_s = min(self.last_s - begin - needed, MOST_OVERSLEPT_S)
+
+    def compute(self, seconds: float) -> None:
+        with self.computing(seconds):
+            pass

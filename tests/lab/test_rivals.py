@@ -89,13 +89,13 @@ def _local(tensor: Tensor) -> Tensor:
 def _watch_unsharded(contender: Any) -> list[int]:
     """How many layers have their whole weights, at every piece of computation."""
     seen: list[int] = []
-    compute = contender.sleeper.compute
+    computing = contender.sleeper.computing
 
-    def watched(seconds: float) -> None:
+    def watched(seconds: float) -> Any:
         seen.append(sum(not isinstance(layer.weight, DTensor) for layer in getattr(contender, "layers", ())))
-        compute(seconds)
+        return computing(seconds)
 
-    contender.sleeper.compute = watched
+    contender.sleeper.computing = watched
     return seen
 
 

@@ -64,6 +64,17 @@ def test_a_slow_device_sleeps_longer_and_that_is_no_delay():
     assert sleeper.busy.take()["COMPUTE"] >= 0.02
 
 
+def test_what_a_process_does_for_a_computation_is_part_of_its_time(monkeypatch):
+    now, slept = [100.0], list[float]()
+    monkeypatch.setattr(sleeper.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sleeper.time, "sleep", slept.append)
+    device = Sleeper(BusyTime())
+    with device.computing(0.05):
+        now[0] += 0.04
+    assert slept == [pytest.approx(0.01)]
+    assert device.asked_s == 0.05 and device.first_s == 100
+
+
 def test_a_cell_says_the_speed_of_every_device():
     """Bounds are those of all devices together, whoever has how much to do; by dependencies those of the dealing."""
     suite = load_suite("unequal")

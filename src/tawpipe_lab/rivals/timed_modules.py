@@ -55,10 +55,11 @@ class _InputPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.sleeper.compute(ctx.seconds)
-        if ctx.linear.elements and not ctx.linear.done:
-            ctx.linear.held = torch.ones(ctx.linear.elements)
-        return gradients[0].clone(memory_format=torch.contiguous_format), None, None, None
+        with ctx.sleeper.computing(ctx.seconds):
+            if ctx.linear.elements and not ctx.linear.done:
+                ctx.linear.held = torch.ones(ctx.linear.elements)
+            gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        return gradient, None, None, None
 
 
 class _WeightPart(torch.autograd.Function):
@@ -69,9 +70,10 @@ class _WeightPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.sleeper.compute(ctx.seconds)
-        ctx.linear.held, ctx.linear.done = None, True
-        return gradients[0].expand(ctx.size).contiguous(), None, None, None  # dense: it travels
+        with ctx.sleeper.computing(ctx.seconds):
+            ctx.linear.held, ctx.linear.done = None, True
+            gradient = gradients[0].expand(ctx.size).contiguous()  # dense: it travels
+        return gradient, None, None, None
 
 
 class _Join(torch.autograd.Function):
@@ -110,12 +112,12 @@ class TimedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.shape[0] * self.size.work
-        self.sleeper.compute(self.part.forward_s * count)
-        # In this order: the weight part must be the younger node.
-        linear = _Linear(int(self.part.linear_bytes * x.shape[0] * self.size.tokens) // 4)
-        hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count, linear)
-        weight = _WeightPart.apply(self.weight, self.sleeper, self.part.backward_weight_s * count, linear)
-        return _Join.apply(hidden, weight)  # type: ignore[return-value]
+        with self.sleeper.computing(self.part.forward_s * count):
+            # In this order: the weight part must be the younger node.
+            linear = _Linear(int(self.part.linear_bytes * x.shape[0] * self.size.tokens) // 4)
+            hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count, linear)
+            weight = _WeightPart.apply(self.weight, self.sleeper, self.part.backward_weight_s * count, linear)
+            return _Join.apply(hidden, weight)  # type: ignore[return-value]
 
 
 class TimedChain(nn.Module):
