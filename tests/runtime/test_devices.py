@@ -27,6 +27,17 @@ def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypa
     assert pick_device("auto", 0) == torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_a_device_that_others_have_filled_is_not_replaced_by_the_cpu(monkeypatch, wanted):
+    def refuse(_: int) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(UserError, match=rf"^device: got '{wanted}'; a device with room .*CUDA error: out of memory\)$"):
+        pick_device(wanted, 0)
+
+
 def test_a_context_that_torch_takes_by_itself_is_no_news(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)

@@ -235,7 +235,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     """``auto``, ``cpu`` or ``cuda`` to this process's device.
 
     Raises:
-        UserError: ``cuda`` where there is none, or more local processes than devices.
+        UserError: ``cuda`` where there is none, or more local processes than devices; or one that others have filled.
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise UserError("device", wanted, "auto, cpu or cuda")
@@ -256,6 +256,9 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     except (RuntimeError, AssertionError) as error:  # above all a driver that is too old for this torch
         problem = f"torch {torch.__version__} cannot start CUDA here: {str(error).splitlines()[0]}"
+        if "out of memory" in problem:
+            expected = f"a device with room beside its other processes, which nvidia-smi shows, or cpu ({problem})"
+            raise UserError("device", wanted, expected) from error
         if wanted == "cuda":
             raise UserError("device", wanted, f"a driver and a torch that go together, or cpu ({problem})") from error
         logger.warning("%s. The CPU is used instead", problem)
