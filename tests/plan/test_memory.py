@@ -305,12 +305,13 @@ def test_rows_of_twice_as_many_tokens_as_a_layer_is_wide_are_long_enough(monkeyp
     ("width", "free_gib", "tokens", "most"),
     [(4096, 70, 32_768, 8192), (4096, 70, 33_000, 8191), (5000, 70, 4096, 10_240), (8192, 8, 4096, 4096)],
 )
-def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, width, free_gib, tokens, most):
+def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, caplog, width, free_gib, tokens, most):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib << 30, 80 << 30))
     bench: Any = SimpleNamespace(device=torch.device("cuda"), boundary=2 * width, chain=SimpleNamespace(width=width))
-    assert memory_of_blocks._longest(bench, tokens) == most
+    assert memory_of_blocks._longest(bench, tokens) == most and not caplog.text
     bench.device = CPU
     assert memory_of_blocks._longest(bench, tokens) in (2047, 2048)
+    assert "in rows of 2048 tokens and not of" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from tawpipe.runtime.rows import OnDevice, Rows
 from tawpipe.runtime.split import DeferredProducts
 from tawpipe.schedule.footprint import BlockMemory
 
+logger = logging.getLogger(__name__)
 MOST_TOKENS = 2048
 """Longer rows are not run on a CPU: bytes grow with the tokens alone, because no kernel holds a matrix of scores."""
 ROOM_OF_TOKEN = 128
@@ -47,10 +49,11 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
     kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0, "lin": 0}
     at_once: dict[str, int] = {}
     unpacking = 0
+    longest = _longest(bench, tokens)
     for (kind, *_), blocks in bench.kinds().items():
         if bench.is_packed(blocks[0]):
             unpacking = max(unpacking, _steady([bench.unpack(blocks[0])], bench.device)[0].most)
-        most = min(tokens, 2 * bench.chunk if kind == "head" else _longest(bench, tokens))
+        most = min(tokens, 2 * bench.chunk if kind == "head" else longest)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
         first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))
@@ -76,10 +79,13 @@ def _longest(bench: Bench, tokens: int) -> int:
     tokens, so that the most is taken at another moment than in long rows. A GPU runs rows of twice as many, if it has
     room. Rows whose length does not recur are of an odd one here, too: another kernel computes them, which needs more.
     """
-    most = MOST_TOKENS
+    most, width = MOST_TOKENS, bench.chain.width
     if bench.device.type == "cuda":
         room = torch.cuda.mem_get_info(bench.device)[0] // (ROOM_OF_TOKEN * bench.boundary)
-        most = max(most, 2 * FIXED * min(ceil(bench.chain.width / FIXED), room // (2 * FIXED)))
+        most = max(most, 2 * FIXED * min(ceil(width / FIXED), room // (2 * FIXED)))
+    if most < min(tokens, 2 * width):
+        words = "layers' memory is measured in rows of %d tokens and not of %d, twice their width: long rows may take more"
+        logger.warning(words, most, 2 * width)
     return most if recurs(tokens) else most - 1
 
 
