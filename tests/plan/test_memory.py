@@ -311,7 +311,7 @@ def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, caplog, w
     assert memory_of_blocks._longest(bench, tokens) == most and not caplog.text
     bench.device = CPU
     assert memory_of_blocks._longest(bench, tokens) in (2047, 2048)
-    assert "in rows of 2048 tokens and not of" in caplog.text
+    assert "in rows of 2048 tokens and not" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
