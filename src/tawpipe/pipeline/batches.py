@@ -104,6 +104,8 @@ class Deal:
                 out of the model's vocabulary or table of positions.
         """
         if isinstance(batch, LocalBatch):
+            if batch.rows < 1:
+                raise UserError("batch", f"{batch.rows} rows", "at least one row")
             parts = [self._scaled_alike(self._checked(part.copy(pinned=self.pinned))) for part in batch.micro_batches]
             return replace(batch, micro_batches=parts)
         for name in REQUIRED:

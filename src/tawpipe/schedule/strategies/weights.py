@@ -252,6 +252,8 @@ class WeiPipe(Spread):
         if step.topology.world_size == 1:
             return super().build(step, training=training, ranks=ranks)
         assert ranks is None, "no rank stands for another on a ring"
+        if not any(step.micro_batches):
+            raise UserError("batch", "0 rows", f"at least one under {self.name}: nothing goes round its ring")
         return build_weipipe(step, training=training)
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
