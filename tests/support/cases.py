@@ -92,14 +92,18 @@ def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0, layer
     return model.to(dtype)
 
 
-def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
-    """Rows with masked prompts of uneven lengths, so that ranks hold different numbers of tokens that count."""
+def batches(rows: int | tuple[int, ...], steps: int = STEPS) -> list[dict[str, Tensor]]:
+    """Rows with masked prompts of uneven lengths, so that ranks hold different numbers of tokens that count.
+
+    Args:
+        rows: of every step, or of each.
+    """
     generator = torch.Generator().manual_seed(3)
     found = []
-    for _ in range(steps):
-        ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+    for count in rows if isinstance(rows, tuple) else (rows,) * steps:
+        ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
         labels = ids.clone()
-        for row in range(rows):
+        for row in range(count):
             labels[row, : 3 * row % LENGTH] = -100
         found.append({"input_ids": ids, "labels": labels})
     return found
@@ -107,10 +111,10 @@ def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
 
 @functools.lru_cache(maxsize=32)
 def plain_loop(
-    dtype: torch.dtype, tied: bool, rows: int, clip: float | None, steps: int
+    dtype: torch.dtype, tied: bool, rows: int | tuple[int, ...], clip: float | None, steps: int, layers: int = LAYERS
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, gradient norms, the first step's gradients (clipped), and the weights after all steps."""
-    model = llama(dtype, tied=tied)
+    model = llama(dtype, tied=tied, layers=layers)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -196,18 +196,16 @@ class Ahead:
         (begun.leaving if send else begun.coming).append(message)
 
     def _number(self, action: Action, *way: int) -> int:
-        """The number of a ring in its group, or of a message between two ranks."""
-        key = (action.lane, action.group, *way)
+        """Count the messages of a counter, see ``Action.counter``."""
+        key = action.counter(*way)
         self._numbers[key] = self._numbers.get(key, 0) + 1
         return self._numbers[key]
 
     def _message(self, action: Action, peer: int, tensor: Tensor, number: int, about: str, *, send: bool) -> Message:
         """Begin a message."""
         checksum, group = zlib.crc32(about.encode()), self._groups[action.lane, action.group]
-        tag, move = (
-            1 << 30 | number % (1 << 8) << 22 | (action.op is Op.EXCHANGE) << 1,
-            dist.isend if send else dist.irecv,
-        )
+        counted = 1 if action.op is Op.EXCHANGE else 2 + action.begins_ahead  # messages of two counters never pair
+        tag, move = counted << 29 | number % (1 << 8) << 21, dist.isend if send else dist.irecv
         header = None
         if self._strict:
             mine = torch.tensor([number, checksum])
@@ -220,7 +218,7 @@ class Ahead:
                 theirs,
                 f"{about} {'to' if send else 'from'} rank {peer} on {action.lane} {action.group}",
             )
-        work = move(tensor, peer, group=group, tag=tag | checksum % (1 << 20) << 2 | 1)
+        work = move(tensor, peer, group=group, tag=tag | checksum % (1 << 20) << 1 | 1)
         assert work is not None
         return Message(work, tensor, header)
 

@@ -277,9 +277,7 @@ class Transport:
             self._whole(action, source, target)
 
     def _whole(self, action: Action, source: Tensor, target: Tensor) -> None:
-        """An all-gather or a reduce-scatter of which nothing has begun. It counts among the rings of its lane and group
-        when the lane comes to it, so none of these may begin ahead: refreshes and SEQ have theirs for themselves.
-        """
+        """Run an all-gather or a reduce-scatter of which nothing has begun."""
         if self.ahead is not None:
             self.ahead.ring(action, source, target)
         else:

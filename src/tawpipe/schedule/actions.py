@@ -182,6 +182,17 @@ class Action:
         """What it reads and writes from then on."""
         return {"reads": () if self.op is Op.EXCHANGE else self.reads, "writes": self.writes}
 
+    def counter(self, *way: int) -> tuple:
+        """Return the counter that numbers a message of this action, on gloo, which pairs messages by their numbers.
+
+        The thread beside a lane numbers what begins ahead, the lane numbers the rest. How far one is before the other
+        differs from rank to rank. So no counter serves both, and a number follows from the schedule alone.
+
+        Args:
+            way: sender and receiver of a transfer, whose two sides count apart.
+        """
+        return (self.lane, self.group, *(way or (self.begins_ahead,)))
+
     def __str__(self) -> str:
         words = [self.lane.value, self.op.value]
         if self.collective:
