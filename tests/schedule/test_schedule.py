@@ -232,7 +232,7 @@ def test_a_step_that_caches_everything_is_the_strategy_made_for_it():
 def test_a_kept_slice_of_the_step_before_is_refused():
     schedule = make(llama(2), 2, 1, 4, strategy="tawpipe-spread", step_cache="all")
     forward = next(action for action in schedule.programs[0] if action.op is Op.FORWARD)
-    (name,), contents = forward.weights, Contents(schedule)
+    (name,), contents = forward.weights, Contents([schedule, schedule])
     contents.held[0][name] = Content("w", 0, (0, 1), version=0)
     with pytest.raises(ScheduleError, match=r"version=1.*finds.*version=0"):
         contents.local(Running(0, 1, 0, forward))

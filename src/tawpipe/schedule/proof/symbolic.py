@@ -6,9 +6,10 @@ Contents are symbolic: weights know their unit, stripes and version, gradients t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
-from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.actions import Action, Op, Transfer
 from tawpipe.schedule.buffers import (
     OUTSIDE,
     Buffer,
@@ -57,6 +58,7 @@ class Running:
         waits: how many actions it still waits for.
         open_parts: transfers of an exchange that have not met their other side.
         begins: instead of the action its beginning, before its lane comes to it.
+        numbers: of its messages, by transfer; by None of a collective's. An action and its beginning share them.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class Running:
     started: bool = False
     open_parts: int = 0
     begins: bool = False
+    numbers: dict[Transfer | None, int] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} step {self.step} #{self.index}: {self.action}"
@@ -77,12 +80,18 @@ class Contents:
 
     Every method takes the running action, reads what it reads and writes what it writes.
 
+    Args:
+        schedules: of the steps, in their order; they differ in their micro-batches, or only go forward.
+
     Raises:
         ScheduleError: the action does not find what it needs, or writes what does not fit.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self._early = schedule, schedule.training and schedule.step.settings.early_updates
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self.schedules, schedule = schedules, schedules[0]
+        self.schedule, self._early = schedule, schedule.step.settings.early_updates
+        self._updates = tuple(accumulate((one.training for one in schedules), initial=0))
+        """Of every step the updates before it, and all."""
         self.held: list[dict[Buffer, Content]] = []
         self.alive: list[set[Buffer]] = []
         """Activations and losses of every rank."""
@@ -90,7 +99,11 @@ class Contents:
         """Of every rank's keys and values, and of their gradients: the ranks of the set that are in them."""
         self._unfinished: list[set[Buffer]] = [set() for _ in schedule.programs]
         """Gradients of inputs that lack what comes through keys and values."""
-        self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
+        distinct = list({id(one): one for one in schedules}.values())
+        self._sizes = [
+            {buffer: size for one in distinct for buffer, size in one.buffer_elements(rank).items()}
+            for rank in range(schedule.topology.world_size)
+        ]
         self._normed = [-1] * schedule.topology.world_size
         """The step of every rank's last NORM."""
         self._counted = [-1] * schedule.topology.world_size
@@ -101,43 +114,19 @@ class Contents:
             self.alive.append(self._at_first(rank))
         self._passes: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
         """Of every rank's caches the passes that are in them."""
-        self._split = {
-            (action.block, action.micro_batch)
-            for program in schedule.programs
-            for action in program
-            if action.op is Op.BACKWARD_INPUT
-        }
-        """(block, micro-batch) pairs whose backward pass is in two parts."""
         self._sized: list[dict[int, Content]] = [{} for _ in schedule.programs]
         """Of every rank, the units whose changes a SIZE has counted and that have not come since, with what it saw."""
         self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
         """Of every rank's places in the host's memory the micro-batches that are there, in pipelines."""
-        self._everything = {
-            unit: frozenset(
-                part
-                for block in spec.blocks
-                if schedule.model.blocks[block].needs_backward or schedule.model.blocks[block].kind == "head"
-                for m in schedule.micro_batches
-                for part in self._parts(block, m)
-            )
-            for unit, spec in enumerate(schedule.model.units)
-        }
+        everything = {id(one): _everything(one) for one in distinct}
+        self._everything = [everything[id(one)] for one in schedules]
+        """Of every step what must be in the gradient of a unit."""
 
     def _at_first(self, rank: int) -> set[Buffer]:
         """What is alive on a rank before the first step, and after every one."""
         schedule = self.schedule
         embeds = schedule.looped and 0 in schedule.step.strategy.computes(schedule.step)[rank]
         return set(map(ids, schedule.micro_batches)) if embeds else set()
-
-    def _parts(self, block: int, m: int) -> list[tuple[int, ...]]:
-        """All that goes into the gradient of one block on one micro-batch."""
-        ranks = self.schedule.step.ranks_of(m)
-        if (block, m) in self._split:
-            return [(block, m, 0), (block, m, 1)]
-        if ranks == 1:
-            return [(block, m)]
-        times = 2 if self.schedule.model.blocks[block].kind == "layer" else 1
-        return [(block, m, place) for place in range(times * ranks)]
 
     def _place(self, rank: int) -> int:
         """A rank's place in its set."""
@@ -299,11 +288,12 @@ class Contents:
         return tuple(range(len(self.schedule.homes[unit].ranks)))
 
     def _version(self, unit: int, step: int) -> int:
-        return step if self.schedule.training and self.schedule.model.units[unit].trainable else 0
+        return self._updates[step] if self.schedule.model.units[unit].trainable else 0
 
     def _compute(self, running: Running) -> None:
         action, block = running.action, self.schedule.model.blocks[running.action.block]
-        ranks = self.schedule.step.ranks_of(action.micro_batch)
+        step = self.schedules[running.step].step
+        ranks = step.ranks_of(action.micro_batch)
         for unit, name in zip(block.units, action.weights, strict=False):  # where it reads none there are none
             whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
             if (content := self._read(name, running)) != whole:
@@ -320,7 +310,7 @@ class Contents:
                 self._write(name, self._sum([*before, mine], running), running)
         if ranks > 1 and block.kind == "layer":
             self._keys(running)
-        if action.micro_batch in self.schedule.step.neighbours and block.kind == "layer":
+        if action.micro_batch in step.neighbours and block.kind == "layer":
             self._slice(running)
         if self.schedule.looped and block.kind == "layer":
             self._pass(running)
@@ -357,7 +347,8 @@ class Contents:
         action, here = running.action, self.places[running.rank]
         if action.op in (Op.FORWARD, Op.BACKWARD_WEIGHT):
             return
-        m, (before, behind) = action.micro_batch, self.schedule.step.neighbours[action.micro_batch]
+        m = action.micro_batch
+        before, behind = self.schedules[running.step].step.neighbours[m]
         if (added := here.pop(key_gradients(m, action.block), frozenset())) != frozenset(behind):
             raise ScheduleError(f"uses gradients of keys from slices {sorted(added)} of {sorted(behind)}: {running}")
         for other in before:
@@ -392,7 +383,11 @@ class Contents:
     def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:
         content = self._read(home, running)
         expected = Content(
-            kind, unit, (self.schedule.homes[unit].index(running.rank) or 0,), running.step, self._everything[unit]
+            kind,
+            unit,
+            (self.schedule.homes[unit].index(running.rank) or 0,),
+            running.step,
+            self._everything[running.step][unit],
         )
         if content != expected:
             if missing := sorted(expected.parts - content.parts):
@@ -414,7 +409,7 @@ class Contents:
         else:  # scaled by the clipping factor too: nothing that anybody could use
             del self.held[rank][gradient]
 
-    def expect_end(self, steps: int) -> None:
+    def expect_end(self) -> None:
         """After all steps every home has its updates, and no activation is left behind."""
         for rank, sized in enumerate(self._sized):
             if sized:
@@ -425,7 +420,7 @@ class Contents:
             for unit, home in enumerate(self.schedule.homes):
                 index = home.index(rank)
                 if index is not None:
-                    expected = Content("w", unit, (index,), self._version(unit, steps))
+                    expected = Content("w", unit, (index,), self._version(unit, len(self.schedules)))
                     if (content := held[home_weight(unit)]) != expected:
                         raise ScheduleError(f"rank {rank} ends with {content} at home, not {expected}")
         for rank, units in enumerate(self.schedule.placed):
@@ -439,3 +434,29 @@ class Contents:
             content = self.held[rank].get(pooled(f"W{unit}", stripe))
             if home.index(rank) != stripe and content != Content("w", unit, (stripe,)):
                 raise ScheduleError(f"rank {rank} ends with {content} for stripe {stripe} of unit {unit}")
+
+
+def _everything(schedule: Schedule) -> dict[int, frozenset[tuple[int, ...]]]:
+    """Return for every unit all (block, micro-batch) pairs that its gradient sums, as ``Content.parts``."""
+    programs, blocks = schedule.programs, schedule.model.blocks
+    split = {(a.block, a.micro_batch) for program in programs for a in program if a.op is Op.BACKWARD_INPUT}
+
+    def parts(block: int, m: int) -> list[tuple[int, ...]]:
+        ranks = schedule.step.ranks_of(m)
+        if (block, m) in split:  # its backward pass is in two parts
+            return [(block, m, 0), (block, m, 1)]
+        if ranks == 1:
+            return [(block, m)]
+        times = 2 if blocks[block].kind == "layer" else 1
+        return [(block, m, place) for place in range(times * ranks)]
+
+    return {
+        unit: frozenset(
+            part
+            for block in spec.blocks
+            if blocks[block].needs_backward or blocks[block].kind == "head"
+            for m in schedule.micro_batches
+            for part in parts(block, m)
+        )
+        for unit, spec in enumerate(schedule.model.units)
+    }
