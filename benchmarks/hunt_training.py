@@ -42,7 +42,7 @@ from tawpipe.runtime.world import World
 LIMIT = 1e-8
 """Relative, of fp64: an order of sums shows at 1e-15, and AdamW makes more of it."""
 LENGTH, TIMEOUT_S, SEED = 20, 60, 3
-SHAPES = [(1, 1), (1, 1), (1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (2, 2), (3, 1), (1, 3)]
+SHAPES = [(1, 1), (1, 1), (1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (2, 2), (4, 1), (3, 1), (1, 3)]
 """Nodes, and processes of each."""
 
 Rows = list[list[tuple[Tensor, Tensor]]]
@@ -151,8 +151,8 @@ def draw(draw: random.Random) -> dict[str, Any]:
 def _words(draw: random.Random, case: dict[str, Any], slots: list[int], first: bool) -> list[list[Any]]:
     """What is done; ``slots`` are the states that there are to load, kept over the parts."""
     words: list[list[Any]] = []
-    rows = draw.randint(1, 7)
-    seed = lambda: [draw.randrange(10**6), rows if draw.random() < 0.8 else draw.randint(1, 7)]  # noqa: E731
+    rows, most, usual = draw.randint(1, 7), *draw.choice([(7, 0.8), (7, 0.8), (4, 0.0)])  # or few, in mixed order
+    seed = lambda: [draw.randrange(10**6), rows if draw.random() < usual else draw.randint(1, most)]  # noqa: E731
 
     def save() -> None:
         slots.append(len(slots))
@@ -222,7 +222,7 @@ def _knobs(draw: random.Random, case: dict[str, Any], nodes: int, local: int, st
         if strategy in ("tawpipe-striped", "tawpipe-whole") and not (case["tied"] or case["adapter"]):
             places = range(nodes if strategy == "tawpipe-striped" else nodes * local)
             open_to["homes"] = [",".join(str(draw.choice(places)) for _ in range(layers + 2))]
-    open_to |= {"loss_chunk_tokens": [1, 6]}
+    open_to |= {"loss_chunk_tokens": [1, 6], "host_homes": ["state", "state" if strategy in STAGES else "all"]}
     knobs: dict[str, Any] = {name: draw.choice(values) for name, values in open_to.items() if draw.random() < 0.2}
     if "sequence_chunk" in knobs or knobs.get("sequence_ranks", 1) > 1:
         knobs = {name: value for name, value in knobs.items() if name not in ("recompute", "keep_mib")}

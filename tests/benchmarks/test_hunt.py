@@ -37,6 +37,14 @@ def test_what_is_sound_is_right_or_refused(kind: str, count: int):
     assert "right" in outcomes <= {"right", "refused"}
 
 
+def test_steps_of_few_rows_with_homes_in_the_host_are_drawn():
+    drawn = [hunt.drawn(1, number, "training") for number in range(300)]
+    parts = [part for case in drawn for part in case["parts"] if part["nodes"] * part["local"] == 4]
+    rows = [({word[2] for word in part["words"] if word[0] == "step"}, part["knobs"]) for part in parts]
+    few = [knobs for counts, knobs in rows if len(counts) > 1 and min(counts) < 4]
+    assert {"state", "all"} <= {knobs.get("host_homes") for knobs in few}
+
+
 def test_a_column_that_holds_nothing_and_counts_is_found(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(tawpipe.data.render, "EMPTY", ())
     assert hunt.main(["--only", "data", "--seed", "1", "--first"]) == 1
