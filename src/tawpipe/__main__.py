@@ -14,7 +14,7 @@ _code = 1
 
 def _end() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or ever did
             stream.flush()
     os._exit(_code)
 

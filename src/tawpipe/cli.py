@@ -21,6 +21,7 @@ from tawpipe.extras import VERSION
 from tawpipe.launch.torchrun import leave_words, print_refusal
 from tawpipe.launch.workers import print_expected_error
 from tawpipe.options.library import as_option
+from tawpipe.streams import lossy, settle
 
 COMMANDS = {
     "doctor": "say what is here, and measure the links between processes and nodes",
@@ -43,9 +44,23 @@ Installed packages bring others (``commands.brought``), which are looked for whe
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code.
 
+    No command ends because a reader of its output has gone, or lacks a letter. One whose output a full disk does not
+    take has failed, but for a training run.
+
     Args:
         argv: the words after ``tawpipe``; those of this process by default.
     """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = lossy(sys.stdout, (BrokenPipeError,)), lossy(sys.stderr)
+    try:
+        return _main(argv)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            settle(stream)
+        sys.stdout, sys.stderr = before
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     others = {} if words[:1] and words[0] in COMMANDS else brought()
     parser = _parser(others)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
@@ -24,12 +25,16 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from tawpipe.streams import lossy
+
 ERASE_LINE = "\r\x1b[2K"
 """What terminals take for: go to the beginning of the line, and erase it."""
 REDRAWN_PER_S = 2
 """Times in a second that the bar is drawn: drawing takes about a millisecond of Python."""
 WIDTHS = (10, 30)
 """Characters that the bar itself has at least and at most; where there are fewer it is left out."""
+LONGEST_PROBLEM = 300
+"""Characters of an error's text that are passed on."""
 
 
 class Console:
@@ -50,8 +55,8 @@ class Console:
         clock: Callable[[], float] = time.perf_counter,
         bar: bool = False,
     ) -> None:
-        self._stream = lossy(stream or sys.stdout)
-        self._rich = _RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+        self._stream: Any = lossy(stream or sys.stdout, name="" if rank else "standard output")
+        self._rich = _RichConsole(file=self._stream, highlight=False, soft_wrap=True, emoji=False)
         # rich may be told to colour what goes to a file; lines that are drawn again do not belong there.
         self._has_bar = bar and rank == 0 and self._rich.is_interactive and self._stream.isatty()
         self._bar = _Bar(clock)
@@ -59,6 +64,25 @@ class Console:
         self._silent = rank != 0
         self._clock = clock
         self._began: tuple[int, float] | None = None
+        self._missed = Counter[str]()
+
+    @contextmanager
+    def showing(self, what: str) -> Iterator[None]:
+        """Draw, print or send ``what`` on one rank, after all that the ranks do together.
+
+        An error there is said the first time, counted for the summary, and not raised. Ctrl-C and SystemExit are.
+        """
+        try:
+            yield
+        except Exception as error:  # whatever a library that draws or sends raises
+            problem = " ".join(str(error).split())[:LONGEST_PROBLEM]
+            self.missed(what, f"{what}: not shown, training continues: {type(error).__name__}: {problem}")
+
+    def missed(self, what: str, words: str) -> None:
+        """Count that ``what`` could not be shown, and say so in ``words`` the first time."""
+        self._missed[what] += 1
+        if self._missed[what] == 1:
+            self.notice(words)
 
     def topology(self, text: str) -> None:
         """Print the processes that were found, for example ``4 processes = 2 nodes x 2``."""
@@ -139,8 +163,12 @@ class Console:
         self.line(text, style="yellow")
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """The results of the run: a table like that of the plan."""
-        self.plan(rows, title="done")
+        """The results of the run: a table like that of the plan, with what could not be shown."""
+        missed = ", ".join(f"{what} ({times} times)" if times > 1 else what for what, times in self._missed.items())
+        self.plan([*rows, *([("not shown", missed)] if missed else [])], title="done")
+        if self._stream.lost and not self._silent:
+            words = f"{self._stream.lost} lines of standard output were lost: {self._stream.problem}"
+            print(f"tawpipe: {words}", file=sys.stderr, flush=True)
 
     def line(self, text: str, style: str | None = None) -> None:
         """Print a line, where the output is a terminal in a style of rich."""
@@ -194,34 +222,6 @@ class _Bar:
             yield Text(" | ".join(rest), end="")
         else:
             yield Text("".join(f" | {words}" for words in rest), end="")
-
-
-class Lossy:
-    """A stream that loses what a full disk, or a reader that has gone, does not take: nobody's work ends for that.
-
-    Args:
-        stream: to write to.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def lossy(stream: TextIO) -> TextIO:
-    """``stream``, made one that never fails."""
-    return cast(TextIO, Lossy(stream))
 
 
 class AboveBar:

@@ -40,7 +40,7 @@ def follow(
     said: list[str] = []
     run = TrackedRun(output, settings=SETTINGS, plan="a: plan", resumed_step=first, **facts)
     try:
-        with Tracking(names, run, said.append, closing_s=20) as trackers:
+        with Tracking(names, run, lambda _, words: said.append(words), closing_s=20) as trackers:
             for step in steps:
                 trackers.log(step, ROW)
             trackers.samples(steps[-1], [("def ", "f():")])
@@ -213,14 +213,15 @@ def test_one_that_fails_is_said_once_and_left_out(broken, words, tmp_path: Path,
     monkeypatch.setitem(TRACKERS, "mlflow", Good)  # type: ignore[arg-type]
     monkeypatch.setattr(Good, "told", [])
     OVER.clear()
-    said: list[str] = []
-    with Tracking(["wandb", "mlflow"], TrackedRun(tmp_path), said.append, closing_s=1.0) as trackers:
+    said: list[tuple[str, str]] = []
+    tell = lambda *told: said.append(told)  # noqa: E731
+    with Tracking(["wandb", "mlflow"], TrackedRun(tmp_path), tell, closing_s=1.0) as trackers:
         for step in range(1, 8):
             trackers.log(step, ROW)
             assert wait_for(lambda last=step: Good.told[-1:] == [last])
         trackers.samples(7, [("a", "b")])
     OVER.set()
-    assert said == [f"wandb is left out from here on, training goes on without it: {words}"]
+    assert said == [("wandb", f"wandb is left out from here on, training goes on without it: {words}")]
     assert Good.told == [1, 2, 3, 4, 5, 6, 7, "samples", "finished"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
+from tawpipe.train.sample import Samples
 from terminal import Terminal
 
 PROMPTS = ("def return", "class", " ".join(WORDS * 2))
@@ -293,17 +295,50 @@ def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, caps
     assert not list((home / "roomless").glob("model*"))
 
 
-def test_what_only_shows_the_run_costs_no_more_than_itself_if_it_cannot_be_written(home, capsys, monkeypatch):
+def test_what_only_shows_the_run_costs_no_more_than_itself(home, capfd, monkeypatch):
+    """A page, a recording, a file, a tokenizer that fail, and a log without the letters of a prompt."""
+
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    log = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr(sys, "stdout", log)
     monkeypatch.setattr("tawpipe.train.page.write_page", full)
-    monkeypatch.setattr("tawpipe.runtime.recording.Recording.write", full)
-    words = ("--steps", "1", "--log.trace-step", "1", *QUIET, "--report", str(home / "page.html"))
-    assert alone(home, "pageless", *words) == 0
-    said = capsys.readouterr()
-    assert "step 1 was not recorded by rank 0, training goes on: [Errno 28] No space left on device" in said.out
-    assert "page.html could not be written: " in said.out + said.err and "peak memory per process" in said.out
+    monkeypatch.setattr("tawpipe.runtime.recording.Recording.write", lambda *_, **__: json.loads(""))
+    monkeypatch.setattr("tawpipe.train.sample.FILE", ".")
+    written, calls = Samples._written, count()
+    monkeypatch.setattr(Samples, "_written", lambda *given: json.loads("") if next(calls) == 0 else written(*given))
+    words = ("--sample.every", "1", "--sample.tokens", "2", "--sample.prompt", "Größe 漢")
+    words += ("--steps", "3", "--log.trace-step", "1", "--report", str(home / "page.html"))
+    assert alone(home, "pageless", *QUIET, *words) == 0
+    assert len(rows(home, "pageless")) == 3
+    said = log.buffer.getvalue().decode("latin-1")
+    assert "step 1 was not recorded by rank 0, training goes on: Expecting value" in said
+    assert "page.html: not shown, training continues: OSError: [Errno 28] No space left on device" in said
+    assert said.count("samples: not shown, training continues: JSONDecodeError") == 1
+    assert "sample                   'Größe \\u6f22': " in said and "peak memory per process" in said
+    assert re.search(r"not shown +\. \(4 times\), recording, samples, .*page.html\n", said)
+    assert "Error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_after_the_last_step_leaves_the_rest_to_end(home, number, monkeypatch):
+    """It comes while the last texts are written; the model is still exported."""
+    write = Samples.write
+    monkeypatch.setattr(Samples, "write", lambda *given: (signal.raise_signal(number), write(*given))[1])
+    name = f"signal-{number}"
+    code = alone(home, name, "--steps", "1", "--evaluation.every", "0")
+    assert code == (130 if number == signal.SIGINT else 0)
+    assert (home / name / "samples.jsonl").is_file() and (home / name / "model" / "config.json").is_file()
+
+
+def test_an_error_of_the_model_that_writes_ends_the_run(home, capsys, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("of the model")
+
+    monkeypatch.setattr(Pipeline, "generate", fails)
+    assert alone(home, "mute", *QUIET, "--steps", "1", "--sample.tokens", "2") == 1
+    assert "RuntimeError: of the model" in capsys.readouterr().err
 
 
 def test_a_rate_is_of_the_time_between_the_ends_of_two_steps(home, monkeypatch):

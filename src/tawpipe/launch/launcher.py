@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from tawpipe.console import above_bar, lossy
+from tawpipe.console import above_bar
 from tawpipe.environment import (
     LAUNCH,
     LOCAL_LAUNCHER,
@@ -42,6 +42,7 @@ from tawpipe.errors import UserError
 from tawpipe.launch.forked import ForkedWorker, import_once
 from tawpipe.launch.gpus import Gpu
 from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
+from tawpipe.streams import lossy
 
 THIS_LAUNCH = secrets.token_hex(8)
 ENDED_BY = {signal.SIGINT: "interrupted", signal.SIGHUP: "ended, as the terminal is gone"}

@@ -22,7 +22,6 @@ from tawpipe.console import Console
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.errors import RunError
 from tawpipe.extras import VERSION
-from tawpipe.launch.launcher import launched_here
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
@@ -33,7 +32,6 @@ from tawpipe.runtime.step_result import StepResult
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.evaluation import Best, Evaluation
-from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.memory import said_bytes
@@ -130,34 +128,35 @@ class Training:
         on_gpu = world.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(world.device), dtype) if on_gpu else None
 
-    def run(self) -> float:
-        """All steps that are left; seconds they took."""
+    def run(self, stop: StopRequest) -> float:
+        """Run all steps that are left, or those until a stop is agreed on.
+
+        Returns:
+            the seconds that they took.
+        """
         config, pipeline = self.config, self.pipeline
         begin = self._last = time.perf_counter()
         if self.world.rank == 0:
             self._writer = MetricsWriter(config.output_path, resumed_step=self.first)
         self._limit.follow()
         try:
-            with StopRequest(
-                self.world, (lambda: how_this_process_goes_on(config)) if launched_here() else None
-            ) as stop:
-                if config.evaluation.at_start and self.evaluation.due and not self.first:
-                    self._evaluate_before()
-                with Prefetcher(self._batches.train(self.samples, config.steps - self.first)) as batches:
-                    for step, batch in zip(range(self.first, config.steps), batches, strict=True):
-                        if self.evaluation.exhausted:
-                            break
-                        self._step(step, batch)
-                        self.last = step + 1
-                        self.stopped = stop.agreed()
-                        if self.stopped is not None and self.last < config.steps:
-                            break
-                stop.finish()
-                if self.first < self.last < config.steps:
-                    self._report(keep=0, evaluate=False)
-                    if self.saves.step != self.last and (self.stopped is not None or config.checkpoint.every):
-                        self.saves.save(self.last)
-                self.saves.finish()
+            if config.evaluation.at_start and self.evaluation.due and not self.first:
+                self._evaluate_before()
+            with Prefetcher(self._batches.train(self.samples, config.steps - self.first)) as batches:
+                for step, batch in zip(range(self.first, config.steps), batches, strict=True):
+                    if self.evaluation.exhausted:
+                        break
+                    self._step(step, batch)
+                    self.last = step + 1
+                    self.stopped = stop.agreed()
+                    if self.stopped is not None and self.last < config.steps:
+                        break
+            stop.finish()
+            if self.first < self.last < config.steps:
+                self._report(keep=0, evaluate=False)
+                if self.saves.step != self.last and (self.stopped is not None or config.checkpoint.every):
+                    self.saves.save(self.last)
+            self.saves.finish()
             # What follows, an export above all, is no step.
             self._allow(config.timeouts.first_step_s)
             if self.last > self.first:
@@ -216,12 +215,13 @@ class Training:
         try:
             folder = self.config.output_path / TRACES / f"step-{recording.step:08}"
             recording.write(folder, rank=world.rank, node=world.nodes.node_of(world.rank))
-        except OSError as error:
+        except Exception as error:  # what a picture is made from ends no run
             problem = f": {error}"
         failed = [rank for rank, number in enumerate(world.gather_numbers(bool(problem))) if number]
         if failed:
             ranks = ", ".join(map(str, failed))
-            self.console.notice(f"step {recording.step} was not recorded by rank {ranks}, training goes on{problem}")
+            words = f"step {recording.step} was not recorded by rank {ranks}, training goes on{problem}"
+            self.console.missed("recording", words)
 
     def _allow(self, least_s: float) -> None:
         """Give everything up to a step this time from now on, or more if steps are known to take longer."""
@@ -352,7 +352,11 @@ class Training:
             self.console.line(f"before the first step: {self.evaluation}")
 
     def write_samples(self, step: int) -> list[Sample]:
-        """Texts of the model as it is after ``step``, in samples.jsonl and in the trackers; on all ranks."""
+        """Write texts of the model after ``step`` to samples.jsonl and the trackers; call on all ranks.
+
+        Returns:
+            the texts on rank 0; an empty list on others, and where they cannot be shown.
+        """
         samples = self.texts.write(step)
         self.tracking.samples(step, [(sample.prompt, sample.text) for sample in samples])
         return samples

@@ -29,11 +29,13 @@ from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
+from tawpipe.launch.launcher import launched_here
 from tawpipe.model.export import save_tokenizer
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken, share_allocator
 from tawpipe.runtime.world import World, connect
+from tawpipe.streams import lossy
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
@@ -46,6 +48,7 @@ from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.start import refuse_other_form, refuse_other_run
+from tawpipe.train.stopping import StopRequest
 from tawpipe.train.trackers import TrackedRun
 from tawpipe.train.tracking import Tracking
 from tawpipe.train.words import measured_words
@@ -54,7 +57,8 @@ from tawpipe.train.words import measured_words
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; the exit code of the process. Every process of the run calls it."""
     started = time.perf_counter()
-    sys.stderr = above_bar(sys.stderr)  # of all ranks: under torchrun they share a terminal with rank 0
+    # Of all ranks: under torchrun they share a terminal with rank 0. What libraries print ends no run, either.
+    sys.stdout, sys.stderr = lossy(sys.stdout), lossy(above_bar(sys.stderr))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -114,50 +118,51 @@ def run(config: TrainConfig) -> int:
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
 
-    # The steps, and what is made of the model while all is open.
-    with _tracking(prepared, world, console) as tracking:
-        training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
-        seconds = training.run()
-        peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
-        stopped, of_step = training.stopped is not None and training.last < config.steps, training.last
-        of_model: list[tuple[str, str]] = []
-        if config.checkpoint.best and training.evaluation.best.step and not stopped:
-            of_step, words = _go_back_to_best(pipeline, disk, training.evaluation.best, training.last)
-            of_model.append(("best", words))
-        if config.sample.tokens and not stopped:
-            of_model += [("sample", str(sample)) for sample in training.write_samples(of_step)]
+    last_words = (lambda: how_this_process_goes_on(config)) if launched_here() else None
+    with StopRequest(world, last_words) as stop:
+        # The steps, and what is made of the model while all is open.
+        with _tracking(prepared, world, console) as tracking:
+            training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
+            seconds = training.run(stop)
+            peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
+            stopped, of_step = training.stopped is not None and training.last < config.steps, training.last
+            of_model: list[tuple[str, str]] = []
+            if config.checkpoint.best and training.evaluation.best.step and not stopped:
+                of_step, words = _go_back_to_best(pipeline, disk, training.evaluation.best, training.last)
+                of_model.append(("best", words))
+            if config.sample.tokens and not stopped:
+                of_model += [("sample", str(sample)) for sample in training.write_samples(of_step)]
+            if stopped:
+                tracking.outcome = "stopped"
+
+        # What came of it.
+        evaluation, saves = training.evaluation, training.saves
+        results = _results(training, pipeline, data, seconds)
+        results.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
+        if world.device.type == "cuda":
+            results.append(("of this GPU at most", str(Taken.of(world.device))))
+        results += of_model
+        if config.export.enabled and config.steps and training.last and not stopped:
+            results.append(("model", str(_export(prepared, pipeline))))
+        results.append(("whole run", duration(time.perf_counter() - started)))
+        if config.report and world.rank == 0:
+            with console.showing(config.report):
+                from tawpipe.train.page import write_run_page
+
+                write_run_page(Path(config.report), config, before_rows, results, evaluation.retrieval, data.report)
+                results.append(("page", config.report))
+        console.summary(results)
         if stopped:
-            tracking.outcome = "stopped"
-
-    # What came of it.
-    evaluation, saves = training.evaluation, training.saves
-    results = _results(training, pipeline, data, seconds)
-    results.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
-    if world.device.type == "cuda":
-        results.append(("of this GPU at most", str(Taken.of(world.device))))
-    results += of_model
-    if config.export.enabled and config.steps and training.last and not stopped:
-        results.append(("model", str(_export(prepared, pipeline))))
-    results.append(("whole run", duration(time.perf_counter() - started)))
-    if config.report and world.rank == 0:
-        from tawpipe.train.page import write_run_page
-
-        try:
-            write_run_page(Path(config.report), config, before_rows, results, evaluation.retrieval, data.report)
-            results.append(("page", config.report))
-        except Exception as error:  # it is drawn from files that anything may have happened to; the run is complete
-            console.notice(f"{config.report} could not be written: {error}")
-    console.summary(results)
-    if stopped:
-        console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
-    pipeline.close()
-    if memory is not None and not saves.unsaved:
-        memory.remove()
-    world.leave()
+            console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
+        pipeline.close()
+        if memory is not None and not saves.unsaved:
+            memory.remove()
+        world.leave()
     if saves.unsaved:
         raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
     # The launcher does so after ctrl-C, too.
-    return 128 + signal.SIGINT if stopped and training.stopped == signal.SIGINT else 0
+    by_hand = stop.caught is signal.SIGINT or (stopped and training.stopped is signal.SIGINT)
+    return 128 + signal.SIGINT if by_hand else 0
 
 
 def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
@@ -204,7 +209,7 @@ def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
         plan=prepared.plan_text,
         resumed_step=prepared.state.step if prepared.state is not None else 0,
     )
-    return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.notice)
+    return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.missed)
 
 
 def _save_settings(prepared: Prepared, table: Sequence[str], console: Console) -> None:

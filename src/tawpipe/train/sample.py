@@ -70,16 +70,20 @@ class Samples:
         self._stops = stops_of(pipeline.chain.model, self._tokenizer)
         self._window = min(window, longest_context(pipeline.chain))
         self._path = folder / FILE
-        self.last: list[Sample] = []
         if pipeline.world.rank == 0:
-            cut_after(self._path, first)
+            with console.showing(FILE):
+                cut_after(self._path, first)
 
     def due(self, step: int) -> bool:
         """True if texts are wanted along the way, after this step."""
         return bool(self._settings.every and self._settings.tokens and step % self._settings.every == 0)
 
     def write(self, step: int) -> list[Sample]:
-        """The texts of the model as it is after ``step``; on all ranks."""
+        """Generate the texts of the model after ``step``; call on all ranks.
+
+        Returns:
+            the texts on rank 0; an empty list on others, and where they cannot be shown.
+        """
         wanted = wanted_texts(self._asked, self._settings.tokens, self._window)
         written = self._pipeline.generate(
             wanted.prompts,
@@ -89,18 +93,18 @@ class Samples:
             seed=self._seed,
             stops=self._stops,
         )
-        self.last = [
-            Sample(prompt, self._written([*start, *new.ids], len(start)))
-            for (prompt, start), new in zip(self._asked.items(), written, strict=True)
-        ]
-        if self._pipeline.world.rank == 0:
-            lines = [json.dumps({"step": step, "prompt": sample.prompt, "text": sample.text}) for sample in self.last]
-            try:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.writelines(f"{line}\n" for line in lines)
-            except OSError as error:
-                self._console.notice(f"step {step}: samples were not written, training goes on: {error}")
-        return self.last
+        samples: list[Sample] = []
+        if self._pipeline.world.rank:
+            return samples
+        with self._console.showing("samples"):
+            samples = [
+                Sample(prompt, self._written([*start, *new.ids], len(start)))
+                for (prompt, start), new in zip(self._asked.items(), written, strict=True)
+            ]
+        lines = [json.dumps({"step": step, "prompt": sample.prompt, "text": sample.text}) for sample in samples]
+        with self._console.showing(FILE), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        return samples
 
     def _written(self, ids: list[int], prompt: int) -> str:
         """What was added, in the place where it stands: some tokenizers spell a beginning otherwise."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from tawpipe.console import LONGEST_PROBLEM
 from tawpipe.files import replace_text
 from tawpipe.train.metrics import Value, finite
 from tawpipe.train.trackers import NONE, TRACKERS, Outcome, TrackedRun, Tracker
@@ -22,9 +23,6 @@ ROWS_WAITING = 2000
 """Calls that a tracker may be behind before it is given up."""
 CLOSING_S = 60.0
 """Seconds that a tracker is given at the end to write what it has."""
-LONGEST_PROBLEM = 300
-"""Characters of what a library says that are passed on."""
-
 Call = Callable[[Tracker], None]
 
 
@@ -34,7 +32,8 @@ class Tracking:
     Args:
         names: from :data:`TRACKERS`, or ``none``.
         run: its ``id`` is filled in from the output folder.
-        tell: is given the line about a tracker that is left out; called by the thread that calls the methods.
+        tell: receives the name of a tracker that is left out, and the line about it; called by the thread that calls
+            the methods.
         closing_s: seconds that each is given at the end to write what it has.
     """
 
@@ -42,7 +41,7 @@ class Tracking:
         self,
         names: Sequence[str],
         run: TrackedRun,
-        tell: Callable[[str], None],
+        tell: Callable[[str, str], None],
         *,
         closing_s: float = CLOSING_S,
     ) -> None:
@@ -73,7 +72,8 @@ class Tracking:
     def _say_problems(self) -> None:
         for worker in [failed for failed in self._workers if failed.problem]:
             self._workers.remove(worker)
-            self._tell(f"{worker.name} is left out from here on, training goes on without it: {worker.problem}")
+            words = f"{worker.name} is left out from here on, training goes on without it: {worker.problem}"
+            self._tell(worker.name, words)
 
     def close(self) -> None:
         """Let all of them write what they have."""
