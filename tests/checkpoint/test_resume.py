@@ -13,7 +13,7 @@ import pytest
 from cases import WITH_HOST, batches
 from states import ALONE, memory_of, resumable, run_of
 from tawpipe.checkpoint.format import read_manifest, sealed
-from tawpipe.checkpoint.names import MARKER, complete_states, file_name
+from tawpipe.checkpoint.names import MARKER, complete_states, file_name, passed_over
 from tawpipe.checkpoint.resume import Mark, ResumePoint, choose, find, newest
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import UserError
@@ -191,8 +191,7 @@ def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
     (tmp_path / "step-00000004").mkdir()  # no marker
     half = tmp_path / "step-00000005.incomplete"
     shutil.copytree(good, half)  # all there but for its name
-    assert list(Disk(tmp_path, ALONE).states()) == [3]
-    assert where(tmp_path) == good
+    assert complete_states(tmp_path) == [good] and where(tmp_path) == good
     with pytest.raises(UserError, match="sound checkpoint"):
         where(tmp_path, str(tmp_path / "step-00000004"))
 
@@ -214,6 +213,21 @@ def test_resume_walks_back_to_what_is_sound_and_says_so(history):
     assert "step-00000020: state-00000.safetensors has 100 bytes instead of" in found.passed_over[1]
     with pytest.raises(UserError, match="checksum"):
         where(folder, str(folder / "step-00000030"))
+
+
+@pytest.mark.parametrize("lost", [(30,), (20, 30), (10, 20, 30)])
+def test_states_without_their_manifest_are_passed_over_and_said(history, tmp_path, lost):
+    for step in lost:
+        (history / "checkpoints" / f"step-000000{step}" / MARKER).unlink()
+    disk = Disk(history / "checkpoints", ALONE)
+    begins = choose(tmp_path, "auto", disk, None, restarts=0)
+    left = [step for step in (10, 20, 30) if step not in lost]
+    assert (begins.state.step if begins.state else 0) == max(left, default=0)
+    instead = f"{disk.folder / f'step-000000{max(left)}'} is used instead" if left else "the run starts anew"
+    for step, line in zip(reversed(lost), begins.notices, strict=True):
+        assert line.startswith(f"passed over step-000000{step}: ") and MARKER in line and line.endswith(f"; {instead}")
+    if left:  # a look says as much
+        assert passed_over(disk.folder, max(left)) == tuple(f"step-000000{n}: it holds no {MARKER}" for n in lost[::-1])
 
 
 def test_newer_states_are_set_aside_when_nothing_refuses_any_more(history, tmp_path):

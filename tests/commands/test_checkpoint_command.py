@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from states import save_history, stepped
-from tawpipe.checkpoint.names import file_name
+from tawpipe.checkpoint.names import MARKER, file_name
 from tawpipe.cli import main
 from tawpipe.commands.checkpoint import problem_of, run
 from tawpipe.errors import UserError
@@ -39,6 +39,16 @@ def test_the_command_says_what_is_sound(history, capsys):
     assert len(list((history / "checkpoints").iterdir())) == 3
     assert main(["checkpoint", "prune", str(history), "--keep", "1"]) == 0
     assert [path.name for path in (history / "checkpoints").iterdir()] == ["step-00000030"]
+
+
+def test_a_checkpoint_without_its_manifest_is_listed_as_damaged(history, capsys):
+    (history / "checkpoints" / "step-00000030" / MARKER).unlink()
+    for command, code in (("list", 0), ("verify", 1)):
+        assert main(["checkpoint", command, str(history)]) == code
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert "step-00000030  damaged: " in last and MARKER in last
+    assert main(["checkpoint", "prune", str(history), "--keep", "1"]) == 0
+    assert [path.name[-2:] for path in sorted((history / "checkpoints").iterdir())] == ["20", "30"]
 
 
 def test_the_last_sound_checkpoint_is_not_pruned(history, capsys):

@@ -138,7 +138,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         UserError: there is none, it is damaged or of another format.
     """
     if not is_complete(folder):
-        raise UserError("where", str(folder), f"the folder of a complete checkpoint, which holds a {MARKER}")
+        raise UserError("where", str(folder), f"the folder of a complete checkpoint (it holds no {MARKER})")
     try:
         manifest = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         version = manifest["format"]

@@ -35,10 +35,21 @@ def is_complete(folder: Path) -> bool:
     return folder.suffix != PARTIAL and (folder / MARKER).is_file()
 
 
+def named_states(folder: Path) -> list[Path]:
+    """The folders in ``folder`` whose names are those of states, oldest first; some may be without their manifest."""
+    named = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal() and path.is_dir())
+    return sorted(named, key=step_of)
+
+
 def complete_states(folder: Path) -> list[Path]:
     """The complete states in a folder, oldest first."""
-    complete = (path for path in folder.glob("step-*") if is_complete(path))
-    return sorted((path for path in complete if path.name.removeprefix("step-").isdecimal()), key=step_of)
+    return [path for path in named_states(folder) if is_complete(path)]
+
+
+def passed_over(folder: Path, step: int = 0) -> tuple[str, ...]:
+    """Sentences about the states in ``folder`` after ``step`` that lack their manifest, newest first."""
+    newer = [path for path in reversed(named_states(folder)) if step_of(path) > step and not is_complete(path)]
+    return tuple(f"{path.name}: it holds no {MARKER}" for path in newer)
 
 
 def remove(folder: Path) -> None:

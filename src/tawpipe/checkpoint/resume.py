@@ -18,7 +18,7 @@ from typing import Any
 
 from tawpipe.checkpoint.format import SEAL, Manifest, damage, read_manifest
 from tawpipe.checkpoint.load import Source
-from tawpipe.checkpoint.names import step_name
+from tawpipe.checkpoint.names import complete_states, step_name
 from tawpipe.checkpoint.store import Disk, Memory, Store
 from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError, UserError
@@ -246,7 +246,8 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
     world.together(disk.clear, acts=disk.leads)
     if resume == "auto":
         choice = newest(disk)
-        if choice.source is None and choice.passed_over and needed:
+        found = any(world.together(lambda: bool(complete_states(disk.folder))))
+        if choice.source is None and found and needed:
             raise UserError("resume", str(disk.folder), f"a sound checkpoint; {'; '.join(choice.passed_over)}")
     else:
         try:
@@ -319,6 +320,12 @@ class ResumePoint:
     mark: Mark
     passed_over: tuple[str, ...]
     abandons: bool = False
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines about newer states that were not taken."""
+        instead = f"{self.place} is used instead" if self.place else "the run starts anew"
+        return [f"passed over {words}; {instead}" for words in self.passed_over]
 
     def take(self, output: Path, disk: Disk) -> None:
         """Go on from it and from no other, when nothing is left that could refuse it; call on all ranks.

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tawpipe.checkpoint.format import read_manifest
-from tawpipe.checkpoint.names import ABANDONED, PARTIAL, complete_states, file_name, remove, step_of
+from tawpipe.checkpoint.names import ABANDONED, PARTIAL, complete_states, file_name, named_states, remove, step_of
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import REPLACED
 from tawpipe.runtime.faults import Injector
@@ -68,7 +68,7 @@ class Store(Protocol):
         """Remove what is superfluous now that the state ``name`` is complete."""
 
     def states(self) -> dict[int, list[Path]]:
-        """Step to the complete folders that this rank sees, of all histories that may be gone on from."""
+        """Folders that this rank sees by their step, of all histories that may be resumed."""
         ...
 
 
@@ -128,7 +128,7 @@ class Disk:
             raise RunError(f"{error.filename} could not be removed: {error.strerror}") from error
 
     def states(self) -> dict[int, list[Path]]:
-        return {step_of(path): [path] for path in complete_states(self.folder)}
+        return {step_of(path): [path] for path in named_states(self.folder)}
 
     def set_aside_newer(self) -> None:
         """Rename what is newer than what the run goes on from: it is not chosen any more, and removed when this history

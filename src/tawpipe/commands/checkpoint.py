@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from tawpipe.checkpoint.format import damage, read_manifest
-from tawpipe.checkpoint.names import MARKER, PARTIAL, complete_states, is_complete, remove
+from tawpipe.checkpoint.names import MARKER, PARTIAL, complete_states, is_complete, named_states, remove
 from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError
@@ -22,21 +22,24 @@ def run(argv: Sequence[str]) -> int:
     return arguments.run(arguments, Path(arguments.folder))
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """The complete checkpoints of a run's output folder, of its folder of checkpoints, or the one itself.
+def _checkpoints(path: Path, states: Callable[[Path], list[Path]] = complete_states) -> list[Path]:
+    """The checkpoints of a run's output folder, of its folder of checkpoints, or the one itself.
+
+    Args:
+        states: lists those in a folder.
 
     Raises:
         UserError: there is none.
     """
     if is_complete(path):
         return [path]
-    if complete := complete_states(path / "checkpoints") or complete_states(path):
-        return complete
+    if found := states(path / "checkpoints") or states(path):
+        return found
     raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
 
 
 def _list(_: argparse.Namespace, path: Path) -> int:
-    for folder in _checkpoints(path):
+    for folder in _checkpoints(path, named_states):
         try:
             manifest, run = read_manifest(folder), read_run(folder)
         except UserError as error:
@@ -60,7 +63,7 @@ def _trained(run: RunState) -> str:
 
 def _verify(_: argparse.Namespace, path: Path) -> int:
     bad = 0
-    for folder in _checkpoints(path):
+    for folder in _checkpoints(path, named_states):
         problem = problem_of(folder)
         bad += bool(problem)
         print(f"{folder}  {'damaged: ' + problem if problem else 'sound'}", flush=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tawpipe.checkpoint.format import read_manifest
-from tawpipe.checkpoint.names import complete_states
+from tawpipe.checkpoint.names import complete_states, passed_over, step_of
 from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
@@ -179,14 +179,16 @@ def _checkpoint(config: TrainConfig) -> ResumePoint:
     """What the run would go on from, as its manifest says. The files beside it, which a run compares with their hashes
     first, are not read.
     """
-    folders = [] if config.resume == "none" else [Path(config.resume)]
+    folders, without = [] if config.resume == "none" else [Path(config.resume)], ()
     if config.resume == "auto":
-        folders = complete_states(config.output_path / "checkpoints")[-1:]
+        inside = config.output_path / "checkpoints"
+        folders = complete_states(inside)[-1:]
+        without = passed_over(inside, max(map(step_of, folders), default=0))
     for folder in folders:
         manifest = read_manifest(folder)
         refuse_other_form(config, manifest, str(folder))
-        return ResumePoint(None, RunState.of(manifest, str(folder)), str(folder), Mark(), ())
-    return ResumePoint(None, None, "", Mark(), ())
+        return ResumePoint(None, RunState.of(manifest, str(folder)), str(folder), Mark(), without)
+    return ResumePoint(None, None, "", Mark(), without)
 
 
 def _machine_of_one(world: World) -> Machine:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tawpipe.checkpoint.format import read_manifest
-from tawpipe.checkpoint.names import complete_states, step_of
+from tawpipe.checkpoint.names import complete_states, passed_over, step_of
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer, vocabulary_size
@@ -74,7 +74,10 @@ def export_again(
     ours = os.access(run, os.W_OK)
     with running_in(run, setting="RUN") if ours else nullcontext():  # a run that goes on removes its old checkpoints
         try:
-            return _exported(run, _checkpoint(run, step), merge=merge, format=format, folder=folder)
+            chosen = _checkpoint(run, step)
+            newer = () if step is not None else passed_over(run / "checkpoints", step_of(chosen))
+            exported, source = _exported(run, chosen, merge=merge, format=format, folder=folder)
+            return exported, "; passed over ".join([source, *newer])
         except UserError as error:
             if error.setting != "where":
                 raise

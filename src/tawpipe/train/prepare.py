@@ -167,6 +167,8 @@ def prepare(
     batch = BatchShape.of(config, data.report.packing, world.size)
     batch.check_longest(data.longest, data.report.longest[1])
     begins = start()
+    for line in begins.notices:
+        console.notice(line)
     config = _settled(config, data, batch, begins.state, console)
 
     # The model, built and followed once.

@@ -251,8 +251,6 @@ def _choose_start(
     if injector is not None:
         injector.before_load()
     start = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
-    for words in start.passed_over:
-        console.notice(f"passed over {words}")
     if start.source is not None:
         refuse_other_form(config, start.source.manifest, start.place)
     if restarts and disk.leads:
