@@ -188,6 +188,20 @@ def test_an_attention_factor_that_follows_from_the_length_stays(tmp_path):
     assert real_model(longer).model.rotary_emb.attention_scaling == scaling > 1
 
 
+def test_an_explicit_attention_factor_stays_under_the_same_scaling(tmp_path):
+    """The help of --rope.attention-factor says so; transformers computes one where the config gives none."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": ORIGINAL}
+    config = family_config(
+        "llama", max_position_embeddings=32, rope_parameters={**yarn, "attention_factor": 1.25, "beta_fast": 2.0}
+    )
+    folder = save(tmp_path, config)
+    for new, factor in (({}, 1.25), ({"attention_factor": 2.0}, 2.0)):
+        longer = config_with(folder, scaling="yarn", factor=4, **new).rope_parameters
+        assert longer["attention_factor"] == factor and longer["beta_fast"] == 2.0
+    other = config_with(folder, scaling="linear", factor=4).rope_parameters
+    assert "attention_factor" not in other and "beta_fast" not in other
+
+
 def test_presets_take_them_and_stay_as_they_are():
     before = json.dumps(PRESETS)
     rope = RopeSettings(scaling="yarn", factor=4, original_length=32)

@@ -23,8 +23,8 @@ TAKES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """Rotary positions other than in the model's config, to extend its context. What is null or empty stays as the
-    model has it, if that is scaled in the same way."""
+    """Rotary positions other than in the model's config, to extend its context. A setting that is null or empty stays
+    as the model's config has it, if that is scaled in the same way."""
 
     theta: float | None = bounded(None, above=1)
     """Base of the wavelengths."""
@@ -39,11 +39,14 @@ class RopeSettings:
     high_freq_factor: float | None = bounded(None, above=0)
     """llama3: wavelengths below original_length / high_freq_factor are not scaled (4 in Llama 3.1)."""
     beta_fast: float | None = bounded(None, above=0)
-    """yarn: what turns more often than this in original_length is not scaled. null for 32."""
+    """yarn: what turns more often than this in original_length is not scaled. null keeps the
+    model's own, else 32."""
     beta_slow: float | None = bounded(None, above=0)
-    """yarn: what turns less often than this in original_length is scaled by the whole factor. null for 1."""
+    """yarn: what turns less often than this in original_length is scaled by the whole factor. null keeps
+    the model's own, else 1."""
     attention_factor: float | None = bounded(None, above=0)
-    """yarn, longrope: multiplies cosines and sines. null for what follows from the factor."""
+    """yarn, longrope: multiplies cosines and sines. null keeps the number that the model's config gives under the same
+    scaling, whatever the new factor is; without such a number it follows from the factor."""
     short_factor: list[float] = field(default_factory=list)
     """longrope: divisor of every frequency in documents up to original_length."""
     long_factor: list[float] = field(default_factory=list)
