@@ -241,8 +241,9 @@ def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is
     folder: Path, killed: int | None, nproc: int
 ) -> None:
     """As the others notice it, not when the time that they wait is over, which is ten minutes here. None is the
-    launcher, with which the kernel ends them all.
+    launcher, with which the kernel ends them all. Only the first process, which answers, can send an event.
     """
+    broken = (openai.APIConnectionError, httpx2.TransportError)
     words = ["--model", str(folder), "--nproc", str(nproc), "--slots", "10", "--timeout-s", "600"]
     with serving(words) as running:
         client, began = running.client(), threading.Semaphore(0)
@@ -255,7 +256,8 @@ def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is
             try:
                 assert list(stream)[-1].choices[0].finish_reason
                 return False
-            except (openai.APIError, httpx2.TransportError):
+            except (openai.APIError, httpx2.TransportError) as error:
+                assert isinstance(error, broken) is not bool(killed)
                 return True
 
         workers = running.workers()
