@@ -18,7 +18,7 @@ from borders import rows_of
 from model_families import family_config, keep_fp64, real_model
 from pipelines import make_pipeline
 from tawpipe.errors import UserError
-from tawpipe.model.adapters import adapter_facts, adapter_words, check_adapter, freeze, with_adapter
+from tawpipe.model.adapters import adapter_facts, adapter_words, check_adapter, freeze, other_base_words, with_adapter
 from tawpipe.model.build import NO_ADAPTER, BuiltModel, build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.merged import refuse_unmergeable
@@ -104,6 +104,31 @@ def plain_steps(model: Any, steps: int) -> tuple[list[float], dict[str, torch.Te
 def weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     found = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
     return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("made_on", "spec", "other"),
+    [
+        ("Org/Name", "Org/Name", False),
+        ("Org/Name", "Other/Name", True),
+        ("Org/Name", "Org/Name-Instruct", True),
+        ("Org/Name", "/data/name", False),
+        ("Org/Name", "{}/hub/models--Org--Name/snapshots/1a2b", False),
+        ("Org/Name", "{}/hub/models--Org--Name-2/snapshots/1a2b", True),
+        ("/elsewhere/Name", "{}/Name/", False),
+        ("/elsewhere/runs/first/model", "{}/runs/first/model", False),
+        ("/elsewhere/runs/first/model", "{}/runs/second/model", True),
+        ("{}/link", "{}/Name", False),
+        (None, "Org/Name", False),
+    ],
+)
+def test_an_adapter_that_was_made_on_another_base_names_both(made_on, spec, other, tmp_path):
+    (tmp_path / "Name").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "Name")
+    made_on, spec = made_on and made_on.format(tmp_path), spec.format(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": made_on}))
+    words = other_base_words(tmp_path, spec)
+    assert bool(words) is other and (not other or (str(made_on) in words and spec in words))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ chain; and the values of adapters in folders of peft.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -188,6 +189,32 @@ def _experts(model: nn.Module, between: str) -> str:
     """Names of matrices of experts that are stored as one tensor, the ends of them."""
     names = {name for name, parameter in model.named_parameters() if parameter.ndim > 2 and "experts" in name}
     return between.join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def other_base_words(adapter: Path, spec: str) -> str:
+    """Line with both names if the adapter in a folder was made on another base than ``spec``, else ``""``.
+
+    A base on another machine, or in a cache of the Hub, is known by the end of its name.
+    """
+    made_on = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or spec
+    if Path(made_on).expanduser().resolve() == Path(spec).expanduser().resolve():
+        return ""
+    if all(made == own for made, own in zip(_ends(made_on), _ends(spec), strict=False)):
+        return ""
+    return f"{adapter} was made on {made_on}; this run's base is {spec}"
+
+
+def _ends(name: str) -> list[str]:
+    """The parts of a base's name that tell it from others, the last one first.
+
+    >>> _ends("Org/Name"), _ends("/cache/models--org--name/snapshots/1a"), _ends("/data/Name"), _ends("runs/a/model")
+    (['name', 'org'], ['name', 'org'], ['name'], ['model', 'a'])
+    """
+    path = Path(name)
+    hub = next((part for part in path.parts if part.startswith("models--")), "")
+    parts = hub.split("--")[1:] or [part.lower() for part in path.parts]
+    is_whole = hub or (len(parts) == 2 and not path.is_dir()) or parts[-1:] == ["model"]  # a run's export
+    return [part.lower() for part in reversed(parts[-2:] if is_whole else parts[-1:])]
 
 
 def adapter_words(given: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.model.adapters import adapter_facts, adapter_words, freeze, with_adapter
+from tawpipe.model.adapters import adapter_facts, adapter_words, freeze, other_base_words, with_adapter
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.indexers import freeze_indexers, frozen_words
 from tawpipe.model.pretrained import (
@@ -99,6 +99,11 @@ class BuiltModel:
     def adapter_words(self) -> str:
         """What its adapter covers, in a sentence; empty without one."""
         return adapter_words(self.model)
+
+    @property
+    def other_base_words(self) -> str:
+        """Line about an adapter that was made on another base, else ``""``."""
+        return "" if self.adapter is None else other_base_words(self.adapter, self.spec)
 
     def dtype_on_disk(self, *, merge: bool) -> torch.dtype:
         """The type in which it is exported where nobody has said another: that of the weights that it started from. An
