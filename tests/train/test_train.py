@@ -179,21 +179,42 @@ def test_under_torchrun(trained):
     assert "2 processes = 1 node x 2" in done.stdout
 
 
-@pytest.mark.slow
-def test_nodes_of_different_sizes(trained):
-    """Two processes on one machine and one on another: three groups of one."""
+def on_machines(words: list[str], places: list[tuple[int, int, int]], own: dict[int, list[str]]) -> list[Any]:
+    """The ends of a run's processes, as another launcher starts them.
+
+    Args:
+        places: node, local rank and processes on its node, of every rank.
+        own: further words of a node.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = command(trained, "uneven", *QUIET, "--steps", "2")[2:]
     with contextlib.ExitStack() as ended:
         processes = []
-        for rank, (node, local, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
-            own = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
-            variables = {key: str(value) for key, value in own.items()}
+        for rank, (node, local, size) in enumerate(places):
+            place = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
+            variables = {key: str(value) for key, value in {"RANK": rank, "WORLD_SIZE": len(places), **place}.items()}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            processes.append(ended.enter_context(started(words, environment() | variables)))
-        done = [process.end(TIMEOUT_S) for process in processes]
+            both = [*words, *own.get(node, [])]
+            processes.append(ended.enter_context(started(both, environment() | variables)))
+        return [process.end(TIMEOUT_S) for process in processes]
+
+
+@pytest.mark.slow
+def test_machines_with_other_settings_are_refused_by_name(trained):
+    words = command(trained, "others", *QUIET, "--steps", "2")[2:]
+    done = on_machines(words, [(0, 0, 1), (1, 0, 1)], {1: ["--learning-rate", "0.5"]})
+    assert [one.returncode for one in done] == [2, 2], done
+    for one in done:
+        assert "--learning-rate: got 'null on rank 0; 0.5 on rank 1'; the same on every rank" in one.stderr
+
+
+@pytest.mark.slow
+def test_nodes_of_different_sizes(trained):
+    """Two processes on one machine and one on another: three groups of one. Each machine has a cache of its own."""
+    words = command(trained, "uneven", *QUIET, "--steps", "2")[2:]
+    own = {1: ["--cache-dir", str(trained / "other-cache")]}
+    done = on_machines(words, [(0, 0, 2), (0, 1, 2), (1, 0, 1)], own)
     assert [one.returncode for one in done] == [0, 0, 0], done
     assert "3 processes = 2 nodes of 2, 1, scheduled as 3 groups of 1" in done[0].stdout
     assert [row["loss"] for row in rows(trained, "uneven")] == pytest.approx(

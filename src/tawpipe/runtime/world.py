@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -189,11 +189,17 @@ class World:
             where = f"; not so on rank {', '.join(map(str, bad))} of {self.size}" if self.size > 1 else ""
             raise UserError(setting, value, expected + where)
 
-    def require_same(self, text: str, setting: str, expected: str) -> None:
-        """Raise a UserError on all ranks if ``text`` is not that of rank 0 everywhere; call on all ranks."""
-        self.require(
-            self.broadcast_text(text) == text, setting, text if len(text) < 200 else "different ones", expected
-        )
+    def differences(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Compare named texts between the ranks; call on all ranks.
+
+        Returns:
+            the names whose texts are not the same on all ranks, each with every text and its ranks; alike on all ranks.
+        """
+        first: dict[str, str] = json.loads(self.broadcast_text(json.dumps(dict(own))))
+        others = {name: own.get(name, "none") for name in {**first, **own} if own.get(name) != first.get(name)}
+        everyone: list[dict[str, str]] = [json.loads(text) for text in self.gather_texts(json.dumps(others))]
+        names = dict.fromkeys(name for others in everyone for name in others)
+        return {name: _by_rank([others.get(name, first.get(name, "none")) for others in everyone]) for name in names}
 
     def wait_patiently(self) -> None:
         """A barrier without a time limit that anybody would meet."""
@@ -222,6 +228,18 @@ class World:
         """Wait for all ranks, on the CPU."""
         if self.group is not None:
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group)
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """Every text with the ranks that have it.
+
+    >>> _by_rank(["1", "2", "2"])
+    '1 on rank 0; 2 on rank 1, 2'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on rank {', '.join(map(str, ranks[text]))}" for text in ranks)
 
 
 def in_words(error: Exception) -> str:

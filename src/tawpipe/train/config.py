@@ -346,6 +346,8 @@ OF_A_START = {("resume",), ("dry_run",), ("inject",)}
 """Settings that are those of one start, and not of the run."""
 OF_A_LAUNCH = {("nodes",), ("nproc",), ("virtual_nodes",)}
 """Settings that are the launcher's where there is one, and may be others on other machines."""
+OF_A_MACHINE = {("cache_dir",)}
+"""Settings that every machine may have its own value of."""
 INSTEAD = {
     ("steps",): ("epochs",),
     ("epochs",): ("steps",),

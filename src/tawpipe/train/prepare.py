@@ -53,6 +53,7 @@ from tawpipe.train.start import (
     documents_of,
     documents_of_a_step,
     documents_of_steps,
+    refuse_other_settings,
     start_of,
     typical_lengths,
 )
@@ -159,7 +160,7 @@ def prepare(
         dtype=DTYPES.get(config.dtype),
         on_gpus=world.device.type == "cuda",
     )
-    world.require_same(repr(config), "settings", "the same on every machine")
+    refuse_other_settings(config, world)
 
     # Documents, and from where the run goes on.
     model = RunModel(config)
@@ -176,6 +177,8 @@ def prepare(
     with batch.naming_documents():
         model.check(vocabulary, data.longest)
         built, chain = model.followed(vocabulary)
+    if built.other_base_words:
+        console.notice(built.other_base_words)
     name, why = chosen_dtype(config.dtype, world, begins.state.dtype if begins.state is not None else "")
     dtype = DTYPES[name]
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import chain
 
 from tawpipe.checkpoint.format import Manifest
@@ -24,7 +25,7 @@ from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
 from tawpipe.plan.typical import LOOKED_AT, typical_documents
 from tawpipe.runtime.world import World
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.config import OF_A_MACHINE, TrainConfig, train_options
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.evaluation import check_best
 from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
@@ -77,6 +78,20 @@ def refuse_other_run(config: TrainConfig, state: RunState, chain: Chain, place: 
     refuse_other_trained(state, adapter_facts(chain.given), config.freeze, f"the checkpoint {place}")
 
 
+def refuse_other_settings(config: TrainConfig, world: World) -> None:
+    """Refuse settings that are not the same on all ranks, but for those of a machine; call on all ranks.
+
+    Raises:
+        UserError: it names a setting, its values and their ranks, and the others that differ; on all ranks.
+    """
+    leaves = train_options().leaves.items()
+    own = {leaf.option: leaf.text(reduce(getattr, path, config)) for path, leaf in leaves if path not in OF_A_MACHINE}
+    if different := world.differences(own):
+        (option, words), *others = different.items()
+        more = "".join(f", and {other} ({texts})" for other, texts in others)
+        raise UserError(option, words, f"the same on every rank{more}")
+
+
 def documents_of(config: TrainConfig, model: RunModel, world: World, console: Console) -> PreparedData:
     """The documents of a run, which the console is told about."""
     data = prepare_data(
@@ -89,7 +104,9 @@ def documents_of(config: TrainConfig, model: RunModel, world: World, console: Co
         leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
         barrier=world.wait_patiently,
     )
-    world.require_same(data.fingerprint, "--data", "the same files and tokenizer on every machine")
+    if different := world.differences(dict(part.split(":", 1) for part in data.fingerprint.split())):
+        words = "; ".join(f"other {name}: {texts}" for name, texts in different.items())
+        raise UserError("--data", words, "the same files and tokenizer on every machine")
     for line in data.report.lines():
         console.line(line)
     return data
