@@ -195,7 +195,8 @@ def test_an_explicit_attention_factor_stays_under_the_same_scaling(tmp_path):
         "llama", max_position_embeddings=32, rope_parameters={**yarn, "attention_factor": 1.25, "beta_fast": 2.0}
     )
     folder = save(tmp_path, config)
-    for new, factor in (({}, 1.25), ({"attention_factor": 2.0}, 2.0)):
+    cases: list[tuple[dict[str, Any], float]] = [({}, 1.25), ({"attention_factor": 2.0}, 2.0)]
+    for new, factor in cases:
         longer = config_with(folder, scaling="yarn", factor=4, **new).rope_parameters
         assert longer["attention_factor"] == factor and longer["beta_fast"] == 2.0
     other = config_with(folder, scaling="linear", factor=4).rope_parameters

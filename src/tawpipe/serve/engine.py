@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from tawpipe.environment import SECOND_S
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.requests import Slots
 from tawpipe.serve.settings import ServeConfig
+from tawpipe.streams import lossy
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARTS: Any = {"http": "h11", "loop": "asyncio", "ws": "none", "lifespan": "off", "log_config": None}
@@ -97,7 +99,7 @@ def run_service(
     most = slots.room.groups * slots.room.slots + config.max_waiting + CONNECTIONS
     with drained_by_signals(slots, config.drain_s), answered_by_http(application, listening, most=most):
         try:
-            print(ready, flush=True)
+            print(ready, file=lossy(sys.stdout, name="standard output"), flush=True)
             compute(slots)
         finally:
             slots.fail(FAILED)  # of no effect on a service that has drained
