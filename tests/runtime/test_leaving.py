@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tawpipe.errors import UserError
 from tawpipe.launch.launcher import Shape, reserved_port, worker_environment
 from tawpipe.runtime import leaving
 from tawpipe.runtime.leaving import leave_at_exit
 
+CPU = torch.device("cpu")
 IMPORTED = """
 import json, os, signal, sys, time
 import torch
@@ -162,7 +164,7 @@ class Pipeline:
 
 
 def look_after(pipeline: Pipeline, executor: Any, *savings: Any):
-    world: Any = SimpleNamespace()
+    world: Any = SimpleNamespace(device=CPU)
     steps: Any = SimpleNamespace(drain=lambda: None)
     return leave_at_exit(pipeline, executor, steps, savings, world)
 
@@ -222,7 +224,7 @@ def test_a_last_step_that_was_no_good_is_said_once_the_script_has_ended(looked_a
     def drain() -> None:
         raise UserError("batch", "different ones", "the same")
 
-    world: Any = SimpleNamespace()
+    world: Any = SimpleNamespace(device=CPU)
     steps: Any = SimpleNamespace(drain=drain)
     leave_at_exit(pipeline, executor, steps, (), world)
     (one,) = looked_after.values()

@@ -194,10 +194,12 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
+        self.ledger.asked("a stream is synchronised")
         self.ledger.stands_still("a stream is synchronised")
         self.ledger.host_waits(self.stream.clock)
 
     def query(self) -> bool:
+        self.ledger.asked("a stream is asked")
         return True
 
 
@@ -210,6 +212,7 @@ class FakeEvent:
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
+        self.ledger.asked("an event is recorded")
         self.ledger.sweep()
         self.clock = dict((stream.stream if stream else self.ledger.current).clock)
 
@@ -217,13 +220,30 @@ class FakeEvent:
         self.ledger.wait(stream.stream if stream else self.ledger.current, self.clock)
 
     def synchronize(self) -> None:
+        self.ledger.asked("an event is synchronised")
         self.ledger.host_waits(self.clock)
 
     def query(self) -> bool:
+        self.ledger.asked("an event is asked")
         return True
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 1.0
+
+
+class _OnDevice:
+    """``torch.cuda.device``."""
+
+    ledger: Ledger
+
+    def __init__(self, _: Any) -> None:
+        self.before = False
+
+    def __enter__(self) -> None:
+        self.before = self.ledger.set_device()
+
+    def __exit__(self, *_: Any) -> None:
+        self.ledger.set_device(to=self.before)
 
 
 class _Peers:
@@ -322,7 +342,8 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
         "get_device_name": lambda *_: "a device of the tests",
         "get_rng_state": lambda *_: torch.default_generator.get_state(),
         "set_rng_state": lambda *_: None,
-        "device": lambda *_: contextlib.nullcontext(),
+        "set_device": lambda _: ledger.set_device(),
+        "device": type("device", (_OnDevice,), {"ledger": ledger}),
     }
     everyone = {
         "new_group": peers.group,

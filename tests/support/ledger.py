@@ -124,6 +124,10 @@ class Ledger:
         self.unpinned: list[str] = []
         self.pinned_bytes = 0
         self._made = self.issued = 0
+        self._thread = threading.local()
+        self._thread.on_device = True  # the thread of the test, which stands for the one that chose the device
+        self.on_device_first: list[str] = []
+        """Names of the other threads, as they set their device."""
 
     # streams
 
@@ -159,6 +163,21 @@ class Ledger:
         self.waits.append(f"{what} in {self.action}")
         if torch_knows and self.debug_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
+
+    # threads
+
+    def set_device(self, *, to: bool = True) -> bool:
+        """Note that the calling thread is on the device of its process, or no longer; returns which it was."""
+        before = getattr(self._thread, "on_device", False)
+        self._thread.on_device = to
+        if to and not before:
+            self.on_device_first.append(threading.current_thread().name)
+        return before
+
+    def asked(self, what: str) -> None:
+        """Note a call to CUDA: in a thread that has not set its device it would make a context on device 0."""
+        if not getattr(self._thread, "on_device", False):
+            self.faults.append(f"{what} in thread {threading.current_thread().name}, which has not set its device")
 
     # memory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -17,12 +17,15 @@ class Prefetcher(Generic[T]):
     An exception of the iterable is raised by the ``next()`` that would have returned its item. ``close()`` ends the
     thread after the item that it is working on; leaving a ``with`` block does so too. After the end, ``next()`` goes
     on raising StopIteration.
+
+    Args:
+        begin: is called first in the thread.
     """
 
-    def __init__(self, items: Iterable[T], depth: int = 2) -> None:
+    def __init__(self, items: Iterable[T], depth: int = 2, *, begin: Callable[[], None] | None = None) -> None:
         assert depth >= 1, depth
         self._items = iter(items)
-        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._thread = ThreadPoolExecutor(1, "prefetch", begin)
         self._ahead: deque[Future[Any]] = deque()
         for _ in range(depth):
             self._prepare_one()

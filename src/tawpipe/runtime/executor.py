@@ -129,7 +129,7 @@ class Executor:
         self._ended: Moment | None = None
         """The end of the last step that was issued."""
         doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
-        self.watchdog = Watchdog(doing, where or f"rank {rank}")
+        self.watchdog = Watchdog(doing, where or f"rank {rank}", device=self.device)
         self._run: dict[Op, Callable[[Action, StepValues], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),

@@ -27,7 +27,7 @@ CONTAINER = (
 class _Pages(mmap.mmap):
     """Zeros that a GPU reads and writes by itself, for as long as a tensor is on them."""
 
-    address = 0
+    address = device = 0
 
     def register(self, address: int) -> None:
         """Lock the pages, which takes the system about a second for some gigabytes.
@@ -39,11 +39,12 @@ class _Pages(mmap.mmap):
         if int(status) != 0:
             limit = "containers and WSL limit it; see ulimit -l and what other jobs have locked"
             raise OSError(f"it locks no more of its memory: {status}; {limit}")
-        self.address = address
+        self.address, self.device = address, torch.cuda.current_device()
 
     def __del__(self) -> None:
         if self.address:
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # pyright: ignore
+            with torch.cuda.device(self.device):  # in whichever thread collects it
+                torch.cuda.cudart().cudaHostUnregister(self.address)  # pyright: ignore
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, level: str) -> Tensor:

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.threads import on_device, use_device
 from tawpipe.runtime.world import World, joined_by_us
 
 PATIENCE_S = 5.0
@@ -114,9 +115,10 @@ def _forgotten(number: int) -> bool:
     pipeline = _running.get(number)
     if pipeline is None:
         return True
-    if not pipeline.executor.idle or not all(saving.done for saving in pipeline.savings):
-        return False
-    pipeline.executor.end_lanes(0.0)
+    with on_device(pipeline.world.device):
+        if not pipeline.executor.idle or not all(saving.done for saving in pipeline.savings):
+            return False
+        pipeline.executor.end_lanes(0.0)
     pipeline.executor.watchdog.close()
     _running.pop(number, None)
     return True
@@ -127,7 +129,10 @@ def _at_exit() -> None:
     failing = getattr(sys, "last_type", None) is not None  # an exception that nobody has caught
     running, groups = list(_running.values()), False
     _running.clear()
-    good = [pipeline.end(failing=failing) for pipeline in running]
+    good = []
+    for pipeline in running:
+        use_device(pipeline.world.device)  # it may have been made in another thread
+        good.append(pipeline.end(failing=failing))
     if running and joined_by_us():
         together = all(good) and not failing and all(pipeline.executor.failure is None for pipeline in running)
         on_gpu = any(pipeline.world.device.type == "cuda" for pipeline in running)
@@ -140,6 +145,7 @@ def _at_exit() -> None:
 
 def _leave(world: World, *, together: bool, on_gpu: bool) -> None:
     """Leave all groups. NCCL's destruction waits for the peers; where they do not come, its groups are aborted."""
+    use_device(world.device)
     if on_gpu and not (together and world.meet(timedelta(seconds=PATIENCE_S))):
         from torch.distributed.distributed_c10d import _abort_process_group
 

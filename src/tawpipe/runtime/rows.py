@@ -21,13 +21,14 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
+from tawpipe.runtime.threads import use_device
 from tawpipe.schedule.buffers import Buffer
 
 UNDER_WAY = 2
@@ -219,24 +220,25 @@ class InHost:
             self._leaving = []
 
 
-@dataclass(frozen=True)
 class Folder:
-    """Where files are made, and the threads that read and write them.
+    """Folder in which files are made, and the threads that read and write them.
+
+    Args:
+        device: on which these threads wait for copies.
 
     Raises:
         UserError: no file can be made there.
     """
 
-    path: str
-    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows read"))
-    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows write"))
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: str, device: torch.device) -> None:
+        self.path = path
+        self.reader = ThreadPoolExecutor(1, "rows read", use_device, (device,))
+        self.writer = ThreadPoolExecutor(1, "rows write", use_device, (device,))
         try:
-            tempfile.TemporaryFile(dir=self.path).close()
+            tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             expected = f"a folder that every process can write to ({error.strerror})"
-            raise UserError("schedule.offload_dir", self.path, expected) from error
+            raise UserError("schedule.offload_dir", path, expected) from error
 
 
 class InFile:
@@ -350,7 +352,7 @@ class Places:
     """
 
     def __init__(self, device: torch.device, folder: str = "") -> None:
-        self._device, self._folder = device, Folder(folder) if folder else None
+        self._device, self._folder = device, Folder(folder, device) if folder else None
         self._staging = Staging(device) if device.type == "cuda" and not folder else None
         self._there: dict[tuple[Buffer, str, torch.dtype], InHost | InFile] = {}
 

@@ -28,6 +28,7 @@ from tawpipe.model.quantized import NONE
 from tawpipe.model.units import Packing, Unit
 from tawpipe.model.weights import WeightSource
 from tawpipe.runtime.host_memory import host_zeros
+from tawpipe.runtime.threads import use_device
 from tawpipe.schedule.placement import Home
 
 
@@ -308,7 +309,7 @@ class Storage:
             world: a group of all ranks that moves CPU tensors, None in a single process.
         """
         to_read = iter([unit for unit in self.units if unit.blocks[0] % world_size == self.rank])
-        with ThreadPoolExecutor(1, "reading weights") as reader:
+        with ThreadPoolExecutor(1, "reading weights", use_device, (self.device,)) as reader:
             read_next = lambda: [reader.submit(self._read, source, unit) for unit in islice(to_read, 1)]  # noqa: E731
             ahead = read_next()
             for unit, home in zip(self.units, self.homes, strict=True):

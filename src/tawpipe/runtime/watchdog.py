@@ -27,8 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
+import torch
+
 from tawpipe.environment import STUCK
 from tawpipe.runtime.lanes import Doing, Event
+from tawpipe.runtime.threads import use_device
 from tawpipe.schedule.actions import Lane
 
 LOOK_S = 0.25
@@ -82,6 +85,7 @@ class Watchdog:
         where: this rank, in words.
         limit_s: of a step, from the end of the one before it; 0 for none.
         end: is called after the report; ends the process by default.
+        device: of this rank; the watchdog's threads ask CUDA about its events.
     """
 
     def __init__(
@@ -92,7 +96,9 @@ class Watchdog:
         limit_s: float = 0.0,
         stream: TextIO | None = None,
         end: Callable[[], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self._doing, self._where, self._stream = doing, where, stream
         self._own_end = end
         self.limit_s = limit_s
@@ -117,6 +123,7 @@ class Watchdog:
         self._closed.set()
 
     def _run(self) -> None:
+        use_device(self._device)
         put_off = -math.inf
         while not self._closed.wait(LOOK_S):
             now = time.monotonic()
@@ -148,6 +155,7 @@ class Watchdog:
             os._exit(EXIT_CODE)
 
     def _say_last(self, step: str) -> None:
+        use_device(self._device)
         if words := self.last_words(step):
             self._say(f"{self._where}: {words}")
 

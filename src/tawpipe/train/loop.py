@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -29,6 +30,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.step_result import StepResult
+from tawpipe.runtime.threads import use_device
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.evaluation import Best, Evaluation
@@ -142,7 +144,8 @@ class Training:
         try:
             if config.evaluation.at_start and self.evaluation.due and not self.first:
                 self._evaluate_before()
-            with Prefetcher(self._batches.train(self.samples, config.steps - self.first)) as batches:
+            ahead = self._batches.train(self.samples, config.steps - self.first)
+            with Prefetcher(ahead, begin=partial(use_device, self.world.device)) as batches:  # it pins memory
                 for step, batch in zip(range(self.first, config.steps), batches, strict=True):
                     if self.evaluation.exhausted:
                         break
