@@ -192,6 +192,7 @@ class Generator:
         wanted = [[unit.index for unit in chain.units if set(stage).intersection(unit.blocks)] for stage in stages]
         placing = build_placing(chain.spec, world.topology, tuple(homes), wanted)
         if self._transport is None:
+            world.wait_patiently()  # for ranks that come later: groups are made within a time limit
             self._transport = Transport(world.topology, world.rank, [laps, placing], device=world.device)
             verify(placing, one_thread=True)
         placed = placed_weights(placing, self._storage, self._transport)

@@ -113,6 +113,7 @@ class Wiring:
         if compile_layers:
             chain.compile_layers()
         self.optimizers = UnitOptimizers(storage, optimizer)
+        world.wait_patiently()  # for ranks whose homes are filled later: groups are made within ``timeout``
         self.transport = Transport(
             schedules.smallest.topology,
             world.rank,

@@ -181,8 +181,8 @@ def load_engine(
     if world.size == 1:
         engine: Engine | StagesEngine = Engine(chain, room)
     else:
+        world.wait_patiently()  # for ranks that still read their weights: groups are made within ``timeout``
         engine = StagesEngine(chain, room, world, schedule, compression=compression, timeout=timeout)
-        world.wait_patiently()  # for ranks that still read their weights
     # So that everything has its memory, and what is wrong shows before the first request.
     first, told = Slots(room, waiting=1), list[Drawn | None]()
     first.ask(Question((0,), 1, Sampling(temperature=0)), lambda drawn, *_: told.append(drawn))
