@@ -176,6 +176,8 @@ class ServeCompute:
         if tuple(hidden.shape) != (1, tokens, self.chain.width) or hidden.dtype != self.chain.dtype:
             expected = f"hidden states (1, {tokens}, {self.chain.width}) in {self.chain.dtype} where a stage ends"
             raise UserError("model", self.chain.name, f"{expected}, not {tuple(hidden.shape)} in {hidden.dtype}")
+        if hidden.device.type == "cuda":  # or COMPUTE, which made it, would reuse its memory while this stream reads it
+            hidden.record_stream(torch.cuda.current_stream())
         message = torch.empty(len(header) + self._hidden_bytes(tokens), dtype=torch.uint8, device=hidden.device)
         message[: len(header)].copy_(header)
         if self.compression:
