@@ -16,11 +16,12 @@ from fake_cuda import FakeEvent, fake_cuda
 from ledger import Ledger
 from pipelines import SETTINGS
 from schedules import EVERY, llama, make
-from streams import LENGTH, played, tiny
+from streams import LENGTH, decoded, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batches import Deal
 from tawpipe.runtime import moves, rows, slices, streaming
+from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, held_apart, posted_ahead
 from tawpipe.schedule.strategies.table import strategies
@@ -84,6 +85,37 @@ def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
     apart = held_apart(schedule, case.get("rank", 0), dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), BOUNDARY))
     assert found.allocated <= found.active <= found.reserved
     assert found.active - found.allocated <= apart + LOSSES, "the plan's part `apart`"
+
+
+DECODING = [(rank, ranks, form) for ranks in (2, 3) for rank in range(ranks) for form in ("", "int8")]
+QUICK_ROUNDS = [(0, 2, ""), (1, 3, "int8")]
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "compression"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one not in QUICK_ROUNDS)) for one in DECODING],
+)
+def test_hidden_states_stay_while_a_message_is_made_of_them(rank, ranks, compression):
+    """In rounds of decoding, as a service and ``Pipeline.generate`` have them."""
+    ledger = decoded(rank, ranks=ranks, compression=compression)
+    assert ledger.issued > 100
+    assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
+
+
+BY_HOME = [(name, homes) for name in BY_NAME for homes in ("none", "state", "all")]
+QUICK = [("rmsprop", "none"), ("adafactor", "state"), ("muon", "none")]
+
+
+@pytest.mark.parametrize(
+    ("name", "homes"), [pytest.param(*one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in BY_HOME]
+)
+def test_an_optimizer_halts_the_host_once_a_step_at_most(name, homes):
+    """However many units and parameters there are."""
+    case = {"strategy": "tawpipe-whole", "nodes": 1, "local": 1, "rows": 1, "layers": 2, "lengths": (4,) * 3}
+    ledger = played(optimizer=BY_NAME[name](1e-3), host_homes=homes, **case)
+    assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
+    assert len(ledger.waits) <= 2, set(ledger.waits)  # in the two steps behind the first
+    assert not ledger.unpinned, set(ledger.unpinned)
 
 
 def test_every_strategy_is_looked_at():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tawpipe.errors import UserError
 from tawpipe.model.units import Unit, build_units
@@ -72,6 +74,31 @@ def test_numbers_that_are_not_finite_change_neither_weights_nor_states() -> None
         assert torch.equal(storage.master[1], before)
         for old, new in zip(kept, optimizers.states()[1], strict=True):
             assert all(torch.equal(old[key], new[key]) for key in ("momentum_buffer", "exp_avg") if key in old)
+
+
+def test_a_flag_that_has_changed_is_read_again() -> None:
+    """As it is once a step, by the optimizers of all units."""
+    storage, optimizers = made(partial(SGD, lr=0.5))
+    updates, reads = torch.ones(()), _Reads()
+    for happens in (1.0, 0.0, 1.0, 1.0):
+        updates.fill_(happens)
+        before = {unit: storage.master[unit].clone() for unit in optimizers.pieces}
+        with reads:
+            for unit in optimizers.pieces:
+                optimizers.step(unit, updates, 1.0)
+        for unit in optimizers.pieces:
+            assert torch.equal(storage.master[unit], before[unit]) == (not happens)
+    assert reads.number == 4 and len(optimizers.pieces) > 1
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_states_are_adopted_and_those_that_are_missing_begin_anew() -> None:

@@ -10,6 +10,7 @@ import tawpipe
 from cases import batches
 from states import ALONE
 from tawpipe.errors import UserError
+from tawpipe.runtime import named_optimizers
 from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.runtime.optimizer import WholeMatrices, check_elementwise
 from whole import experts, factory
@@ -50,6 +51,25 @@ def test_learning_rates_that_differ_between_ranks_are_refused(pool):
 def test_who_forgets_to_ask_for_whole_matrices_is_told_how(optimizer):
     with pytest.raises(UserError, match=r"tawpipe.whole_matrices\(factory\)"):
         check_elementwise(lambda parameters: optimizer(parameters))
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.3, "weight_decay": 0.1, "d": 1.3, "eps": (1e-3, 1e-2)}])
+def test_our_adafactor_has_the_numbers_and_the_states_of_torchs(options):
+    """Whose step reads two norms of every parameter, for which the host waits."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).double() for shape in ((7, 5), (9,), (1, 6), (3, 4, 5), (1,))]
+    ours, theirs = ([torch.nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    made = named_optimizers.Adafactor(ours, **options), Adafactor(theirs, **options)
+    for step in range(6):
+        for pair in zip(ours, theirs, strict=True):
+            gradient = torch.randn(pair[0].shape, generator=generator).double() * 10.0 ** (step % 3 - 1)
+            for value in pair:
+                value.grad = gradient.clone()
+        for optimizer in made:
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(dict(made[0].state[one]), dict(made[1].state[other]), rtol=1e-12, atol=1e-14)
 
 
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_states():

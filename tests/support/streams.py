@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +16,16 @@ from fake_cuda import DEVICE, fake_cuda
 from ledger import Ledger
 from pipelines import make_pipeline
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
+from tawpipe.model.serving import hold_weights
+from tawpipe.model.weights import ModuleSource
+from tawpipe.runtime import laps
+from tawpipe.runtime.engine import StagesEngine
+from tawpipe.runtime.optimizer import OptimizerFactory
+from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
 from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.world import World
+from tawpipe.schedule.laps import build_laps
 from tawpipe.topology import Topology
 
 VOCABULARY, LENGTH = 31, 12
@@ -60,6 +69,7 @@ def played(
     evaluate: bool = False,
     momentum: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    optimizer: OptimizerFactory | None = None,
     **knobs: Any,
 ) -> Ledger:
     """The ledger of one rank's steps, one after the other without a pause.
@@ -78,7 +88,7 @@ def played(
             world=world,
             dtype=dtype,
             check="never",
-            optimizer=partial(SGD, lr=0.05, momentum=momentum, fused=True),
+            optimizer=optimizer or partial(SGD, lr=0.05, momentum=momentum, fused=True),
             **knobs,
         )
         pipeline._results.judge = lambda result: result.wait()  # of numbers that peers would have had a part in
@@ -99,4 +109,38 @@ def played(
         del pipeline
         ledger.sweep()
     ledger.waits, ledger.unpinned = said
+    return ledger
+
+
+class _Passes:
+    """One token in the first slot of every group, for some rounds of decoding; then each group's last pass."""
+
+    def __init__(self, room: Room, rounds: int) -> None:
+        self.room, self.left, self._at = room, rounds * room.groups, [0] * room.groups
+
+    def feed(self, group: int) -> Pass:
+        self.left -= 1
+        if self.left < 0:
+            return Pass(group, (), True)
+        first, self._at[group] = self._at[group], self._at[group] + 1
+        return Pass(group, (Row(group * self.room.slots, first, (1,), Sampling(temperature=0)),))
+
+    def take(self, group: int, drawn: Sequence[Drawn]) -> None:
+        pass
+
+
+def decoded(rank: int = 0, *, ranks: int = 2, rounds: int = 6, compression: str = "") -> Ledger:
+    """The ledger of one rank's rounds of decoding, a stage on each of ``ranks``."""
+    with fake_cuda(rank, ranks) as ledger:
+        world = World(Topology.grid(ranks, 1), rank, DEVICE, None)
+        chain, room = Chain(tiny(4)), Room(2, 2, 16, 4)
+        source, schedule = ModuleSource(chain), build_laps(chain.spec, world.topology, room.groups)
+        chain.prepare(DEVICE, torch.float32)
+        hold_weights(chain, schedule.step.strategy.computes(schedule.step)[rank], source.unit)
+        engine = StagesEngine(chain, room, world, schedule, compression=compression)
+        passes = _Passes(room, rounds)
+        with patch.object(laps, "read_header", lambda _, group: passes.feed(group)):  # peers send zeros
+            engine.run(passes if rank == 0 else None)
+        engine.close()
+        ledger.sweep()
     return ledger

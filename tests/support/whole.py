@@ -18,6 +18,7 @@ from cases import VOCABULARY, batches, relative
 from model_families import keep_fp64
 from pipelines import make_pipeline
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.runtime.optimizer import OptimizerFactory
 from tawpipe.runtime.world import World
 
@@ -48,7 +49,7 @@ def experts(*, frozen: Sequence[str] = ()) -> Any:
 def factory(name: str) -> OptimizerFactory:
     if name == "muon":
         return tawpipe.muon(RATE)
-    return tawpipe.whole_matrices(lambda parameters: Adafactor(parameters, lr=RATE))
+    return BY_NAME[name](RATE)
 
 
 def _plain_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""Optimizers by name, all of them torch's own: vectors (norms, biases) are not decayed by any."""
+"""Optimizers by name, all of them torch's, Adafactor with a step of our own. None decays vectors (norms, biases)."""
 
 from __future__ import annotations
 
@@ -69,8 +69,38 @@ def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
     return of
 
 
+class Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor with a step that never waits for a GPU; torch's reads two norms of every parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters. States and numbers are those of ``torch.optim.Adafactor``."""
+        for group in self.param_groups:
+            lists: tuple[list[Any], ...] = ([], [], [], [], [], [])
+            self._init_group(group, *lists)
+            for value, gradient, rows, columns, squares, count in zip(*lists, strict=True):
+                eps1, eps2 = group["eps"]
+                eps1 = torch.finfo(value.dtype).eps if eps1 is None else eps1
+                count += 1
+                on_device = count.device == value.device
+                number = count.double() if on_device else value.new_full((), float(count), dtype=torch.float64)
+                fresh = (number ** group["beta2_decay"]).to(value.dtype)
+                rate = (value.norm(2).double() / value.numel() ** 0.5).clamp(min=eps2)
+                rate *= number.rsqrt().clamp(max=group["lr"])
+                value.mul_(1 - group["lr"] * group["weight_decay"])
+                if squares is None:
+                    rows.lerp_(gradient.square().mean(-1, keepdim=True), fresh)
+                    columns.lerp_(gradient.square().mean(-2, keepdim=True), fresh)
+                    update = (rows @ columns).div_(rows.mean(-2, keepdim=True).clamp_(min=eps1))
+                else:
+                    update = squares.lerp_(gradient.square(), fresh).clone()
+                update.clamp_(min=eps1**2).rsqrt_().mul_(gradient)
+                most = (update.norm(2).double() / (update.numel() ** 0.5 * group["d"])).clamp(min=1)
+                value.sub_(update.mul_(rate / most))
+
+
 def _adafactor(learning_rate: float, *, weight_decay: float = 0.0) -> OptimizerFactory:
-    return whole_matrices(_named(torch.optim.Adafactor)(learning_rate, weight_decay=weight_decay))
+    return whole_matrices(_named(Adafactor)(learning_rate, weight_decay=weight_decay))
 
 
 BY_NAME: Mapping[str, Callable[..., OptimizerFactory]] = {

@@ -267,7 +267,9 @@ class Streaming:
         storage.scales[unit].copy_(factor)
 
     def _here(self, value: Any) -> Any:
-        """A state of which nobody else knows, on the device if it is in the host's memory."""
+        """Copy a state to the device. A number is written there: copying plain memory could block."""
+        if isinstance(value, Tensor) and not value.ndim and value.device.type == "cpu":
+            return torch.full((), value.item(), dtype=value.dtype, device=self._device)
         return value.to(self._device, copy=True, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _square(self, unit: int, load: Load, room: PassingRoom) -> None:

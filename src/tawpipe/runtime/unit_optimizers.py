@@ -147,6 +147,8 @@ class UnitOptimizers:
                 self.pieces[unit] = pieces
         self._factory, self._in_host, self._device = factory, storage.in_host, storage.device
         self._host_zeros = storage.host_zeros
+        self._flag: tuple[Tensor | None, int, bool] = None, 0, True
+        """The flag that was read last, its version then, and its value."""
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -277,12 +279,20 @@ class UnitOptimizers:
                 else:
                     group["lr"] = group["initial_lr"] * rate
 
+    def _value_of(self, updates: Tensor) -> bool:
+        """Read a flag of the device. The host waits for it once after every change, not once for every unit."""
+        known, version, value = self._flag
+        if known is not updates or version != updates._version:
+            version, value = updates._version, bool(updates)
+            self._flag = updates, version, value
+        return value
+
     def _step(self, optimizers: Sequence[Any], updates: Tensor | None) -> None:
         for optimizer in optimizers:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
             # The fused step looks at a flag on the device: no host sync for the finite check.
             on_device = fused and not _begins_unset(optimizer)
-            if not on_device and updates is not None and not bool(updates):
+            if not on_device and updates is not None and not self._value_of(updates):
                 continue
             if fused:  # always: what it was told of an earlier step holds until it is told anew
                 left_out = (updates == 0).to(torch.float32) if on_device and updates is not None else None
