@@ -72,7 +72,8 @@ def slices(world: World) -> str:
     generator, apart = torch.Generator().manual_seed(3), list[str]()
     ids = [torch.randint(0, 500, (1, length), generator=generator) for length in LENGTHS]
     documents = [MicroBatch.of_documents(row, row, [row.shape[1]]) for row in ids]
-    plain: Any = made(small()).to(world.device, torch.float64)
+    model: Any = made(small())
+    plain = model.to(world.device, torch.float64)
     tokens = sum(length - 1 for length in LENGTHS)
     for row in ids:
         logits = plain(row.to(world.device)).logits[0, :-1]

@@ -28,7 +28,7 @@ CYCLES = int(1.2e8)
 
 def versions(device: torch.device) -> None:
     """Print versions of everything."""
-    nccl: Any = torch.cuda.nccl.version()
+    cuda: Any = torch.cuda
     say(
         torch=torch.__version__,
         transformers=transformers.__version__,
@@ -36,7 +36,7 @@ def versions(device: torch.device) -> None:
         device=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
         cudnn=torch.backends.cudnn.version(),
-        nccl=nccl,
+        nccl=cuda.nccl.version(),
         cpus=os.cpu_count(),
     )
 

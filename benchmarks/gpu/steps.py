@@ -156,7 +156,7 @@ def use_liger(used: bool) -> None:
     target.LlamaRMSNorm.forward, target.LlamaMLP.forward, target.apply_rotary_pos_emb = norm, gate, rope
 
 
-def fill_on_device(self: Storage, *_: Any) -> None:
+def fill_on_device(self: Storage, source: object, world: object, world_size: int) -> None:
     """Fill homes with random values where they are: to draw 8 billion on a processor takes a minute."""
     with torch.no_grad():
         for unit, master in self.master.items():
@@ -281,7 +281,7 @@ class Plain:
         self.optimizer.step()
         if self.masters is not self.parameters:
             with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.masters)
+                torch._foreach_copy_(self.parameters, self.masters)  # pyright: ignore
         self.optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
