@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from family_configs import tiny_config
 from model_families import LAYERS, family_config, meta_model
 from tawpipe.errors import UserError
 from tawpipe.model.buffers import materialize_buffers, owners, persistent_buffers, poison, poisoned
@@ -16,7 +18,7 @@ from tawpipe.model.discovery import discover, embedding_width, kind_of
 from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.shapes import head_size, num_heads, setting_of
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape
-from tawpipe.model.watch import FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
+from tawpipe.model.watch import Counting, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
 
 # the whole model
 
@@ -56,6 +58,8 @@ def test_layers_are_of_one_kind_unless_one_was_changed_by_hand() -> None:
     assert kind_of(layers[0], 0) == kind_of(layers[1], 1) != kind_of(layers[2], 2)
     layers[1][0].register_forward_hook(lambda *_: None)
     assert kind_of(layers[0], 0) != kind_of(layers[1], 1)
+    first, *_, last = meta_model(tiny_config("llama4_text")).model.layers  # of the same modules, without rotation
+    assert kind_of(first.self_attn, 0) != kind_of(last.self_attn, 3)
 
 
 # watching
@@ -86,15 +90,60 @@ def test_what_the_head_reads_from_before_the_layers_is_named() -> None:
     assert watch.read_by_head == {"input_ids", "a result of mul"}
 
 
-def test_tables_of_positions_are_found_and_counting_by_oneself_too() -> None:
+def test_tables_of_positions_are_found() -> None:
     table, watch = nn.Embedding(20, 2, padding_idx=1), Watch(nn.Linear(1, 1))
     positions = torch.arange(7)[None]
     with watch:
         watch.begin("embedding", {"position_ids": positions})
         table(positions + 2)
-        assert watch.tables == [(20, 1)] and not watch.counts_by_itself
-        torch.arange(7).float().mul(0.5)
-    assert watch.counts_by_itself
+    assert watch.tables == [(20, 1)]
+
+
+TABLE = torch.ones(20, 2)
+PLACES: dict[str, Callable[[Tensor], Any]] = {
+    "a factor": lambda x: x * (torch.arange(7) + 1.0).log()[:, None],
+    "a sum of ones": lambda x: x * torch.ones_like(x).cumsum(0),
+    "a sum of what is no padding": lambda x: x + TABLE[(x[:, 0] != 0).cumsum(0)],
+    "a table's beginning": lambda x: x + TABLE[:7],
+    "a table's rows": lambda x: x + nn.functional.embedding(torch.arange(7), TABLE),
+    "a list": lambda x: x * torch.tensor([*range(7)])[:, None],
+    "fractions": lambda x: x.add_(torch.linspace(0, 1, 7)[:, None]),
+}
+NO_PLACES: dict[str, Callable[[Tensor], Any]] = {
+    "an index of tokens": lambda x: x[torch.arange(7)] + x.gather(0, torch.arange(7)[:, None].expand(7, 2)),
+    "where tokens go": lambda x: torch.zeros(7, 2).index_add(0, torch.arange(7), x),
+    "a state": lambda x: x.cumsum(0),
+    "frequencies": lambda x: x * torch.arange(0, 4, 2)[None],
+    "another table": lambda x: x + TABLE[:1],
+    "a mask": lambda x: (x @ x.T).masked_fill(torch.arange(7)[:, None] < torch.arange(7), -1.0),
+    "a table's beginning, by positions that are given": lambda x: x + TABLE[:7][x[:, 0].long()],
+    "nothing": lambda x: torch.arange(7) * 1.0,
+}
+
+
+@pytest.mark.parametrize("what", [*PLACES, *NO_PLACES])
+def test_places_that_are_counted_along_a_row_are_told_from_other_counts(what: str) -> None:
+    x = torch.rand(7, 2)
+    counting = Counting([TABLE])
+    counting.give(x)
+    with counting:
+        (PLACES | NO_PLACES)[what](x)
+    assert counting.has_counted is (what in PLACES)
+
+
+def test_what_counts_on_every_document_by_itself_is_left_out() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.arange(7)[:, None]
+
+    inside, counting, x = Counts(), Counting([]), torch.rand(7, 2)
+    counting.give(x)
+    with counting.leaving_out([inside]), counting:
+        inside(x)
+    assert not counting.has_counted
+    with counting:
+        inside(x)
+    assert counting.has_counted
 
 
 def test_weights_that_autograd_saves_are_seen_also_as_a_copy() -> None:

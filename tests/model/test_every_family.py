@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from every_family import equal_families, families, outcome, page
+from every_family import PACKED, equal_families, families, outcome, page
+from family_configs import tiny_config, uncrossed
 from selected import quick_ones
 from tawpipe.model.tested import TESTED_TRANSFORMERS
 
@@ -18,7 +19,7 @@ SAME_RELEASE = transformers.__version__.startswith(f"{TESTED_TRANSFORMERS}.")
 same_release = pytest.mark.skipif(not SAME_RELEASE, reason="written with another transformers")
 
 
-QUICK = ("llama", "qwen3_next", "falcon_h1", "jamba", "lfm2", "bloom", "bart", "deepseek_v32", "mllama")
+QUICK = ("llama", "qwen3_next", "falcon_h1", "jamba", "lfm2", "bloom", "bart", "deepseek_v32", "mllama", "llama4_text")
 """A family of every kind; the others are slow."""
 
 
@@ -28,6 +29,8 @@ def test_a_family_is_equal_or_refused(family):
     if found.kind == "not built" and not SAME_RELEASE:
         pytest.skip(f"its tiny configuration is for another release: {found.reason}")
     assert found.expected, f"{family} is {found.kind}: {found.reason}"
+    if found.kind == "equal":
+        assert not uncrossed(tiny_config(family), max(map(max, PACKED)))
 
 
 @pytest.mark.slow

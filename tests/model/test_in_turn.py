@@ -7,13 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
+from every_family import PACKED, differences, micro_batches, our_step, plain_step
 from family_configs import tiny_config
 from model_families import family_config, meta_model, real_model
 from tawpipe import Pipeline
@@ -32,7 +37,8 @@ from tawpipe.simulate import BlockCost, Seconds, size_of
 WHY = {
     "bloom": (True, "does not use transformers' attention interface"),
     "bart": (True, "counts positions along the row by itself"),
-    "deepseek_v4": (True, "self_attn.compressor of layer 0 mixes tokens in a way that is not known"),
+    "deepseek_v4": (True, "its attention has keys that are not those of the row's tokens"),
+    "llama4_text": (False, "layer 3 counts positions along the row by itself"),
     "xlstm": (False, "carry a state in a way that is not known"),
 }
 
@@ -44,6 +50,47 @@ def test_what_mixes_documents_is_known_without_values(family: str):
     assert why in chain.in_turn and chain.own_code == own_code
     with pytest.raises(UserError, match="rows cannot be cut"):
         chain.find_tokens()
+
+
+class ByPlace(LlamaAttention):
+    """Multiplies by a factor that grows with a token's place."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        return super().forward(hidden_states * (1 + places / 4).floor()[:, None], **kwargs)
+
+
+class Learned(LlamaDecoderLayer):
+    """Adds what it has learned of a token's place."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        places: Any = self.mlp.places
+        return super().forward(hidden_states + places[: hidden_states.shape[1]], **kwargs)
+
+
+class Summed(LlamaMLP):
+    """Divides by the number of tokens so far."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / torch.ones_like(x[..., :1]).cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"), [(ByPlace, LlamaAttention), (Learned, LlamaDecoderLayer), (Summed, LlamaMLP)]
+)
+def test_layers_that_count_places_themselves_take_documents_in_turn(kind: type[nn.Module], base: type[nn.Module]):
+    model = real_model(family_config("llama"))
+    model.set_attn_implementation("sdpa")
+    for module in list(model.modules()):
+        if type(module) is base:
+            module.__class__ = kind
+    for layer in model.model.layers if kind is Learned else ():
+        layer.mlp.places = nn.Parameter(torch.randn(30, 32, dtype=torch.float64))
+    plain = plain_step(model, micro_batches(PACKED))
+    ours = our_step(deepcopy(model), PACKED)
+    assert not differences(ours, plain, 1e-6)  # norms compute in fp32
+    with pytest.raises(UserError, match="because layer 0 counts positions along the row by itself"):
+        our_step(model, PACKED, sequence_chunk=12)
 
 
 def test_what_keeps_documents_apart_has_no_reason_to_take_them_in_turn():

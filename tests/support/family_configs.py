@@ -5,6 +5,7 @@ names of a config's fields, and a table of what some families need besides.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -55,6 +56,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("index_topk", "index_block_size", "window_size", "local_attention"), 4),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size"), 5),
     "keep_window_size": 5,
+    **dict.fromkeys(("floor_scale", "log_scaling_n_floor", "rel_extent", "original_max_position_embeddings"), 4),
+    **dict.fromkeys(("block_size", "local_attn_chunk_length", "lsh_attn_chunk_length"), 4),
     "max_window_layers": 1,
     "use_sliding_window": True,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
@@ -107,6 +110,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "blenderbot": {"encoder_layers": 2},
     "cohere_compass_text": {**_MIXED, "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots3_note": {
         "text_config": _DOTS,
         "vision_config": {
@@ -169,8 +173,33 @@ def families() -> tuple[str, ...]:
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+THRESHOLDS = re.compile(r"window|chunk|floor|original_max|extent|compressed|block_size")
+"""Names of numbers beyond which tokens are computed with otherwise."""
+
+
+def uncrossed(config: Any, longest: int) -> dict[str, Any]:
+    """The thresholds of a config that no document of ``longest`` tokens crosses, vision and sound left out."""
+    found = {}
+    for name, value in config.items() if isinstance(config, dict) else config.get_text_config().to_dict().items():
+        if isinstance(value, dict) and not str(name).startswith(("audio", "vision")):
+            found |= uncrossed(value, longest)
+        elif isinstance(value, int) and THRESHOLDS.search(str(name)) and not str(name).startswith("max_"):
+            found |= {name: value} if value >= longest else {}
+    return found
+
+
 def tiny_config(family: str) -> PreTrainedConfig:
     """A config of tiny sizes without dropout, with the fewest layers from three on that show every kind of layer."""
+    config = _config(family)
+    for owner in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        ropes = getattr(owner, "rope_parameters", None) or {}
+        for rope in (ropes, *ropes.values()):
+            if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
+                rope["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
+    return config
+
+
+def _config(family: str) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[family]
     wanted = _kinds_of_layers(kind(**_small(kind, None, OVERRIDES.get(family, {}))))
     for depth in range(LAYERS, MOST_LAYERS + 1):

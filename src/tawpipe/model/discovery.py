@@ -7,6 +7,7 @@ Works on the meta device as on a real one.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, rope_settings, unsupported
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
-from tawpipe.model.watch import SAMPLE_TOKENS, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
+from tawpipe.model.watch import SAMPLE_TOKENS, Counting, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
 
 LENGTHS_OF_TUPLES = 0, 1, 2, 3
 """What models may expect from a layer: hidden states, alone or in a tuple of so many."""
+LAYER_NUMBER = re.compile(r"idx|index|number|_id$")
+"""What models call the number of a layer that it keeps as an attribute."""
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 
@@ -124,7 +127,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
             )
     watch = Watch(model)
     held = ValuesBefore(model)
-    tape, followed = _follow_embedding(model, path, layers, watch, returns, alone=alone)
+    tape, followed, counting = _follow_embedding(model, path, layers, watch, returns, alone=alone)
     assert tape.hidden is not None
     assert tape.hidden.shape[:2] == (1, SAMPLE_TOKENS), "hidden states are not [rows, tokens, ...]"
     _follow_head(model, path, layers, watch, Feed(returns, torch.zeros_like(tape.hidden)), alone=alone)
@@ -132,7 +135,8 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
     held.check(kind)
     if watch.used.get("between"):
         raise unsupported(kind, f"parameters used between layers: {', '.join(sorted(watch.used['between']))}")
-    if watch.counts_by_itself and not alone:
+    counted = counting.has_counted or any(counting.hands_on(call.tensors) for call in tape.calls)
+    if counted and not alone:
         raise ApartError(kind, "the model counts positions along the row by itself and takes no position_ids")
     if watch.read_by_head:
         raise unsupported(
@@ -150,15 +154,15 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             raise unsupported(kind, f"layer {index} is given a trainable tensor besides the hidden states")
     mixing = _mixing(model, layers, tape.calls, tape.hidden) if states and not alone else ()
-    _try_layers(model, layers, tape.calls, tape.hidden)
+    _try_layers(model, layers, tape.calls, tape.hidden, mixing, counting, alone=alone)
     uses = _uses(model, layers, watch)
     width = tape.hidden.shape[2:].numel()
     why = [
         f"layer {index} is given a tensor besides the hidden states that is computed from weights of the embedding side"
         for index, call in enumerate(tape.calls)
-        if any(isinstance(leaf, Tensor) and followed.made(leaf) for leaf in tree_leaves((call.args, call.kwargs)))
+        if any(map(followed.made, call.tensors))
     ]
-    positions = _positions(model, watch)
+    positions = _positions(model, watch, counts_by_itself=counted)
     return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(why[:1]), positions, mixing)
 
 
@@ -174,21 +178,23 @@ def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Docume
 
 def _follow_embedding(
     model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, returns: int, *, alone: bool
-) -> tuple[Tape, FollowedWeights]:
-    """Run up to the last layer: the layers' calls, and what became of the weights."""
+) -> tuple[Tape, FollowedWeights, Counting]:
+    """Run up to the last layer: the layers' calls, what became of the weights, and whether positions were counted."""
     tape = Tape(returns)
     recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, recorders)
     inputs, documents = _sample(model, alone=alone)
     followed = FollowedWeights(model)
+    counting = Counting((*model.parameters(), *model.buffers()))
+    counting.give(inputs["input_ids"], inputs["position_ids"])  # a count of the mask is one of the row's tokens
     hooks = torch.autograd.graph.saved_tensors_hooks(followed.pack, lambda tensor: tensor)
     try:
-        with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, followed:
+        with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, followed, counting:
             watch.begin("embedding", inputs)
             view(**taken_by(view, inputs, alone=alone))
         raise AssertionError("the model does not call all of its layers")
     except LayersReached:
-        return tape, followed
+        return tape, followed, counting
     finally:
         watch.phase = None
 
@@ -216,28 +222,41 @@ def embedding_width(model: Any) -> int:
     return width or model.config.get_text_config().hidden_size
 
 
-def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor) -> None:
-    """Call one layer of every kind, for what it does with its mask, in place and with random numbers.
+def _try_layers(
+    model: nn.Module,
+    layers: tuple[nn.Module, ...],
+    calls: list[LayerCall],
+    hidden: Tensor,
+    mixing: tuple[Mixing, ...],
+    counting: Counting,
+    *,
+    alone: bool,
+) -> None:
+    """Call one layer of every kind, for what it does with its mask, in place, with random numbers and with places.
 
     A layer whose work depends on values (a router) cannot run on the meta device; the chain looks at its first call.
     """
     name = type(model).__name__
     tried = set()
+    counting.give(hidden)
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         kind = kind_of(layer, index)
         if kind in tried:
             continue
         tried.add(kind)
         before, seeds = random.getstate(), False
+        mixers = [layer.get_submodule(mixer) for mixer in mixing[index].mixers] if mixing else []
         try:
-            with _own_random_numbers(model), torch.no_grad():
+            with _own_random_numbers(model), torch.no_grad(), counting.leaving_out(mixers), counting:
                 torch.default_generator.manual_seed(UNLIKELY_SEED)
                 first_call(layer, call, hidden.detach(), f"layer {index} of {name}")
                 seeds = torch.initial_seed() != UNLIKELY_SEED
         except UserError:
             raise
         except Exception:
-            continue
+            pass
+        if counting.has_counted and not alone:
+            raise ApartError(name, f"layer {index} counts positions along the row by itself")
         if seeds:
             raise unsupported(f"layer {index} of {name}", "it seeds torch's random numbers, which belong to the caller")
         if random.getstate() != before:
@@ -281,15 +300,23 @@ def _own_random_numbers(model: nn.Module) -> AbstractContextManager[object]:
 
 
 def kind_of(layer: nn.Module, index: int) -> Hashable:
-    """A key that layers which are built alike have in common; one with methods or hooks of its own is its own kind."""
+    """A key that layers which are built alike have in common: of the same modules with the same settings, but for the
+    layer's number. One with methods or hooks of its own is its own kind.
+    """
     modules = list(layer.named_modules())
     changed = any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for _, m in modules)
-    return (index if changed else None, *((name, type(module)) for name, module in modules))
+    settings = [
+        (key, value)
+        for _, module in modules
+        for key, value in vars(module).items()
+        if isinstance(value, int | str) and not LAYER_NUMBER.search(key)
+    ]
+    return (index if changed else None, *((name, type(module)) for name, module in modules), *settings)
 
 
-def _positions(model: nn.Module, watch: Watch) -> PositionUse:
+def _positions(model: nn.Module, watch: Watch, *, counts_by_itself: bool) -> PositionUse:
     text = model.config.get_text_config()  # type: ignore[union-attr]
-    if watch.counts_by_itself or text._attn_implementation != NAME:  # any table of its own may end there
+    if counts_by_itself or text._attn_implementation != NAME:  # any table of its own may end there
         return PositionUse(limit=getattr(text, "max_position_embeddings", None))
     if not watch.tables:
         edges = [

@@ -42,6 +42,11 @@ class LayerCall:
         output = layer(*args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, at any depth."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
     def cut(self, along: Sequence[int | None], chunk: Chunk) -> LayerCall:
         """The call for some tokens of every row.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,12 +44,8 @@ class Watch(WithoutValues):
         """Tensors that the head reads besides parameters and the last layer's output, in words."""
         self.tables: list[tuple[int, int | None]] = []
         """(rows, padding row) of the tables that positions index."""
-        self.counts_by_itself = False
-        """True if the model makes positions of its own, which do not start anew in every document."""
         self._before_head: dict[int, tuple[Tensor, str]] = {}
         self._positions: dict[int, Tensor] = {}
-        self._counted: dict[int, Tensor] = {}
-        """Numbers that were counted along the row, and what was made of them."""
 
     def begin(self, phase: str, inputs: Mapping[str, Any]) -> None:
         """Start to follow a forward pass with these arguments."""
@@ -82,16 +79,10 @@ class Watch(WithoutValues):
     def _follow_positions(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
-        whole = {id(tensor): tensor for tensor in made if not tensor.is_floating_point()}
         if any(id(tensor) in self._positions for tensor in read[:1]):  # not what they are an index of
             if func is F.embedding:
                 self.tables.append((args[1].shape[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")))
-            self._positions.update(whole)
-        elif func is torch.arange:
-            self._counted.update({key: tensor for key, tensor in whole.items() if tensor.numel() == SAMPLE_TOKENS})
-        elif any(id(tensor) in self._counted for tensor in read):
-            self._counted.update(whole)
-            self.counts_by_itself |= any(tensor.is_floating_point() for tensor in made)
+            self._positions.update({id(tensor): tensor for tensor in made if not tensor.is_floating_point()})
 
 
 class WatchedRecorder(Recorder):
@@ -148,8 +139,7 @@ class FollowedWeights(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if read and all(_storage(tensor) in self._weights for tensor in read):
             self._weights.update(map(_storage, results))
-        name = func._schema.name
-        if any(map(self.made, read)) and not (name.endswith("_like") or name.startswith("aten::new_")):  # shapes alone
+        if any(map(self.made, read)) and not _is_shape_alone(func._schema.name):
             self._made.update(map(_storage, results))
         self._alive += results
         return output
@@ -162,6 +152,89 @@ class FollowedWeights(TorchDispatchMode):
         """Hook for ``saved_tensors_hooks``."""
         self.weights_saved |= _storage(saved) in self._weights
         return saved
+
+
+class Counting(TorchDispatchMode):
+    """Watch for places that code counts along a row by itself: they neither start anew in every document, nor continue
+    where the chunk before has ended.
+
+    Args:
+        own: the code's parameters and buffers.
+    """
+
+    PICKS = tuple(f"aten::{name}" for name in ("index", "_unsafe_index", "gather", "scatter", "take", "masked_"))
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._own = set(map(_storage, own))
+        self._given: set[int] = set()
+        self._counted: set[int] = set()
+        self._alive: list[Tensor] = []  # or another tensor would get the same storage
+        self._inside = False
+        """True in a module that runs on every document by itself."""
+        self.has_counted = False
+        """True if numbers that come from what was given depend on counted places."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        read = set(map(_storage, leaves))
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._alive += results
+        if _is_shape_alone(name):
+            return output
+        of_given = not read.isdisjoint(self._given)
+        counted = not read.isdisjoint(self._counted)
+        if name.startswith(self.PICKS):
+            # Counts that are an index of what was given (a router's tokens), or numbers that it is an index of, are no
+            # places.
+            picked = {_storage(leaf) for leaf in leaves if leaf.is_floating_point()}
+            counted = not (read - picked).isdisjoint(self._counted) and picked.isdisjoint(self._given)
+        if of_given:
+            self._given.update(map(_storage, results))
+        if not self._inside and (counted or self._counts(name, args, read, results)):
+            # Truths are left out: a mask that is made of places compares two of one document.
+            self._counted.update(_storage(tensor) for tensor in results if tensor.dtype != torch.bool)
+            self.has_counted |= of_given and any(tensor.is_floating_point() for tensor in results)
+        return output
+
+    def _counts(self, name: str, args: Any, read: set[int], results: Sequence[Tensor]) -> bool:
+        """True for numbers along the row, and for as much of a table as the row is long."""
+        if name in ("aten::arange", "aten::linspace", "aten::lift_fresh"):
+            return SAMPLE_TOKENS in results[0].shape
+        if name == "aten::cumsum":
+            summed = read.isdisjoint(self._given) or not args[0].is_floating_point()
+            return summed and results[0].shape[args[1] :][:1] == (SAMPLE_TOKENS,)
+        if name == "aten::slice" and not read.isdisjoint(self._own) and len(args) > 1:
+            return args[0].shape[args[1]] > results[0].shape[args[1]] == SAMPLE_TOKENS
+        return False
+
+    @contextmanager
+    def leaving_out(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """A context in which these modules, which run on every document by itself, may count."""
+        hooks = [module.register_forward_pre_hook(lambda *_: setattr(self, "_inside", True)) for module in modules]
+        hooks += [module.register_forward_hook(lambda *_: setattr(self, "_inside", False)) for module in modules]
+        try:
+            yield
+        finally:
+            self._inside = False
+            for hook in hooks:
+                hook.remove()
+
+    def give(self, *tensors: Tensor) -> None:
+        """Note tensors that the code is called with."""
+        self._alive += tensors
+        self._given.update(map(_storage, tensors))
+
+    def hands_on(self, tensors: Iterable[Tensor]) -> bool:
+        """True if numbers among ``tensors`` were made of counted places."""
+        return any(tensor.is_floating_point() and _storage(tensor) in self._counted for tensor in tensors)
+
+
+def _is_shape_alone(name: str) -> bool:
+    """True for an operator that reads no values."""
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def _storage(tensor: Tensor) -> int:
