@@ -60,32 +60,45 @@ class PackedMask:
         Raises:
             ApartError: for bidirectional or otherwise special masks.
         """
-        function, window = self.function, self.window
-        if function is None:
+        if self.function is None:
             return
-        edge = 16 if window is None else max(window, 1)
+        query, key, seen = self._seen()
+        expected = key <= query
+        if self.window is not None:
+            expected &= key > query - self.window
+        if not seen or any(not torch.equal(head, expected) for head in seen) or not expected.any(dim=1).all():
+            raise ApartError(
+                getattr(self.function, "__qualname__", "mask"),
+                "an attention mask is neither causal nor that of a sliding window or of chunks",
+            )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if a token is known to see some after it."""
+        if self.function is None:
+            return False
+        query, key, seen = self._seen()
+        return any(bool((head & (key > query)).any()) for head in seen)
+
+    def _seen(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Positions of queries and keys, and for two heads True where the query sees the key in the model's mask; no
+        heads where the mask is not a function of positions.
+        """
+        function, edge = self.function, 16 if self.window is None else max(self.window, 1)
         # Also where blocks or spans of any usual size would show.
         nears = (0, edge, 2 * edge, 100, 1000, *(2**power for power in range(5, 18)))
         places = sorted({place for near in nears for place in range(max(0, near - 2), near + 3)})
         positions = torch.tensor(places, device="cpu")
         query, key = positions[:, None], positions[None, :]
-        expected = key <= query
-        if window is not None:
-            expected &= key > query - window
         zero = torch.zeros((), dtype=torch.long, device="cpu")
+        shape = len(places), len(places)
         try:
             with torch.device("cpu"):  # wherever new tensors go by default, as where a model is made on meta
-                same = all(
-                    torch.equal(torch.as_tensor(function(zero, zero + head, query, key)).expand_as(expected), expected)
-                    for head in (0, 1)
-                )
+                assert function is not None
+                heads = [torch.as_tensor(function(zero, zero + head, query, key)).expand(shape) for head in (0, 1)]
         except Exception:
-            same = False  # it reads tensors of its own: not a function of the distance between two tokens
-        if not same or not expected.any(dim=1).all():
-            raise ApartError(
-                getattr(function, "__qualname__", "mask"),
-                "an attention mask is neither causal nor that of a sliding window or of chunks",
-            )
+            heads = []  # it reads tensors of its own: not a function of the distance between two tokens
+        return query, key, heads
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -22,7 +22,7 @@ from tawpipe.model.attention import NAME, PackedMask, packing
 from tawpipe.model.find_mixers import Mixing, mixing_of
 from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.kernels import Documents
-from tawpipe.model.refuse import ApartError, rope_settings, unsupported
+from tawpipe.model.refuse import NOT_CAUSAL, ApartError, refuse_not_causal, rope_settings, unsupported
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
 from tawpipe.model.watch import SAMPLE_TOKENS, Counting, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
 
@@ -125,6 +125,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
                 f"{type(module).__name__}.forward",
                 "the method was replaced on the object, where it would call the object's own layers; make a subclass",
             )
+    refuse_not_causal(model, layers)
     watch = Watch(model)
     held = ValuesBefore(model)
     tape, followed, counting = _follow_embedding(model, path, layers, watch, returns, alone=alone)
@@ -149,6 +150,8 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
         masks = [leaf for leaf in given if isinstance(leaf, PackedMask)]
         if not masks and not alone and not states:
             raise ApartError(kind, f"layer {index} is not given a mask made by transformers' mask interface")
+        if masks and all(mask.looks_ahead for mask in masks):
+            raise unsupported(kind, NOT_CAUSAL)
         for mask in masks:
             mask.check()
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):

@@ -6,7 +6,7 @@ refused by ``discovery``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,9 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 MTP = "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"
 """Names in configs for the number of multi-token-prediction heads."""
+
+
+NOT_CAUSAL = "a causal language model: in this one a token sees those after it, which it is to predict"
 
 
 class ApartError(UserError):
@@ -105,6 +108,23 @@ def why_apart(model: Any) -> str:
     if not model._can_set_attn_implementation():
         return "the model does not use transformers' attention interface (older code, or ALiBi)"
     return ""
+
+
+def refuse_not_causal(model: Any, layers: Sequence[nn.Module]) -> None:
+    """Raise UserError for a model whose config asks for attention in both directions, where its layers heed that: some
+    configs have such a field that no code reads.
+    """
+    text = model.config.get_text_config()
+    causal = {"is_decoder": True, "is_causal": True, "use_bidirectional_attention": False}
+    for key, value in causal.items():
+        if bool(getattr(text, key, value)) == value:
+            continue
+        said = {
+            getattr(part, name, None) for layer in layers for part in layer.modules() for name in ("is_causal", key)
+        }
+        if False in said and True not in said:
+            given = f"{type(model).__name__} with {key}={getattr(text, key)}"
+            raise unsupported(given, f"{NOT_CAUSAL}; {key}: {str(value).lower()} in config.json makes a decoder of it")
 
 
 def refuse_adapters(given: nn.Module) -> None:

@@ -24,6 +24,7 @@ from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.cut import plan_cut, small_copy
 from tawpipe.model.loss import Loss, sum_of_loss
+from tawpipe.model.refuse import NOT_CAUSAL
 from tawpipe.model.stubs import HIDDEN, taken_by
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
@@ -82,7 +83,8 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         what was compared and how well it agreed, in a sentence; why it could not be, where the model cannot run alone.
 
     Raises:
-        UserError: the numbers differ, with the block and the quantity; or nothing that is trained has a gradient.
+        UserError: the numbers differ, with the block and the quantity; nothing that is trained has a gradient; or a
+            token sees those after it.
     """
     begin = time.perf_counter()
     name = chain.name
@@ -94,12 +96,14 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
     batch = _batch(cut.tokens, besides=_trained_tokens(chain.model))
     try:
         copy = small_copy(chain, source, cut, dtype)
+        alone = deepcopy(copy)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
-            plain = _by_itself(deepcopy(copy), chain, batch, loss)
+            plain = _by_itself(alone, chain, batch, loss)
     except Exception as error:  # it may need what only its own devices have
         return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
     if random.drew:
         return f"{name} was not checked: it draws random numbers that no setting of it switches off"
+    refuse_future(name, alone, batch, limit)
     with _quiet():
         loss_value, gradients, hidden = run(copy, batch, dtype)
         ours = loss_value, gradients, [torch.cat(_documents(states, batch))[None] for states in hidden]
@@ -250,6 +254,37 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
             )
         largest = max(largest, error)
     return largest
+
+
+@torch.no_grad()
+def refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float) -> None:
+    """Raise UserError if other tokens in the second half of a document change the logits of its first half."""
+    model = inner_model(given.eval())
+    ids = _documents(batch.input_ids, batch)[-1][None]
+    half, special = ids.shape[1] // 2, _special_tokens(model.config)
+    ordinary = [token for token in ids[0, :half].tolist() if token not in special]
+    if not ordinary:
+        return
+    others = torch.tensor(ordinary)[torch.arange(half, ids.shape[1]) % len(ordinary)]
+    rows = ids, torch.cat([ids[:, :half], others[None]], dim=1), ids
+    before, after, again = (
+        given(**taken_by(model, {"input_ids": row.clone(), "use_cache": False}, alone=True)).logits[0, :half]
+        for row in rows
+    )
+    # No numbers at all, or others in every call: the comparison says so.
+    if torch.equal(before, again) and (error := float((after - before).norm() / before.norm())) > limit:
+        raise UserError(
+            "check",
+            f"{name}, in which other tokens change the logits of those before them by {error:.1e}",
+            f"{NOT_CAUSAL}; check: never leaves the look at it out",
+        )
+
+
+def _special_tokens(config: Any) -> set[int]:
+    """The numbers that ``config`` and the configs in it have for tokens of their own meaning."""
+    owners = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    values = [value for owner in owners if owner for key, value in vars(owner).items() if "_token_i" in key]
+    return {token for value in values for token in (value if isinstance(value, list) else [value])}
 
 
 def check_on_rank_0(
