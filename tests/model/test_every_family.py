@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
+import every_family
 from every_family import PACKED, equal_families, families, outcome, page
 from family_configs import tiny_config, uncrossed
 from selected import quick_ones
@@ -31,6 +34,14 @@ def test_a_family_is_equal_or_refused(family):
     assert found.expected, f"{family} is {found.kind}: {found.reason}"
     if found.kind == "equal":
         assert not uncrossed(tiny_config(family), max(map(max, PACKED)))
+
+
+def test_attention_in_chunks_is_cut_where_no_layer_counts(monkeypatch):
+    config: Any = tiny_config("llama4_text")
+    config.attn_temperature_tuning = False
+    monkeypatch.setattr(every_family, "tiny_config", lambda _: deepcopy(config))
+    found = outcome.__wrapped__("llama4_text")
+    assert found.kind == "equal" and found.runs == every_family.Runs("attention")
 
 
 @pytest.mark.slow

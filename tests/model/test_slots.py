@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from family_configs import families
+import every_family
+from family_configs import families, tiny_config
 from selected import quick_ones
 from served_families import CHUNK, Joining, generated, plain_model, served, staying, wanted
 from tawpipe.errors import UserError
@@ -19,8 +21,8 @@ from tawpipe.model.slots import SlotCache, SlotTokens, attend
 from tawpipe.runtime.engine import Engine
 from tawpipe.runtime.passes import Pass, Room, Row, Sampling
 
-QUICK = ("llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "roberta", "mamba", "bloom")
-"""Windows, sinks, latent keys, chunks, positions of its own; and two that are refused."""
+QUICK = ("llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "roberta", "mamba", "bloom", "llama4_text")
+"""Windows, sinks, latent keys, positions of its own; and three that are refused."""
 SLOW = (
     *("qwen3", "granite", "gemma2", "mistral", "mixtral", "qwen3_moe", "glm4", "phi3", "olmo2", "cohere2", "opt"),
     *("starcoder2", "minimax_m2", "qwen2", "gpt_neox", "gemma", "stablelm", "phi", "olmo", "cohere", "smollm3"),
@@ -32,7 +34,15 @@ SLOW = (
 def test_a_family_writes_what_generate_writes_or_is_refused(family: str) -> None:
     assert family in families()
     outcome = served(family)
-    assert outcome.kind == ("refused" if family in ("mamba", "bloom") else "equal"), outcome
+    assert outcome.kind == ("refused" if family in ("mamba", "bloom", "llama4_text") else "equal"), outcome
+
+
+def test_attention_in_chunks_writes_what_generate_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = tiny_config("llama4_text")
+    config.attn_temperature_tuning = False
+    monkeypatch.setattr(every_family, "tiny_config", lambda _: deepcopy(config))
+    outcome = served("llama4_text")
+    assert outcome.kind == "equal", outcome
 
 
 def engine_of(model: Any, *, groups: int = 1, slots: int = 3, context: int = 24, chunk: int = CHUNK) -> Engine:
