@@ -99,11 +99,13 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         alone = deepcopy(copy)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
             plain = _by_itself(alone, chain, batch, loss)
+            refuse_future(name, alone, batch, limit)
+    except UserError:
+        raise
     except Exception as error:  # it may need what only its own devices have
         return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
     if random.drew:
         return f"{name} was not checked: it draws random numbers that no setting of it switches off"
-    refuse_future(name, alone, batch, limit)
     with _quiet():
         loss_value, gradients, hidden = run(copy, batch, dtype)
         ours = loss_value, gradients, [torch.cat(_documents(states, batch))[None] for states in hidden]
