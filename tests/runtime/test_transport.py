@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from schedules import llama, make
@@ -46,6 +49,24 @@ def test_what_is_coded_or_beside_computing_does_not_begin_ahead() -> None:
     assert not ahead.does(replace(gather, compression="int8")) and not ahead.does(replace(gather, group="rail"))
     assert ahead.does(replace(gather, lane=Lane.SEQ)) and not ahead.begins(replace(gather, lane=Lane.SEQ))
     assert not ahead.does(collective("broadcast", Lane.GATHER, "node"))
+
+
+def test_a_message_waits_as_long_as_was_set_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's send and receive would wait for as long as was said when their group was made."""
+    waited: list[Any] = []
+    work = SimpleNamespace(wait=lambda *limit: waited.extend(limit))
+    for move in ("isend", "irecv"):
+        monkeypatch.setattr(f"torch.distributed.{move}", lambda *_, **__: work)
+    alone = Transport(Topology.grid(1, 1), 0, [], device=torch.device("cpu"), strict=True)
+    alone.topology = alone.ahead._topology = Topology.grid(2, 1)  # type: ignore[union-attr]
+    alone._groups[Lane.INTER_W, "world"] = cast(Any, None)
+    gather = collective("all_gather", Lane.INTER_W, "world")
+    monkeypatch.setattr("tawpipe.runtime.transport.set_group_timeout", lambda *_: None)
+    monkeypatch.setattr("tawpipe.runtime.ahead.compare_headers", lambda *_: None)
+    alone.set_timeout(timedelta(hours=3))
+    alone.collective(gather, {A: torch.zeros(2), B: torch.zeros(4)})
+    alone._wait(cast(Any, work))
+    assert len(waited) == 5 and {*waited} == {timedelta(hours=3)}
 
 
 def moved(world: World) -> dict[str, Any]:

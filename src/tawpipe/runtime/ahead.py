@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,13 +45,14 @@ class Message:
     work: dist.Work
     tensor: Tensor
     header: tuple[dist.Work, Tensor, Tensor, str] | None
+    timeout: timedelta
 
     def wait(self) -> None:
         if self.header is not None:
             work, mine, theirs, what = self.header
-            work.wait()
+            work.wait(self.timeout)
             compare_headers(mine, theirs, what)
-        self.work.wait()
+        self.work.wait(self.timeout)
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Ahead:
     def __init__(
         self, topology: Topology, rank: int, groups: Mapping[tuple[Lane, str], dist.ProcessGroup], *, strict: bool
     ) -> None:
+        self.timeout = timedelta(minutes=10)
+        """Time after which a message fails. Gloo itself takes that with which its group was made, whatever is set."""
         self._topology, self._rank, self._groups, self._strict = topology, rank, groups, strict
         self._begun: dict[Lane, deque[Begun]] = {lane: deque() for lane in Lane}
         self._numbers: dict[tuple, int] = {}
@@ -220,7 +224,7 @@ class Ahead:
             )
         work = move(tensor, peer, group=group, tag=tag | checksum % (1 << 20) << 1 | 1)
         assert work is not None
-        return Message(work, tensor, header)
+        return Message(work, tensor, header, self.timeout)
 
 
 def _about(transfer: Transfer) -> str:

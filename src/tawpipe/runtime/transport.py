@@ -22,6 +22,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -56,6 +57,9 @@ most where the link between nodes is the limit, or activations go from stage to 
 BLOCK_BYTES_PER_S = 10e9
 """Rate at which one block fills a link between nodes."""
 BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+
+UNUSED_TAG = 1 << 29
+"""Tag that no message has; see ``Ahead``."""
 
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
@@ -181,6 +185,7 @@ class Transport:
         """Those that travel coded without loss."""
         if topology.world_size == 1:
             return
+        self.set_timeout(timeout)
         schedules = list(schedules)
         before = self._taken()
         for key in needed_groups(schedules):
@@ -236,8 +241,20 @@ class Transport:
             dist.destroy_process_group(group)
         self._groups.clear()
 
+    def abort(self) -> None:
+        """Break all connections: what waits for a message, here or at a peer, ends with an error."""
+        for group in self._groups.values():
+            if self._nccl:
+                group.abort()
+            elif (size := group.size()) > 1:
+                # gloo has no other way: it closes a group's connections when a wait has taken too long.
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], (group.rank() + 1) % size, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of every group: long for the first step, short after it."""
+        if self.ahead is not None:
+            self.ahead.timeout = timeout
         for group in self._groups.values():
             set_group_timeout(timeout, group)
 
@@ -427,10 +444,12 @@ class Transport:
         for work in going:
             self._wait(work)
 
-    @staticmethod
-    def _wait(work: dist.Work | None) -> None:
+    def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
-        work.wait()
+        if self.ahead is None:
+            work.wait()  # with a limit it would halt the issuing thread
+        else:
+            work.wait(self.ahead.timeout)
 
     # strict mode
 
