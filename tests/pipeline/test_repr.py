@@ -8,6 +8,7 @@ from plan_requests import plan_request, search_only
 from states import ALONE, BATCHES
 from tawpipe import MicroBatch, Pipeline, RunError, StepResult
 from tawpipe.plan.plan import Plan
+from tawpipe.runtime.lanes import Failure
 
 
 def test_a_pipeline_says_what_it_trains_and_how_far_it_is(pipeline: Pipeline) -> None:
@@ -35,7 +36,7 @@ def test_the_result_of_a_step_that_failed_says_so() -> None:
         def wait(self) -> None:
             raise RunError("rank 1 is gone")
 
-    assert repr(StepResult(Broken(), None, None)) == "StepResult(failed: rank 1 is gone)"  # type: ignore[arg-type]
+    assert repr(StepResult(Broken(), None, None, Failure())) == "StepResult(failed: rank 1 is gone)"  # type: ignore[arg-type]
 
 
 def test_schedules_costs_and_batches_fit_on_a_line(pipeline: Pipeline) -> None:

@@ -127,11 +127,14 @@ def test_a_failure_comes_out_and_no_step_follows_it() -> None:
     compute = KnownGradients()
     alone = Alone(compute)
     compute.fails = "COMPUTE FORWARD b1"
+    result = alone.executor.play(alone.schedule, alone.given, UpdateRule())
+    assert repr(result).startswith("StepResult(failed: ") and alone.executor.untold is alone.executor.failure
     with pytest.raises(Exception, match="in a block"):
-        alone.step().wait()
-    assert alone.executor.failure is not None
-    with pytest.raises(RunError, match="an earlier step of this pipeline failed"):
+        result.wait()
+    assert alone.executor.failure is not None and alone.executor.untold is None
+    with pytest.raises(RunError, match="an earlier step of this pipeline failed") as caught:
         alone.step()
+    assert caught.value.__cause__ is alone.executor.failure
     assert all(alone.executor.end_lanes(5.0))
     alone.executor.watchdog.close()
 

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
+import tawpipe
+from cases import batches, llama
+from states import ALONE, BATCHES, make, stepped
+from tawpipe import World
 from tawpipe.errors import UserError
 from tawpipe.launch.launcher import Shape, reserved_port, worker_environment
 from tawpipe.runtime import leaving
@@ -27,7 +32,7 @@ import json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 import tawpipe
-from cases import llama
+from cases import batches, llama
 from tawpipe.runtime import leaving
 
 def asked():
@@ -64,6 +69,24 @@ if how == "gone":  # nobody holds the pipeline when its steps are under way
     own, pipeline = pipeline, None
     main(own)
     del own
+elif how == "caught on one rank":
+    fails = rank == 0
+    loss = lambda logits, labels: [logits.float().sum() * 0][fails and pipeline is None]
+    own, pipeline = tawpipe.Pipeline(llama(torch.float32, layers=2), check="never", loss=loss), None
+    leaving.PATIENCE_S = 1.0
+    try:
+        step(own).loss
+    except Exception:
+        sys.exit(7)
+elif how == "caught":  # the model is refused by its check, a loss fails, then all is well; no group is left by hand
+    loss = lambda logits, labels: [][0]
+    other = tawpipe.Pipeline(llama(torch.float32, layers=2), check="never", loss=loss)
+    try:
+        step(other).loss
+        sys.exit("not raised")
+    except IndexError:
+        main(pipeline)
+    sys.exit(7)
 elif how == "one rank alone":
     main(pipeline)
     if rank == 0:
@@ -121,7 +144,9 @@ def run(scripts: subprocess.Popen[str], tmp_path: Path) -> Callable[[str, int], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "nproc", "code"), [("exit", 2, 7), ("gone", 2, 0), ("error", 1, 1), ("end", 1, 0)])
+@pytest.mark.parametrize(
+    ("how", "nproc", "code"), [("exit", 2, 7), ("gone", 2, 0), ("error", 1, 1), ("caught", 1, 7), ("caught", 2, 7)]
+)
 def test_a_script_that_does_not_close_its_pipeline(run, how, nproc, code):
     done = run(how, nproc)
     assert [one.code for one in done] == [code] * nproc, done
@@ -133,6 +158,13 @@ def test_a_rank_whose_peers_are_gone_says_so_and_ends_with_an_error(run):
     done = run("one rank alone", 2)
     assert [one.code for one in done] == [1, 7], done
     assert "the last step was not finished" in done[0].errors
+
+
+@pytest.mark.slow
+def test_an_error_that_was_caught_while_peers_wait_is_one_at_the_end(run):
+    done = run("caught on one rank", 2)
+    assert done[0].code == 1 and "a step failed, and other ranks may wait for it: list index" in done[0].errors, done
+    assert done[1].code == 1, done
 
 
 @pytest.mark.slow
@@ -151,7 +183,7 @@ class Busy:
     """As much of an executor as its end needs: lanes that end when they are told so and nothing is under way."""
 
     def __init__(self, *, idle: bool = False, failure: BaseException | None = None) -> None:
-        self.idle, self.failure, self.closed, self.asked = idle, failure, False, 0
+        self.idle, self.failure, self.untold, self.closed, self.asked = idle, failure, failure, False, 0
         self.watchdog = SimpleNamespace(close=lambda: setattr(self, "closed", True))
 
     def end_lanes(self, limit_s: float) -> list[bool]:
@@ -165,7 +197,7 @@ class Pipeline:
 
 def look_after(pipeline: Pipeline, executor: Any, *savings: Any):
     world: Any = SimpleNamespace(device=CPU)
-    steps: Any = SimpleNamespace(drain=lambda: None)
+    steps: Any = SimpleNamespace(end=lambda: None)
     return leave_at_exit(pipeline, executor, steps, savings, world)
 
 
@@ -210,9 +242,9 @@ def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_
     look_after(pipeline, executor, saving)
     (one,) = looked_after.values()
     assert not one.end(failing=True) and not executor.closed  # given up: the script has failed, peers may be gone
-    executor.failure = RuntimeError("in a lane")
+    executor.failure = executor.untold = RuntimeError("in a lane")
     assert not one.end(failing=False)
-    executor.failure = None
+    executor.failure = executor.untold = None
     threading.Timer(0.1, lambda: (setattr(saving, "done", True), setattr(executor, "idle", True))).start()
     assert one.end(failing=False) and executor.closed  # more than the patience: nothing has failed
 
@@ -225,8 +257,93 @@ def test_a_last_step_that_was_no_good_is_said_once_the_script_has_ended(looked_a
         raise UserError("batch", "different ones", "the same")
 
     world: Any = SimpleNamespace(device=CPU)
-    steps: Any = SimpleNamespace(drain=drain)
+    steps: Any = SimpleNamespace(end=drain)
     leave_at_exit(pipeline, executor, steps, (), world)
     (one,) = looked_after.values()
     assert not one.end(failing=False) and "tawpipe: error: batch: got 'different ones'" in capsys.readouterr().err
     assert one.end(failing=True) and not capsys.readouterr().err  # the script's own error says more
+
+
+def refused_model() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": 16}
+    sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 32, "attention_window_size": 8}
+    config = RecurrentGemmaConfig(**sizes)
+    tawpipe.Pipeline(RecurrentGemmaForCausalLM(config), world=ALONE)
+
+
+def broken(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    raise ValueError("the user's loss")
+
+
+def poisoned(pipeline: tawpipe.Pipeline) -> None:
+    for values in (*pipeline.storage.master.values(), *pipeline.storage.compute_copy.values()):
+        values.fill_(float("nan"))
+
+
+def in_a_loop(pipeline: tawpipe.Pipeline) -> None:
+    poisoned(pipeline)
+    for _ in range(4):
+        pipeline.step(BATCHES[0])
+
+
+def in_a_save(pipeline: tawpipe.Pipeline) -> None:
+    poisoned(pipeline)
+    pipeline.step(BATCHES[0])
+    pipeline.save("nowhere")
+
+
+CAUGHT: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    "the model is refused by its check": (UserError, refused_model),
+    "a setting is refused": (UserError, lambda: make(micro_batch=0)),
+    "the optimizer is refused": (UserError, lambda: make(optimizer=lambda parameters: 3)),
+    "a batch is refused": (UserError, lambda: make().step({name: value + 1000 for name, value in BATCHES[0].items()})),
+    "a loss fails": (ValueError, lambda: make(loss=broken).step(BATCHES[0]).loss),
+    "a loss fails in an evaluation": (ValueError, lambda: make(loss=broken).evaluate(BATCHES[0])),
+    "steps are not finite": (tawpipe.RunError, lambda: in_a_loop(make())),
+    "a save finds that a step was not finite": (tawpipe.RunError, lambda: in_a_save(make())),
+    "there is nothing to load": (UserError, lambda: stepped().load("nowhere")),
+}
+
+
+@pytest.mark.parametrize("what", CAUGHT)
+def test_an_error_that_was_raised_is_not_judged_again(looked_after, capsys, what):
+    error, act = CAUGHT[what]
+    with pytest.raises(error) as caught:
+        act()
+    assert caught  # whose traceback holds what has failed until the process ends
+    running = list(looked_after.values())
+    assert leaving._over([one for one in running if one.executor.failure is not None])
+    assert all(one.end(failing=False) for one in running) and not capsys.readouterr().err
+
+
+def test_an_error_after_one_that_was_caught_is_judged(looked_after, capsys):
+    with pytest.raises(UserError):
+        make(micro_batch=0)
+    made = make(loss=broken)
+    print(made.step(BATCHES[0]))  # which says it, and raises nothing
+    running = list(looked_after.values())
+    assert not leaving._over(running) and not running[0].end(failing=False)
+    assert "the last step was not finished: the user's loss" in capsys.readouterr().err
+
+
+def left(world: World) -> tuple[bool, list[bool]]:
+    """In a worker: whether all is over at the end of a script that has caught the error of a loss, and lanes ended."""
+    leaving._running.clear()
+    tried = []
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if tried:  # before the first step it is called on random logits
+            world.barrier()  # a rank that fails earlier would let the others wait for it
+        return broken(logits, labels)
+
+    made = tawpipe.Pipeline(llama(torch.float32), loss=loss, world=world, check="never")
+    tried.append(True)
+    with pytest.raises(ValueError, match="the user's loss"):
+        made.step(*batches(4, 1)).wait()
+    running = list(leaving._running.values())
+    over = leaving._over(running)
+    return over, [one.end(failing=False) for one in running]
+
+
+def test_where_all_ranks_have_caught_an_error_no_lane_is_left_waiting(pool):
+    assert pool.run(f"{__name__}:left", 2, 2) == [(True, [True])] * 4

@@ -32,7 +32,11 @@ class Results:
     def make_room(self) -> None:
         """Judge steps until at most one is ahead of its numbers."""
         while len(self._recent) > 1:
-            self.judge(self._recent.popleft())
+            try:
+                self.judge(self._recent.popleft())
+            except Exception:
+                self._recent.clear()  # as in ``drain``: the caller knows now that steps have failed
+                raise
 
     def add(self, result: StepResult) -> None:
         """A step has been issued."""
@@ -52,6 +56,11 @@ class Results:
         self._recent.clear()
         for result in results:
             self.judge(result)
+
+    def end(self) -> None:
+        """Judge at the end of the process the steps of whose faults the caller has not been told."""
+        self._recent = deque(result for result in self._recent if not result.told)
+        self.drain()
 
     def forget(self) -> None:
         """The state that the steps have led to has been replaced."""

@@ -190,7 +190,7 @@ class Executor:
             recording=recording,
         )
         assert issued.normed is not None
-        return StepResult(issued.normed, values, ended)
+        return StepResult(issued.normed, values, ended, self._failure)
 
     def loop(self, schedule: Schedule, *, recording: Recording | None = None) -> int:
         """Play laps until one says that it is the last; how many there were. Returns when all of them have ended.
@@ -222,8 +222,10 @@ class Executor:
         return number
 
     def _refuse_after_failure(self) -> None:
-        if self._failure.error is not None:
-            raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
+        if (cause := self._failure.error) is not None:
+            self._failure.told = True
+            words = "an earlier step of this pipeline failed; make a new one, and load its last state"
+            raise RunError(words) from cause
 
     def _issue(
         self, schedule: Schedule, step: StepValues, name: str, *, faulty: int = 0, recording: Recording | None = None
@@ -250,13 +252,14 @@ class Executor:
                     issued.normed = event
         except BaseException as error:  # on CUDA actions run here
             self._failure.note(error)
+            self._failure.told = True
             raise
         last.issued = True
         return issued
 
     def on_compute(self, run: Callable[[], None]) -> None:
         """Run something on the lane that computes, after what has been submitted to it; wait until it is done."""
-        self._lanes[Lane.COMPUTE].submit(run, (), "a measurement").wait()
+        self._failure.wait_for(self._lanes[Lane.COMPUTE].submit(run, (), "a measurement"))
 
     @property
     def compute_stream(self) -> torch.cuda.Stream | None:
@@ -274,7 +277,7 @@ class Executor:
         if submitted == self._drained:  # whoever reads all parameters drains before each
             return
         for event in self._hazards.last_events():
-            event.wait()
+            self._failure.wait_for(event)
         self._drained = submitted
 
     def close(self) -> None:
@@ -288,6 +291,11 @@ class Executor:
     def failure(self) -> BaseException | None:
         """The first error of any action."""
         return self._failure.error
+
+    @property
+    def untold(self) -> BaseException | None:
+        """The first error of any action, until the caller has been given an error because of it."""
+        return None if self._failure.told else self._failure.error
 
     @property
     def idle(self) -> bool:

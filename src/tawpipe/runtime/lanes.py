@@ -38,12 +38,12 @@ class Doing:
     """The action that a lane is at.
 
     Args:
-        label: of the action.
+        label: of the action, mostly the action itself.
         seconds: since it was begun, or since it is waited with.
         waits: for other actions of this rank, before it begins.
     """
 
-    label: str
+    label: object
     seconds: float
     waits: bool
 
@@ -123,10 +123,20 @@ class Failure:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.told = False
+        """True once the caller of the pipeline has been given an error because of it."""
 
     def note(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
+
+    def wait_for(self, event: Event) -> None:
+        """Wait for an event on behalf of the pipeline's caller, who is told of an error by that."""
+        try:
+            event.wait()
+        except Exception:
+            self.told = self.error is not None
+            raise
 
 
 class CpuEvent:
@@ -187,7 +197,7 @@ class CpuLane:
 
     def doing(self) -> Doing | None:
         at = self._at
-        return None if at is None else Doing(str(at[0]), time.monotonic() - at[1], at[2])
+        return None if at is None else Doing(at[0], time.monotonic() - at[1], at[2])
 
     def close(self, limit_s: float | None = None) -> bool:
         self._queue.put(None)
@@ -264,7 +274,7 @@ class CudaLane:
         self._timed, self._busy_s = timed, 0.0
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
         self._delay = delay
-        self._submitted: deque[tuple[str, float, CudaEvent]] = deque()
+        self._submitted: deque[tuple[object, float, CudaEvent]] = deque()
         self._lock = threading.Lock()
         """Of ``_submitted``, at which the watchdog looks while the issuing thread adds to it."""
 
@@ -273,8 +283,8 @@ class CudaLane:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: object) -> CudaEvent:
-        event, label = CudaEvent(timed=self._timed), str(label)
-        with torch.cuda.stream(self.stream), torch.profiler.record_function(label):
+        event = CudaEvent(timed=self._timed)
+        with torch.cuda.stream(self.stream), torch.profiler.record_function(str(label)):
             for other in after:
                 self.stream.wait_event(other.event)
             if self._delay is not None:

@@ -4,6 +4,9 @@ Lanes and background saves are threads inside C++ code, and an interpreter that 
 process ("terminate called"). So what is under way is waited for before that. What can never end, because something here
 has failed or peers are gone, is given up after a stated time, and ends with the process. Steps that nobody has looked
 at are judged: a script of one step, whose batch was wrong, ends with an error.
+
+An error that a call has raised, and that the script has caught, is not judged again if all ranks come to their ends:
+then none of them waits for another. Else the process ends with an error, so that its peers do so, too.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tawpipe.runtime.threads import on_device, use_device
 from tawpipe.runtime.world import World, joined_by_us
 
 PATIENCE_S = 5.0
-"""Seconds for what is under way after a failure, and for leaving groups."""
+"""Seconds for what is under way after a failure, and for leaving groups; twice that for peers to come to their end."""
 LOOK_S = 0.25
 """Seconds between two looks at a pipeline that has gone with its steps under way."""
 EXIT_CODE = 1
@@ -45,7 +48,7 @@ class BackgroundSave(Protocol):
 class UnreadSteps(Protocol):
     """Results of steps that nobody may have read."""
 
-    def drain(self) -> None: ...
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,12 @@ class _Running:
         self.executor.watchdog.close()
         if failing:  # the script's error says more
             return True
-        if (error := self.executor.failure) is not None:
+        if (error := self.executor.untold) is not None:
             print(f"tawpipe: the last step was not finished: {error}", file=sys.stderr)
-            return False
+        if self.executor.failure is not None:
+            return error is None
         try:
-            self.steps.drain()
+            self.steps.end()
         except Exception as error:
             print(f"tawpipe: error: {error}", file=sys.stderr)
             return False
@@ -129,7 +133,8 @@ def _at_exit() -> None:
     failing = getattr(sys, "last_type", None) is not None  # an exception that nobody has caught
     running, groups = list(_running.values()), False
     _running.clear()
-    good = []
+    failed = [pipeline for pipeline in running if pipeline.executor.failure is not None]
+    over, good = failing or _over(failed), list[bool]()
     for pipeline in running:
         use_device(pipeline.world.device)  # it may have been made in another thread
         good.append(pipeline.end(failing=failing))
@@ -137,10 +142,25 @@ def _at_exit() -> None:
         together = all(good) and not failing and all(pipeline.executor.failure is None for pipeline in running)
         on_gpu = any(pipeline.world.device.type == "cuda" for pipeline in running)
         groups = not _in_time(lambda: _leave(running[0].world, together=together, on_gpu=on_gpu))
-    if groups or not all(good):
+    if groups or not all(good) or not over:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
+
+
+def _over(failed: Sequence[_Running]) -> bool:
+    """End what still waits for messages of pipelines that have failed; False if the script does not know of a failure,
+    or peers may wait for this rank.
+    """
+    worlds = [pipeline.world for pipeline in failed if pipeline.world.size > 1]
+    if any(pipeline.executor.untold for pipeline in failed):
+        return False
+    if worlds and not worlds[0].meet(timedelta(seconds=2 * PATIENCE_S)):
+        print(f"tawpipe: a step failed, and other ranks may wait for it: {failed[0].executor.failure}", file=sys.stderr)
+        return False
+    for pipeline in failed:
+        pipeline.executor.transport.abort()
+    return True
 
 
 def _leave(world: World, *, together: bool, on_gpu: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.runtime.lanes import Event, Moment
+from tawpipe.runtime.lanes import Event, Failure, Moment
 
 VALUES = ("loss", "norm", "tokens", "finite", "alike")
 """What NORM leaves of a step, in this order."""
@@ -14,14 +14,18 @@ VALUES = ("loss", "norm", "tokens", "finite", "alike")
 class StepResult:
     """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
 
-    def __init__(self, event: Event, values: Tensor, ended: Moment) -> None:
-        self._event, self._values, self._ended = event, values, ended
+    def __init__(self, event: Event, values: Tensor, ended: Moment, failure: Failure) -> None:
+        self._event, self._values, self._ended, self._failure = event, values, ended, failure
+        self.told = False
+        """True once the caller has been told that ranks were given different batches."""
 
     def __repr__(self) -> str:
         """The numbers, which are waited for; or why there are none."""
+        told = self._failure.told, self.told
         try:
-            self.wait()
+            self.require_alike()
         except Exception as error:
+            self._failure.told, self.told = told  # a text is no error
             return f"StepResult(failed: {error})"
         norm = f", grad norm {self.grad_norm:.3g}" if self.grad_norm else ""  # an evaluation has none
         return f"StepResult(loss {self.loss:.4f}{norm}, {self.tokens:,} tokens{'' if self.finite else ', not finite'})"
@@ -29,7 +33,7 @@ class StepResult:
     def wait(self) -> None:
         """Wait until the numbers are there."""
         waited = not self._event.done
-        self._event.wait()
+        self._failure.wait_for(self._event)
         self._ended.seconds(waited=waited)  # before more time passes
 
     def _read(self, name: str) -> float:
@@ -42,6 +46,7 @@ class StepResult:
         """
         self.wait()
         if not self._values[VALUES.index("alike")]:
+            self.told = True
             raise UserError(
                 "batch",
                 "different ones on different ranks",

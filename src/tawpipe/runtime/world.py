@@ -182,6 +182,12 @@ class World:
         if self.group is not None:
             set_group_timeout(limit, self.group)
 
+    def store(self) -> Any:
+        """A connection of its own to the store in which the processes met, with keys of this world's group."""
+        assert self.group is not None
+        store: Any = distributed_c10d._get_default_store()
+        return distributed_c10d.PrefixStore(f"tawpipe {self.group.group_name}", store.clone())
+
     def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
         """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""
         bad = [rank for rank, good in enumerate(self.gather_numbers(float(ok))) if not good]
@@ -214,15 +220,14 @@ class World:
             dist.destroy_process_group()
 
     def meet(self, limit: timedelta) -> bool:
-        """True if all ranks come within the time."""
-        if self.group is not None:
+        """True if all ranks come here within the time; a rank that waits for the others elsewhere does not."""
+        group, count = self.patient or self.group, torch.ones(1, device="cpu")
+        if group is not None:
             try:
-                work = dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group, async_op=True)
-                assert work is not None
-                work.wait(limit)
+                group.allreduce([count]).wait(limit)  # the script may have destroyed what ``dist`` knows of the group
             except RuntimeError:
                 return False
-        return True
+        return group is None or int(count) == self.size  # who waits patiently adds nothing
 
     def barrier(self) -> None:
         """Wait for all ranks, on the CPU."""
