@@ -25,7 +25,11 @@ USER_ERROR = 2
 ERROR_PREFIX = "tawpipe: error: "
 """The beginning of an expected error's message on standard error."""
 STUCK = "tawpipe: stuck: "
-"""The beginning of the lines by which a worker says what it waits for before it ends."""
+"""The beginning of the lines by which a worker says what it waits for in a step that takes too long."""
+ENDS = "; this process ends"
+"""Words of such a line of a worker that ends because of it."""
+EVERYONE = "all ranks: "
+"""Beginning of such a line's text where it says what follows from those of all ranks."""
 SECOND_S = 1.0
 """A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
 

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from processes import is_alive, wait_for
-from tawpipe.environment import ALLOCATOR, CUDA_VARIABLES, LaunchEnvironment, set_cuda_variables
+from tawpipe.environment import (
+    ALLOCATOR,
+    CUDA_VARIABLES,
+    ENDS,
+    EVERYONE,
+    STUCK,
+    LaunchEnvironment,
+    set_cuda_variables,
+)
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape, reserved_port, worker_environment
@@ -186,6 +194,42 @@ def test_the_first_to_fail_is_blamed_not_the_first_to_exit(tmp_path: Path) -> No
     assert code == 1
     assert "rank 2 (node 1, local rank 0) ended with exit code 1: KeyError: 7" in said
     assert "peer gone" not in said
+
+
+STUCK_WORKER = f"""
+say = lambda line: print({STUCK!r} + line, file=sys.stderr, flush=True)
+say(f'rank {{rank}}: step 3, 9 s, the limit is 9 s{ENDS}; waits: INTER_W is in EXCHANGE')
+say({EVERYONE!r} + 'no rank has failed; step 3 took longer than 9 s; the others wait for rank 2, which sleeps')
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_worker_that_only_its_watchdog_has_ended_has_not_failed(alone: bool) -> None:
+    """Whoever loses it as a peer has not, either, though it says so at the same time."""
+    ends = "sys.exit(1)" if alone else "sys.exit(1) if rank != 2 else [][0]"
+    code, said = run_workers(STUCK_WORKER + ends)
+    assert code == 1
+    assert said.splitlines()[-1].startswith(
+        "tawpipe: error: no rank has failed; step 3 took longer than 9 s; the others"
+    )
+    assert all(f"{STUCK}rank {rank}: step 3, 9 s" in said for rank in range(4))
+    assert "exit code" not in said and "IndexError" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("how", ["exit code 1: KeyError: 7", "killed by SIGKILL"])
+def test_a_worker_that_has_failed_before_others_were_stuck_is_blamed(tmp_path: Path, how: str) -> None:
+    ends = "os.kill(os.getpid(), 9)" if "SIGKILL" in how else "sys.exit(1)"
+    code, said = run_workers(
+        f"failed = r'{tmp_path}/failed'\n"
+        "if rank == 1:\n"
+        "    print('Traceback (most recent call last):\\nKeyError: 7', file=sys.stderr, flush=True)\n"
+        f"    open(failed, 'w'); time.sleep(1.2); {ends}\n"
+        "while not os.path.exists(failed): time.sleep(0.01)\n" + STUCK_WORKER + "sys.exit(1)",
+        grace_s=5.0,
+    )
+    assert code == 1 and "rank 1 (node 0, local rank 1) " in said and how in said
+    assert "tawpipe: error: no rank" not in said
 
 
 def test_a_wrong_setting_is_told_once() -> None:

@@ -29,7 +29,7 @@ from tawpipe.runtime.limits import FACTOR
 from tawpipe.schedule.balance import LayerTime
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 
-FINE = {"finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
+FINE = {"told": False, "finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
 
 
 def result(*, alike: bool = True, **changes: Any) -> Any:
@@ -61,9 +61,19 @@ def test_a_result_is_judged_when_two_are_under_way() -> None:
     judged.add(result(alike=False))
     judged.make_room()  # one may be ahead
     judged.add(result())
+    judged.add(result(alike=False))
     with pytest.raises(UserError, match="batch: got 'different ones"):
         judged.make_room()
-    judged.drain()
+    judged.drain()  # the caller knows
+
+
+def test_the_end_of_the_process_judges_what_the_caller_has_not_been_told() -> None:
+    judged = results()
+    judged.add(result(alike=False, told=True))
+    judged.end()
+    judged.add(result(alike=False))
+    with pytest.raises(UserError, match="batch: got 'different ones"):
+        judged.end()
 
 
 def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> None:
@@ -79,9 +89,9 @@ def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> Non
     assert judged.skipped == 0
 
 
-def test_limits_reach_the_transport_at_once_and_the_watchdog_when_it_watches() -> None:
+def test_limits_reach_the_transport_and_the_watchdog_which_ends_nothing_unless_asked() -> None:
     told: list[timedelta] = []
-    watchdog = SimpleNamespace(limit_s=0.0)
+    watchdog = SimpleNamespace(limit_s=0.0, ends=True)
     wiring: Any = SimpleNamespace(
         executor=SimpleNamespace(watchdog=watchdog), transport=SimpleNamespace(set_timeout=told.append)
     )
@@ -89,9 +99,10 @@ def test_limits_reach_the_transport_at_once_and_the_watchdog_when_it_watches() -
     limits = Limits(wiring, rows, timedelta(seconds=60))
     for _ in range(2):
         limits.took(100.0)
-    assert told[-1] == timedelta(seconds=2 * 100 * FACTOR + 30) and not watchdog.limit_s
+    assert told[-1] == timedelta(seconds=2 * 100 * FACTOR + 30)
+    assert watchdog.limit_s == 100 * FACTOR and not watchdog.ends
     limits.watch(timedelta(seconds=5))
-    assert watchdog.limit_s == 100 * FACTOR
+    assert watchdog.limit_s == 100 * FACTOR and watchdog.ends
 
 
 def test_rows_of_a_batch_have_a_shape_and_a_busiest_rank() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from given_time import given_time
 from states import BATCHES, make, stepped
-from tawpipe.runtime.limits import FACTOR, StepLimit, estimate_s
+from tawpipe.runtime.limits import FACTOR, SOON_S, StepLimit, estimate_s
 from tawpipe.runtime.watchdog import Watchdog
 from tawpipe.train.step_limit import FollowedLimit
 
@@ -35,6 +35,18 @@ def test_a_limit_is_a_multiple_of_what_is_known_and_at_least_the_setting():
     assert limit.seconds == FACTOR * 70
     limit.least_s = 900
     assert limit.seconds == 900
+
+
+def test_a_step_is_reported_soon_once_it_is_known_how_long_steps_take():
+    limit = StepLimit(600)
+    limit.took(80)
+    assert limit.report_s == limit.seconds == FACTOR * 80
+    limit.took(0.5)
+    assert limit.report_s == SOON_S and limit.seconds == 600
+    limit.took(20)
+    assert limit.report_s == FACTOR * 20
+    limit.least_s = 5  # a user who wants to know sooner
+    assert StepLimit(5).report_s == 5
 
 
 @pytest.mark.parametrize("utilisation", [0.6, 0.3, 0.1])
@@ -76,7 +88,7 @@ def test_the_watchdog_lets_a_healthy_long_step_live_and_ends_one_that_hangs(monk
         assert not ended.is_set() and not said.getvalue()
         clock.now = FACTOR * 400 + 1
     assert ended.wait(60)
-    assert "step 2 has taken" in said.getvalue() and f"the limit is {limit.seconds:.0f} s" in said.getvalue()
+    assert "step 2, " in said.getvalue() and f"the limit is {limit.seconds:.0f} s" in said.getvalue()
 
 
 def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
@@ -102,7 +114,8 @@ def test_a_pipeline_expects_of_its_first_step_what_nothing_has_measured(monkeypa
     monkeypatch.setattr(pipeline.transport, "set_timeout", told.append)
     pipeline.step(BATCHES[0])
     assert asked[0][0] > 0 and asked[0][1] == 0  # one process
-    assert told[-1].total_seconds() == 2 * FACTOR * 1000 + 30 and pipeline.executor.watchdog.limit_s == 0
+    assert told[-1].total_seconds() == 2 * FACTOR * 1000 + 30
+    assert pipeline.executor.watchdog.limit_s == FACTOR * 1000 and not pipeline.executor.watchdog.ends
     pipeline.drain()
     assert 0.02 < pipeline.limit.known_s < 1000
     pipeline.step(BATCHES[1])

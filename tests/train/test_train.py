@@ -534,8 +534,15 @@ def test_a_process_that_hangs_is_named(trained):
     words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
     done = run_forked(trained, "hung", *QUIET, *TWO, *words)
     assert done.returncode == 1
-    assert "tawpipe: stuck: rank 1 (node 1): waits for nobody: it computes" in done.stderr
-    assert "tawpipe: stuck: rank 0 (node 0): " in done.stderr
+    own = [line for line in done.stderr.splitlines() if line.startswith("tawpipe: stuck: rank ")]
+    assert [line.partition(":")[0] for line in own]
+    assert any("rank 1 (node 1): " in line and "waits for nobody: COMPUTE is in FORWARD" in line for line in own)
+    assert any("rank 0 (node 0): " in line and " with rank 1, " in line for line in own)
+    verdict = next(line for line in done.stderr.splitlines() if line.startswith("tawpipe: error: "))
+    assert verdict.startswith(
+        "tawpipe: error: no rank has failed; step 3 took longer than 4 s; the others wait for rank 1"
+    )
+    assert "exit code" not in done.stderr
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ from typing import TextIO
 
 from tawpipe.console import above_bar
 from tawpipe.environment import (
+    ERROR_PREFIX,
+    EVERYONE,
     LAUNCH,
     LOCAL_LAUNCHER,
     LOOPBACK,
@@ -379,7 +381,14 @@ class _Run:
             return USER_ERROR
         stuck = [line for keeper in self.keepers[1:] for line in keeper.lines if line.startswith(STUCK)]
         for line in stuck:  # rank 0 has said its own
-            print(line, file=self.errors)
+            if not line.startswith(STUCK + EVERYONE):
+                print(line, file=self.errors)
+        if cause.ended_stuck:
+            all_lines = [line for keeper in self.keepers for line in keeper.lines]
+            verdicts = [line.removeprefix(STUCK + EVERYONE) for line in all_lines if line.startswith(STUCK + EVERYONE)]
+            words = verdicts[-1] if verdicts else "no rank has failed; a step took longer than its limit"
+            print(f"{ERROR_PREFIX}{words}", file=self.errors, flush=True)
+            return cause.returncode
         print(f"tawpipe: error: {self.shape.position(cause.rank)} {cause.reason()}", file=self.errors)
         for line in cause.keeper.tail(30):
             print(f"  | {line}", file=self.errors)

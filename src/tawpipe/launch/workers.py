@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from tawpipe.environment import ERROR_PREFIX, USER_ERROR
+from tawpipe.environment import ENDS, ERROR_PREFIX, STUCK, USER_ERROR
 
 _FAILURE = re.compile(r"Traceback \(most recent call last\)|Fatal Python error|terminate called|" + ERROR_PREFIX)
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|[\w.]+Error$)")
@@ -34,6 +34,8 @@ class StderrKeeper:
     shown_on: TextIO | None = None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=400))
     failing_since: float | None = None
+    stuck_since: float | None = None
+    """Time of the line by which the worker said that it ends because a step took too long."""
     _partial: str = ""
     _held: list[str] = field(default_factory=list)
 
@@ -43,6 +45,8 @@ class StderrKeeper:
         self._partial = pieces.pop()
         for piece in pieces:
             self.lines.append(piece.rstrip("\r\n"))
+            if self.stuck_since is None and piece.startswith(STUCK) and ENDS in piece:
+                self.stuck_since = time.monotonic()
             if self.failing_since is None and _FAILURE.search(piece):
                 self.failing_since = time.monotonic()
             if self.failing_since is not None:
@@ -106,8 +110,14 @@ class WorkerFailure:
 
     @property
     def began_s(self) -> float:
-        """The time when the worker began to fail: its first traceback, else its end."""
-        return self.keeper.failing_since or self.at_s
+        """The time when the worker began to fail: its first traceback or last report, else its end."""
+        begun = [at for at in (self.keeper.failing_since, self.keeper.stuck_since) if at is not None]
+        return min(begun, default=self.at_s)
+
+    @property
+    def ended_stuck(self) -> bool:
+        """True if nothing but its watchdog has ended the worker."""
+        return self.returncode > 0 and self.keeper.stuck_since == self.began_s
 
     def reason(self) -> str:
         said = f": {text}" if (text := self.keeper.exception()) else ""

@@ -1,4 +1,4 @@
-"""The time that steps may take, told to those who end a step that takes longer: the watchdog and the transport."""
+"""Limits of a step's time, told to the watchdog, which reports or ends steps that take longer, and to the transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tawpipe.schedule.footprint import Costs
 
 
 class Limits:
-    """The limit of a step's time; until ``watch`` only communication is limited by it.
+    """The limit of a step's time; until ``watch`` a step beyond it is reported, and only communication is ended.
 
     Args:
         timeout: after which a communication fails at the earliest.
@@ -24,6 +24,7 @@ class Limits:
     def __init__(self, wiring: Wiring, rows: LocalRows, timeout: timedelta) -> None:
         self.step = StepLimit(timeout.total_seconds())
         self._wiring, self._rows, self._watched = wiring, rows, False
+        self._apply()
 
     def watch(self, least: timedelta) -> None:
         """Let the watchdog end steps, too, beyond so long or a multiple of what steps are known to take."""
@@ -32,9 +33,9 @@ class Limits:
 
     def took(self, seconds: float) -> None:
         """A step has taken so long."""
-        before = self.step.seconds
+        before = self.step.seconds, self.step.report_s
         self.step.took(seconds)
-        if self.step.seconds != before:
+        if (self.step.seconds, self.step.report_s) != before:
             self._apply()
 
     def estimate(self, local: LocalBatch, said: Costs) -> None:
@@ -49,7 +50,7 @@ class Limits:
         self._apply()
 
     def _apply(self) -> None:
-        if self._watched:
-            self._wiring.executor.watchdog.limit_s = self.step.seconds
+        watchdog = self._wiring.executor.watchdog
+        watchdog.limit_s, watchdog.ends = self.step.seconds if self._watched else self.step.report_s, self._watched
         # The transport would end it without a word; it is there for what no watchdog sees. Two steps may be issued.
         self._wiring.transport.set_timeout(timedelta(seconds=2 * self.step.seconds + 30))

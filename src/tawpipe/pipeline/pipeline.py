@@ -53,6 +53,7 @@ from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.passes import Sampling
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.stalls import Others
 from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
@@ -103,7 +104,9 @@ class Pipeline:
         without_mtp: train and export a model without its multi-token-prediction heads, which are not trained here.
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
-        timeout: after which a communication fails, or later where steps are known to take long (``limit``).
+        timeout: of a step, or ten times what steps take if that is more (``limit``). Communication fails after twice
+            that and 30 s. Before, every rank prints what it waits for and goes on waiting: after the limit in the first
+            two steps, from then on after ten times what steps take, a minute at least.
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
         skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
             that is an error; 0 for an error at once.
@@ -220,8 +223,9 @@ class Pipeline:
         self._rows = LocalRows(shared, self._schedules, world, bin_tokens, self.work, cuts)
         self._costs = StepCosts(wiring)
         self._limits = Limits(wiring, self._rows, timeout)
+        self.executor.watchdog.others = Others(world_of_saves.store, world.rank, world.size) if world.size > 1 else None
         self.limit = self._limits.step
-        """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
+        """Limit of a step's time; until ``set_timeout`` it ends communication alone."""
         self._results = Results(wiring, self._limits, skip_limit)
         self._steps = Steps(wiring, self._rows, self._costs, self._limits)
         self._state = State(wiring, self._results, world_of_saves)
@@ -477,7 +481,8 @@ class Pipeline:
         self._state.leave()
 
     def set_timeout(self, limit: timedelta) -> None:
-        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends.
+        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends, but
+        not in a debugger or a notebook.
 
         Args:
             limit: the least; a multiple of what steps are known to take if that is more (``self.limit``).

@@ -22,6 +22,7 @@ from tawpipe.runtime.home_actions import HomeActions, Optimizers, StepValues, Up
 from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, Moment, make_lane
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.refresh import Refresh
+from tawpipe.runtime.stalls import messages_of
 from tawpipe.runtime.step_input import LapInput, StepInput
 from tawpipe.runtime.step_result import VALUES, StepResult
 from tawpipe.runtime.storage import Storage
@@ -129,7 +130,10 @@ class Executor:
         self._ended: Moment | None = None
         """The end of the last step that was issued."""
         doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
-        self.watchdog = Watchdog(doing, where or f"rank {rank}", device=self.device)
+        messages = lambda label: messages_of(label, self.transport.topology, rank)  # noqa: E731
+        self.watchdog = Watchdog(
+            doing, where or f"rank {rank}", messages=messages, failure=lambda: failure.error, device=self.device
+        )
         self._run: dict[Op, Callable[[Action, StepValues], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from tawpipe.model.flops import peak_flops
 
 FACTOR = 10.0
+SOON_S = 60.0
+"""Seconds for which ranks may wait for a script that does something else between two steps, before they report it."""
 UTILISATION = 0.3
 """Share of a device's peak that an estimate counts on."""
 RECOMPUTED = 4 / 3
@@ -60,6 +62,13 @@ class StepLimit:
     @property
     def seconds(self) -> float:
         return max(self.least_s, FACTOR * self.known_s)
+
+    @property
+    def report_s(self) -> float:
+        """Seconds after which a step is reported, where nothing ends it: ``seconds`` until a step without set-up has
+        ended; from then on ``FACTOR`` times what steps take, but at least ``SOON_S`` where ``least_s`` is more.
+        """
+        return max(min(self.least_s, SOON_S), FACTOR * self.known_s) if self._slowest_s else self.seconds
 
 
 def estimate_s(flops: float, link_bytes: float, *, device_name: str, dtype: str) -> float:

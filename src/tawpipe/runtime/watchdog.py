@@ -1,17 +1,17 @@
-"""The watchdog: when a step takes too long, every rank says what it waits for, and its process ends.
+"""The watchdog: in a step that takes too long every rank says what it waits for; where asked for, its process ends.
 
 A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
-schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to
-look at, and so is one that prints nothing, because it is in no step. Lines begin with ``environment.STUCK``, by which a
-launcher finds them.
+schedule tells. So every rank prints its own, and what follows from those of all (stalls.py). Lines begin with
+``environment.STUCK``, by which a launcher finds them. No process is ended from within a debugger or a notebook, nor
+while a rank that answers is in one.
 
 Torch's flight recorder says the same of NCCL's communicators: group, sequence number, sizes, and whether an operation
 was begun or only issued. Torch would write its record when its own time limit is over, which the watchdog does not wait
 for. ``torchfrtrace FOLDER --prefix rank_`` compares those of all ranks.
 
 The watchdog is Python, which stands still while another thread keeps the interpreter's lock in a call that does not
-return, and it asks CUDA, which may not answer. So it keeps putting off a timer of C, which ends the process if that
-stops (``faulthandler``, of which a process has one).
+return, and it asks CUDA, which may not answer. So where it may end the process, it keeps putting off a timer of C,
+which does so if that stops (``faulthandler``, of which a process has one).
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ import faulthandler
 import math
 import os
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Protocol, TextIO
 
 import torch
 
-from tawpipe.environment import STUCK
+from tawpipe.environment import ENDS, EVERYONE, STUCK
 from tawpipe.runtime.lanes import Doing, Event
+from tawpipe.runtime.stalls import Others, Standing, conclusion
 from tawpipe.runtime.threads import use_device
 from tawpipe.schedule.actions import Lane
 
@@ -39,6 +43,8 @@ LAST_WORDS_S = 3.0
 """Seconds after the report, so that every rank has printed its own before connections break."""
 DEAF_S = 30.0
 """Seconds beyond a step's limit for which the watchdog may fail to run before the timer of C ends the process."""
+MOST_LETTERS = 160
+"""Of an action, in a report."""
 STDERR = 2
 """Where the timer of C writes: the descriptor, as ``sys.stderr`` has none in a notebook."""
 EXIT_CODE = 1
@@ -70,13 +76,6 @@ class LastEvents:
         return self.issued and all(event.done for event in self._last.values())
 
 
-@dataclass
-class _Watched:
-    step: str
-    begin: float
-    ended: StepView
-
-
 class Watchdog:
     """Watches the steps of one rank in a thread.
 
@@ -84,7 +83,10 @@ class Watchdog:
         doing: gives the action that every lane is at.
         where: this rank, in words.
         limit_s: of a step, from the end of the one before it; 0 for none.
-        end: is called after the report; ends the process by default.
+        ends: whether the process ends after the report. If not, there is another report at twice the time, and so on.
+        messages: names of an action's messages, each with the ranks at its other ends.
+        failure: gives the first error of any action.
+        end: is called instead of ending the process.
         device: of this rank; the watchdog's threads ask CUDA about its events.
     """
 
@@ -94,17 +96,27 @@ class Watchdog:
         where: str,
         *,
         limit_s: float = 0.0,
+        ends: bool = True,
+        messages: Callable[[object], dict[str, list[int]]] = lambda label: {},
+        failure: Callable[[], BaseException | None] = lambda: None,
         stream: TextIO | None = None,
         end: Callable[[], None] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._device = device
         self._doing, self._where, self._stream = doing, where, stream
-        self._own_end = end
-        self.limit_s = limit_s
+        self._messages, self._failure, self._own_end = messages, failure, end
+        self.limit_s, self.ends = limit_s, ends
+        self.others: Others | None = None
+        """The other ranks, which are asked for their standings."""
         self.last_words: Callable[[str], str] = lambda step: ""
         """Called with the step after the report, for at most ``LAST_WORDS_S``; what it returns is said, too."""
-        self._watched: list[_Watched] = []
+        self.leave_words: Callable[[str], object] = lambda verdict: None
+        """Called with the verdict on all ranks before the process ends."""
+        self._steps: list[tuple[str, StepView]] = []
+        self._since, self._reports = time.monotonic(), 0
+        """Time at which the step before the present one ended, and reports since then."""
+        self._armed = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -114,7 +126,9 @@ class Watchdog:
         if not self.limit_s:
             return
         with self._lock:
-            self._watched.append(_Watched(step, time.monotonic(), ended))
+            if not self._steps:
+                self._since, self._reports = time.monotonic(), 0
+            self._steps.append((step, ended))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
@@ -127,58 +141,126 @@ class Watchdog:
         put_off = -math.inf
         while not self._closed.wait(LOOK_S):
             now = time.monotonic()
-            if self._own_end is None and now - put_off > min(self.limit_s, DEAF_S) / 4:
+            if now - put_off > min(self.limit_s, DEAF_S) / 4:
                 put_off = now
-                faulthandler.dump_traceback_later(self.limit_s + DEAF_S, exit=True, file=STDERR)
+                self._arm(self.limit_s + DEAF_S)
             with self._lock:
-                while self._watched and self._watched[0].ended.done:
-                    self._watched.pop(0)
-                    if self._watched:  # it could not begin before
-                        self._watched[0].begin = now
-                late = self._watched[0] if self._watched else None
-            if late is not None and self.limit_s and now - late.begin > self.limit_s:
-                for line in self.report(late.step, now - late.begin):
-                    self._say(line)
-                if self._own_end is None:  # by a thread of C, should the last words hang and keep Python's lock
-                    faulthandler.dump_traceback_later(LAST_WORDS_S + 2, exit=True, file=STDERR)
-                threading.Thread(target=self._say_last, args=(late.step,), name="last words", daemon=True).start()
-                if not self._closed.wait(LAST_WORDS_S):
-                    self._end()
-                break
-        if self._own_end is None:
+                while self._steps and self._steps[0][1].done:
+                    self._steps.pop(0)
+                    self._since, self._reports = now, 0
+                step = self._steps[0][0] if self._steps else ""
+            seconds, limit = now - self._since, self.limit_s * 2**self._reports
+            late = bool(step) and seconds > limit
+            if late or (seconds > limit / 4 and self._is_asked()):
+                self._reports += 1
+                self._tell(step, seconds, late=late)
+        self._arm(0.0)
+
+    def _arm(self, seconds: float) -> None:
+        """Let the timer of C end the process after so many seconds; never for 0, and where nothing is to end it."""
+        if self._armed:
             faulthandler.cancel_dump_traceback_later()
+        self._armed = bool(seconds) and self.ends and self._own_end is None and not held_by()
+        if self._armed:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
-    def _end(self) -> None:
-        if self._own_end is not None:
-            self._own_end()
-        else:
-            os._exit(EXIT_CODE)
+    def _is_asked(self) -> bool:
+        """True if another rank asks what this one does."""
+        try:
+            return self.others is not None and self.others.ask
+        except Exception:  # the store has gone with its process
+            self.others = None
+            return False
 
-    def _say_last(self, step: str) -> None:
+    def _tell(self, step: str, seconds: float, *, late: bool) -> None:
+        """Report, and end the process where it is to end."""
+        own, held = self.standing(step, late=late), threading.Event()
+        ends = late and self.ends and not own.held
+        self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{self._limit * late}{ENDS * ends}; {own.text}")
+        if ends:  # by a thread of C, should the last words hang and keep Python's lock
+            self._arm(LAST_WORDS_S + 2)
+        threading.Thread(target=self._conclude, args=(step, own, held), name="last words", daemon=True).start()
+        if not self._closed.wait(LAST_WORDS_S) and ends and not held.is_set():
+            (self._own_end or partial(os._exit, EXIT_CODE))()
+            self.close()
+        self._arm(self.limit_s + DEAF_S)
+
+    @property
+    def _limit(self) -> str:
+        options = "--timeouts.step-s, for the first step --timeouts.first-step-s" if self.ends else "timeout"
+        return f", the limit is {self.limit_s:.0f} s ({options}, or ten times a step)"
+
+    def _conclude(self, step: str, own: Standing, held: threading.Event) -> None:
+        """Say what follows from the standings of all ranks, then the last words; note whether a debugger holds one."""
         use_device(self._device)
-        if words := self.last_words(step):
+        try:
+            standings = self.others.gather(own) if self.others is not None else {}
+        except Exception as error:
+            self._say(f"{self._where}: the other ranks could not be asked ({error})")
+        else:
+            if any(it is not None and it.held for it in standings.values()):
+                held.set()
+            if standings:
+                self._say(EVERYONE + (verdict := conclusion(standings)))
+                if own.late and self.ends:
+                    self.leave_words(verdict)
+        if step and (words := self.last_words(step)):
             self._say(f"{self._where}: {words}")
 
     def _say(self, line: str) -> None:
         print(STUCK + line, file=self._stream or sys.stderr, flush=True)
 
-    def report(self, step: str, seconds: float) -> Iterator[str]:
-        """Lines that say where this rank is."""
-        limits = "--timeouts.step-s, for the first step --timeouts.first-step-s, or a multiple of what steps take"
-        yield f"{self._where}: {step} has taken {seconds:.0f} s, the limit is {self.limit_s:.0f} s ({limits})"
+    def standing(self, step: str, *, late: bool) -> Standing:
+        """What this rank does, for itself and for others.
+
+        Args:
+            step: under way, or "".
+        """
         doing = {lane: work for lane, work in self._doing().items() if work is not None}
+        messages = {lane: self._messages(work.label) for lane, work in doing.items() if not work.waits}
+        waits = bool(step and messages) and all(messages.values())
+        failure = textwrap.shorten(str(self._failure() or ""), MOST_LETTERS, placeholder=" ...")
+        places = []
         for lane, work in doing.items():
-            state = "waits to begin" if work.waits else "is in"
-            yield f"{self._where}: {lane} {state} {work.label}, {work.seconds:.0f} s"
-        compute = doing.get(Lane.COMPUTE)
-        if not doing:
-            yield f"{self._where}: nothing is under way here; this rank waits for nobody"
-        elif (
-            compute is not None
-            and not compute.waits
-            and not any(not work.waits for lane, work in doing.items() if lane is not Lane.COMPUTE)
-        ):
-            yield f"{self._where}: waits for nobody: it computes"
+            if not work.waits or lane is Lane.COMPUTE:
+                label = textwrap.shorten(str(work.label).removeprefix(f"{lane} "), MOST_LETTERS, placeholder=" ...")
+                peers = sorted({peer for ranks in messages.get(lane, {}).values() for peer in ranks})
+                among = f" with rank {', '.join(map(str, peers))}" if peers else ""
+                state = "waits to begin" if work.waits else "is in"
+                places.append(f"{lane} {state} {label}{among}, {work.seconds:.0f} s")
+        if not step:
+            places = [f"it is in no step, its script is {place_of_script()}"]
+        text = ("waits: " if waits else "waits for nobody: ") + ("; ".join(places) or "nothing is under way here")
+        return Standing(
+            f"has failed: {failure}" if failure else text,
+            late=f"{step} took longer than {self.limit_s:.0f} s" if late else "",
+            waits=waits and not failure,
+            messages={name: ranks for named in messages.values() for name, ranks in named.items()},
+            failure=failure,
+            held=held_by(),
+        )
+
+
+def held_by() -> str:
+    """The debugger or interactive session that this process is in, in words, or ""."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:  # IPython sets it, too, and so do notebooks
+        return "an interactive session"
+    debugpy, monitoring = sys.modules.get("debugpy"), getattr(sys, "monitoring", None)
+    debugs = debugpy.is_client_connected() if debugpy is not None else "pydevd" in sys.modules
+    debugs |= monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    traced = any(frame.f_trace is not None for frame, _ in traceback.walk_stack(_main_frame()))
+    return "a debugger" if debugs or traced else ""
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def place_of_script() -> str:
+    """Where the main thread is: the innermost place outside of installed packages."""
+    stack = traceback.extract_stack(_main_frame()) if _main_frame() else []
+    own = [at for at in stack if not at.filename.startswith((sys.base_prefix, "<")) and "-packages" not in at.filename]
+    return next((f"at {at.filename}:{at.lineno} in {at.name}" for at in reversed(own)), "at an unknown place")
 
 
 def keep_record() -> None:

@@ -26,10 +26,11 @@ from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, above_bar, duration
 from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from tawpipe.environment import restart_count, started_by_local_launcher
+from tawpipe.environment import ERROR_PREFIX, restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.launch.launcher import launched_here
+from tawpipe.launch.torchrun import leave_words
 from tawpipe.model.export import save_tokenizer
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector
@@ -285,6 +286,7 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
     )
     pipeline.limit.predicted_s = plan.step_s if plan else 0.0
     pipeline.set_timeout(first_step)
+    pipeline.executor.watchdog.leave_words = lambda verdict: leave_words(ERROR_PREFIX + verdict)
     pipeline.record_hangs(config.output_path / "flight")
     if not batch.dealt:
         pipeline.schedule(batch.rows)

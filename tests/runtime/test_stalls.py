@@ -1,0 +1,114 @@
+"""Stalls: from what all ranks do follows which one they wait for, and nobody is blamed who has not failed."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from cases import batches, llama
+from pipelines import make_pipeline
+from processes import wait_for
+from schedules import llama as sizes
+from schedules import make
+from tawpipe import World
+from tawpipe.runtime.stalls import Standing, conclusion, messages_of
+
+
+def standing(text: str = "waits", *, failure: str = "", messages: dict[str, list[int]] | None = None) -> Standing:
+    return Standing(text, "step 3 took longer than 60 s", messages is not None, messages or {}, failure, "")
+
+
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-whole", "flat", "weipipe", "1f1b"])
+def test_a_message_has_one_name_on_all_its_ends(strategy: str) -> None:
+    schedule = make(sizes(4), 2, 2, 4, strategy=strategy)
+    ends: dict[str, set[int]] = defaultdict(set)
+    named: dict[str, set[int]] = defaultdict(set)
+    for rank, program in enumerate(schedule.programs):
+        for action in program:
+            for name, others in messages_of(action, schedule.topology, rank).items():
+                assert others and rank not in others
+                ends[name].add(rank)
+                named[name].update(others, [rank])
+    assert named == ends and len(named) > 4
+
+
+def test_an_action_of_one_rank_alone_has_no_messages() -> None:
+    schedule = make(sizes(2), 1, 1, 2)
+    assert not any(messages_of(action, schedule.topology, 0) for action in schedule.programs[0])
+    assert messages_of("a measurement", schedule.topology, 0) == {}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_rank_at_the_end_of_all_waits_is_named_and_no_other(seed: int) -> None:
+    """Every rank waits for one that came before it in some order; the first waits for nobody, or does not answer."""
+    order = random.Random(seed).sample(range(6), 6)
+    standings: dict[int, Standing | None] = {order[0]: standing("sleeps in its script") if seed % 2 else None}
+    for place, rank in enumerate(order[1:], 1):
+        ahead = order[random.Random(seed + place).randrange(place)]
+        standings[rank] = standing(messages={f"m{rank}": [ahead]})
+    said = conclusion(dict(sorted(standings.items())))
+    assert f"the others wait for rank {order[0]}, which " in said and said.count("rank ") == 2, said
+    assert said.startswith("no rank has failed") and "step 3 took longer than 60 s" in said
+    assert ("as far as they answer" in said) == (not seed % 2)
+
+
+def test_ranks_that_wait_in_a_circle_blame_none_of_them() -> None:
+    said = conclusion({rank: standing(messages={f"m{rank}": [(rank + 1) % 3]}) for rank in range(3)})
+    assert said.startswith("no rank has failed; ") and "ranks 0, 1, 2 wait for each other" in said
+
+
+def test_a_message_that_both_sides_are_at_is_waited_for_by_none() -> None:
+    said = conclusion({0: standing(messages={"m": [1]}), 1: standing(messages={"m": [0]})})
+    assert said.startswith("no rank has failed; ") and "wait for" not in said
+
+
+def test_a_rank_that_has_failed_is_said_to_have() -> None:
+    said = conclusion({0: standing(messages={"m": [1]}), 1: standing("has failed: no memory", failure="no memory")})
+    assert said.startswith("rank 1 has failed: no memory; ") and "no rank has failed" not in said
+
+
+def stalled(world: World, late: int, compute: bool) -> tuple[str, float]:
+    """In a worker: what it says while a rank stays in its script, or in computing, until it has said so itself."""
+    hold = [False]
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if hold[0] and compute and world.rank == late:
+            hold[0] = not wait_for(lambda: "all ranks: " in said.getvalue())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+    pipeline: Any = make_pipeline(llama(torch.float32), loss=loss, world=world)
+    (batch,) = batches(4, 1)
+    pipeline.step(batch)
+    pipeline.drain()
+    before, sys.stderr = sys.stderr, io.StringIO()
+    said, hold[0] = sys.stderr, True
+    try:
+        pipeline.executor.watchdog.limit_s = 0.5
+        if world.rank == late and not compute:
+            assert wait_for(lambda: "all ranks: " in said.getvalue())
+        value = pipeline.step(batch).loss
+        assert wait_for(lambda: "all ranks: " in said.getvalue())
+    finally:
+        sys.stderr = before
+    pipeline.close()
+    return said.getvalue(), value
+
+
+@pytest.mark.parametrize(("late", "compute"), [(2, False), (1, True)])
+def test_every_rank_reports_whom_all_wait_for_and_goes_on(pool: Any, late: int, compute: bool) -> None:
+    found = pool.run(f"{__name__}:stalled", 2, 2, late=late, compute=compute)
+    assert len({value for _, value in found}) == 1
+    for rank, (said, _) in enumerate(found):
+        (verdict, *_) = [line for line in said.splitlines() if "all ranks: " in line]
+        assert (
+            "no rank has failed; " in verdict and f"the others wait for rank {late}, which waits for nobody" in verdict
+        )
+        own = next(line for line in said.splitlines() if f"rank {rank} (node " in line and "all ranks" not in line)
+        assert ("waits for nobody" in own) == (rank == late)
+        assert ("processes.py" in own) == (rank == late and not compute)  # where its script is
