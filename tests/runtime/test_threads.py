@@ -93,7 +93,7 @@ def test_the_threads_of_a_pipeline(ledger: Ledger, monkeypatch: pytest.MonkeyPat
     pipeline.set_timeout(timedelta(hours=1))
     pipeline.step(rows_of(1, 4))
     dog = pipeline.executor.watchdog
-    assert wait_for(lambda: not dog._watched), "it has asked for the end of the step"
+    assert wait_for(lambda: not dog._steps), "it has asked for the end of the step"
     pipeline.close()
     assert {"reading weights_0", "watchdog"} <= set(ledger.on_device_first)
     assert not ledger.faults, ledger.faults
@@ -116,6 +116,8 @@ def test_the_last_words_of_a_rank_that_hangs(ledger: Ledger, monkeypatch: pytest
 class _Executor:
     """An executor that is idle when it is asked for the third time."""
 
+    failure = untold = None
+
     def __init__(self) -> None:
         self.asked, self.closed = 0, threading.Event()
         self.watchdog = SimpleNamespace(close=self.closed.set)
@@ -137,7 +139,7 @@ def test_a_pipeline_that_another_thread_lets_go_of(ledger: Ledger, monkeypatch: 
     monkeypatch.setattr(leaving, "LOOK_S", 0.001)
     executor, world = _Executor(), WORLD
     held: list[Any] = [threading.Event()]  # as much of a pipeline as can be let go of
-    leaving.leave_at_exit(held[0], executor, SimpleNamespace(drain=ask), (), world)  # type: ignore[arg-type]
+    leaving.leave_at_exit(held[0], executor, SimpleNamespace(end=ask), (), world)  # type: ignore[arg-type]
     in_thread(held.clear)
     assert executor.closed.wait(60)
     assert not ledger.faults, ledger.faults
@@ -154,8 +156,7 @@ def test_the_end_of_a_process(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(leaving.os, "_exit", codes.append)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: (ask(), left.set()))
     pipeline, executor = threading.Event(), _Executor()
-    executor.__dict__["failure"] = None
-    leaving.leave_at_exit(pipeline, executor, SimpleNamespace(drain=ask), (), WORLD)  # type: ignore[arg-type]
+    leaving.leave_at_exit(pipeline, executor, SimpleNamespace(end=ask), (), WORLD)  # type: ignore[arg-type]
     in_thread(leaving._at_exit)
     assert left.is_set() and not codes and not ledger.faults, ledger.faults
 
