@@ -41,6 +41,7 @@ from tawpipe.environment import (
     missing_cuda_variables,
 )
 from tawpipe.errors import UserError
+from tawpipe.job_limits import processors
 from tawpipe.launch.forked import ForkedWorker, import_once
 from tawpipe.launch.gpus import Gpu
 from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
@@ -116,12 +117,7 @@ def worker_environment(
 
 def _threads(shape: Shape) -> str:
     """OMP_NUM_THREADS of every worker."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, _num_cores() // shape.nproc))
-
-
-def _num_cores() -> int:
-    """Cores that this process may use, where the system says."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, processors() // shape.nproc))
 
 
 @contextlib.contextmanager

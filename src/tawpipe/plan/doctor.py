@@ -18,6 +18,7 @@ from torch.cuda import nccl
 from tawpipe.console import Console
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import RunError
+from tawpipe.job_limits import memory_left, processors
 from tawpipe.model.missing import kernel_packages
 from tawpipe.plan.interfaces import sent_bytes, used_between
 from tawpipe.plan.machine import Machine, load_machine, save_machine
@@ -113,8 +114,10 @@ def _machine(world: World) -> Iterator[tuple[str, str]]:
                 f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}",
             )
     else:
-        yield "device", f"CPU, {os.cpu_count()} processors"
-    yield "free memory", f"{free_memory() / 2**30:.1f} GiB"
+        yield "device", f"CPU, {processors()} of {os.cpu_count()} processors"
+    free = free_memory()
+    limited = ", within the limits of this job's control groups" if memory_left() <= free else ""
+    yield "free memory", f"{free / 2**30:.1f} GiB{limited}"
     yield (
         "shared memory",
         f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB" if Path("/dev/shm").is_dir() else "none",

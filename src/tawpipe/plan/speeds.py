@@ -6,7 +6,6 @@ less.
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tawpipe.job_limits import processors
 from tawpipe.plan.machine import Machine
 from tawpipe.runtime.dtype import computes_in_bfloat16
 from tawpipe.runtime.world import World
@@ -47,7 +47,7 @@ def kind_of(device: torch.device) -> str:
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):  # not Linux, or not told
         model = platform.machine()
-    return f"{model}, {os.cpu_count()}"
+    return f"{model}, {processors()}"
 
 
 def products_per_s(world: World) -> float:

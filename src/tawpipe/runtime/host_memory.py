@@ -9,19 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-
-CONTAINER = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
-"""Folder, limit and use of a container's memory, and how its counts begin, in both versions of control groups."""
+from tawpipe.job_limits import memory_left
 
 
 class _Pages(mmap.mmap):
@@ -95,7 +89,9 @@ def lock_limit(wanted: float) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this machine, or the container, could give to processes now; 0 where that is not known."""
+    """Return the bytes that this machine could give to this process now, within the limits of its job; 0 where that is
+    not known.
+    """
     try:
         with Path("/proc/meminfo").open(encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
@@ -105,13 +101,4 @@ def free_memory() -> int:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, AttributeError):
             return 0
-    for folder, most, used, name in CONTAINER:
-        try:
-            left = int(Path(folder, most).read_text()) - int(Path(folder, used).read_text())
-        except (OSError, ValueError):  # none, or no limit
-            continue
-        with suppress(OSError, ValueError):  # files that were read, which give way
-            counts = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-            left += sum(int(counts.get(f"{name}{kind}_file", 0)) for kind in ("active", "inactive"))
-        free = min(free, left)
-    return max(free, 1)
+    return int(max(1, min(free, memory_left())))

@@ -7,7 +7,6 @@ first ones. ``run`` reads alike, and every check that both make is one function.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.sources import find_sets
+from tawpipe.job_limits import processors
 from tawpipe.launch.launcher import Shape
 from tawpipe.model.flops import work_of
 from tawpipe.pipeline.refuse import refuse_strategy
@@ -153,8 +153,7 @@ def _threads_of_one(world: World) -> Iterator[None]:
     """As many threads for what is measured as one of the processes will have, which share the processors."""
     before = torch.get_num_threads()
     if world.group is None and world.size > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // world.size))
+        torch.set_num_threads(max(1, processors() // world.size))
     try:
         yield
     finally:

@@ -1,0 +1,78 @@
+"""Memory and processors that control groups leave to this process.
+
+Slurm, systemd and containers set a limit on a group of processes, or on a group above it. Groups come in two versions,
+of which a system may have both, and a container may see only its own part of them. So every visible group is read, from
+this process's own up to the root of each mount: of memory the least that any leaves, of processors the least that any
+allows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+
+
+def memory_left() -> float:
+    """Return the bytes that the groups of this process leave to it, ``math.inf`` where none has a limit.
+
+    Files that were read (``active_file``, ``inactive_file``) count as free, as in ``MemAvailable``: they give way.
+    """
+    left = math.inf
+    for group in _groups("memory"):
+        counts = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+        above = counts.get("hierarchical_memory_limit", "")  # of groups above, that a container does not see
+        names = "memory.max", "memory.high", "memory.limit_in_bytes"
+        limits = [int(word) for word in (*(_text(group / name) for name in names), above) if word.isdecimal()]
+        if limits:
+            used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes") or 0
+            read = [
+                max(int(counts.get(f"{of_all}{kind}_file", 0)) for of_all in ("", "total_"))
+                for kind in ("active", "inactive")
+            ]
+            left = min(left, min(limits) - int(used) + sum(read))
+    return left
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use, at least 1.
+
+    The system keeps its affinity within the processors of its groups (``cpuset``). Of a group's share of time only
+    whole processors count: with one thread more, all threads wait for the end of a period.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _groups("cpu"):
+        old = f"{_text(group / 'cpu.cfs_quota_us')} {_text(group / 'cpu.cfs_period_us')}"
+        share = re.fullmatch(r"(\d+) ([1-9]\d*)", _text(group / "cpu.max") or old)  # or max, or -1
+        if share:
+            count = min(count, int(share[1]) // int(share[2]))
+    return max(1, count)
+
+
+def _groups(controller: str) -> list[Path]:
+    """Folders of all visible groups that limit this process in something, of which some may not exist."""
+    of_process = [line.split(":", 2) for line in _text(ROOT / "proc/self/cgroup").splitlines()]
+    paths = {name: path for _, names, path in of_process for name in names.split(",")}  # version 2 has no names
+    groups = list[Path]()
+    for line in _text(ROOT / "proc/self/mountinfo").splitlines():
+        place, _, source = line.partition(" - ")
+        kind, options = source.split(" ", 1)[0], source.rpartition(" ")[2].split(",")
+        path = paths.get("" if kind == "cgroup2" else controller)
+        if path is not None and (kind == "cgroup2" or (kind == "cgroup" and controller in options)):
+            mounted, at = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), w) for w in place.split()[3:5])
+            own, top = PurePosixPath(path).parts[1:], PurePosixPath(mounted).parts[1:]
+            below = own[len(top) :] if own[: len(top)] == top else ()  # else only the mount itself is known to be ours
+            below = () if ".." in below else below
+            groups += [ROOT / at[1:] / Path(*below[:depth]) for depth in range(len(below) + 1)]
+    return groups
+
+
+def _text(file: Path) -> str:
+    """Return the content of a file, ``""`` if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
