@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan_requests import plan_request, step_of
+from plan_requests import LAYERS, plan_request, step_of
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.plan.candidate import Candidate
 from tawpipe.plan.feasible import with_settings
-from tawpipe.plan.machine import Machine, uniform
-from tawpipe.plan.place import IN_TURN, ONE_BY_ONE, PRECISION, SOLVER, _Task, find_homes
+from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.place import IN_TURN, ONE_BY_ONE, PRECISION, SOLVER, _Task, find_homes, homes_by_memory
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings, settings_of
 from tawpipe.plan.predict import predict
@@ -179,3 +179,37 @@ def test_homes_that_cannot_be(strategy, homes, reason):
     assert len(model.units) == 6
     with pytest.raises(UserError, match=reason):
         make(model, 2, 2, 4, strategy=strategy, homes=spell_homes(homes))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "gpu", "smaller"),
+    [
+        ("tawpipe-striped", {}, "H100", 1),
+        ("tawpipe-whole", {"lora": True}, "H100", 1),
+        ("tawpipe-whole", {}, "H100", 0.5),
+        ("tawpipe-striped", {"lora": True}, "H100", 0.5),
+        ("tawpipe-striped", {}, "CPU", 0.5),
+    ],
+)
+def test_homes_in_the_hosts_memory_are_spread_over_the_hosts(strategy, kind, gpu, smaller):
+    """Devices keep nothing of them, whichever has less memory: what has room is a host, or the CPU itself."""
+    devices = [Device(gpu, 10**9)] * 2 + [Device(gpu, int(10**9 * smaller))] * 2
+    machine = Machine((2, 2), FAST, LinkModel(1e8), {0: SLOW}, device=devices[0], host_bytes=10**6)
+    machine = replace(machine, device_of=tuple(devices) if smaller < 1 else ())
+    asked = plan_request(machine, memory=10**9, model=llama(LAYERS, **kind)).with_homes("all")
+    step = step_of(asked, strategy)
+    task, found = _Task(asked, step), find_homes(asked, step)
+    assert found is not None and found.seconds[SOLVER] <= min(found.seconds.values())
+    for homes in (found.of_unit, homes_by_memory(asked, step)):
+        nodes = [asked.topology.node_of(place) for place in homes] if strategy == "tawpipe-whole" else homes
+        assert task.fits(nodes) if homes else smaller == 1
+        assert gpu == "CPU" or not homes or set(nodes) == {0, 1}
+
+
+def test_hosts_with_more_memory_may_keep_more():
+    steps = []
+    for host_bytes in (0, 10**9):
+        machine = Machine((2, 2), FAST, LinkModel(1e8), {0: SLOW}, device=Device("H100"), host_bytes=host_bytes)
+        asked = plan_request(machine, memory=10**9, global_batch=16).with_homes("all")
+        steps.append(_Task(asked, step_of(asked, "tawpipe-striped")))
+    assert steps[0].limits.max() == steps[0].device_bytes(steps[0].in_turn).max() < steps[1].limits.min() < 10**9

@@ -54,13 +54,16 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
 
 
 def whole_rows_fit(request: PlanRequest) -> bool:
-    """True if some strategy whose rows could run in chunks can run them whole, with everything on the device."""
+    """True if some strategy whose rows could run in chunks can run them whole, with everything on the device. Of those
+    that a plan looks at: on many devices the schedule alone of others takes minutes.
+    """
     for strategy in strategies().values():
         if "sequence_chunk" in strategy.refusals or not strategy.candidate:
             continue
         with suppress(UserError):
             lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
-            if fits(request, memory_quickly(request, request.step(lean, strategy))):
+            step = request.step(lean, strategy)
+            if not too_large(request, played(request, step)) and fits(request, memory_quickly(request, step)):
                 return True
     return False
 

@@ -163,8 +163,9 @@ class _Task:
         machine_of: of every node.
         rates: bytes per second of every machine's link.
         sizes: bytes of every unit on its way, as gradients and as weights.
-        kept: of every unit the bytes at home, all stripes together.
-        limits: of every device, bytes at home: as many as with homes in turn, or what a limit of memory leaves.
+        kept: bytes at home of every unit, all stripes together; in the host's memory where all homes are there.
+        limits: bytes at home of every device, or of its share of the host: as many as with homes in turn, or what a
+            limit of memory leaves.
     """
 
     def __init__(self, request: PlanRequest, step: StepSpec) -> None:
@@ -182,9 +183,11 @@ class _Task:
         self.full_duplex = [link.full_duplex for link in links]
         weights, gradients = far_widths(step.settings, widths)
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
+        level = step.settings.host_homes
+        all_in_host = level == "all"  # devices keep nothing, and hosts have room for some units only
         self.kept = np.array(
             [
-                unit.numel * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+                unit.numel * widths.on_device(number, None if all_in_host else level, trainable=unit.trainable)
                 for number, unit in enumerate(model.units)
             ]
         )
@@ -196,10 +199,14 @@ class _Task:
 
         self.limits = np.full(topology.world_size, self.device_bytes(self.in_turn).max())
         needs = memory_quickly(request, step) if request.memory_bytes else None
-        if needs is not None and request.absent:
-            besides = needs.device - needs.parts["homes"]
+        if needs is None:
+            return
+        if all_in_host and request.has_host:  # 0 bytes of a host are not known
+            self.limits += max(0, request.machine.host_bytes - needs.host) / max(request.machine.nodes)
+        elif request.absent:
+            besides = needs.device - (self.limits.max() if all_in_host else needs.parts["homes"])
             self.limits = np.maximum(0, request.memory_bytes - besides - np.array(request.absent, float))
-        elif needs is not None:
+        else:
             self.limits += max(0, request.memory_bytes - needs.device)
 
     def link_of(self, exchange: _Exchange, node: int, home: int) -> tuple[int, int] | None:
