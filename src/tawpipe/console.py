@@ -162,6 +162,10 @@ class Console:
         """Print something that the user should know and need not act on."""
         self.line(text, style="yellow")
 
+    def warning(self, text: str) -> None:
+        """Print something that the user should act on, set off from what is around it."""
+        self.line(f"\nwarning: {text}\n", style="bold yellow")
+
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
         """The results of the run: a table like that of the plan, with what could not be shown."""
         missed = ", ".join(f"{what} ({times} times)" if times > 1 else what for what, times in self._missed.items())

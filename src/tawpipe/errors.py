@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(Exception):
     """A setting that cannot work. The command line prints it without a traceback and exits with code 2.
@@ -20,3 +22,15 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that cannot go on although its settings were right, for example a non-finite loss. Exit code 1."""
+
+
+REPORT = (
+    "this is a fault of tawpipe, or of code that the model brings: please report it with these lines, the command and "
+    "what `tawpipe doctor` says"
+)
+
+
+def is_fault(error: Exception) -> bool:
+    """True for an error that neither a setting nor a machine without enough memory explains."""
+    memory = isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))  # torch's
+    return not (memory or isinstance(error, UserError | RunError | OSError))

@@ -230,6 +230,20 @@ def test_settings_that_a_plan_cannot_use_are_refused(changes, words, reason, cap
     assert reason in (said := capsys.readouterr().err), said
 
 
+@pytest.mark.parametrize(
+    ("error", "reports"), [(OverflowError("infinity"), True), (KeyError("x"), True), (OSError("no such file"), False)]
+)
+def test_a_fault_of_ours_says_so_and_a_disks_does_not(error: Exception, reports: bool, capsys, monkeypatch) -> None:
+    def fails(_: PlanWords) -> int:
+        raise error
+
+    monkeypatch.setattr("tawpipe.commands.plan._run", fails)
+    assert main(["plan", "--config", "run.yaml", *TOPOLOGY]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and type(error).__name__ in said
+    assert ("this is a fault of tawpipe" in said.splitlines()[-1]) == reports
+
+
 def test_refusals_come_before_torch(folder: Path) -> None:
     import subprocess
     import sys

@@ -217,15 +217,26 @@ def test_a_resumed_run_with_another_batch_plans_anew(monkeypatch, plan):
     assert follow(replace(CONFIG, global_batch=8), state(plan)) == none
 
 
-def test_without_a_plan_the_settings_hold(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (RuntimeError("no kernel for this device"), True),
+        (ZeroDivisionError("division by zero"), True),
+        (UserError("schedule.sequence_chunk", 8, "0"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+    ],
+)
+def test_without_a_plan_the_settings_hold(monkeypatch, error: Exception, fault: bool):
     def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no kernel for this device")
+        raise error
 
     monkeypatch.setattr(planned, "request_of", fails)
     alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
     found = planning(CONFIG, alone).follow("auto", None)
     assert found.schedule == CONFIG.schedule and found.plan is None
-    assert "the settings under schedule hold: RuntimeError: no kernel" in found.line
+    assert f"goes on with the settings under schedule (tawpipe-spread): {type(error).__name__}: {error}" in found.line
+    assert found.fault == fault == ("please report" in found.line) == ("request_of(" in found.line)
 
 
 def test_a_saved_plan_is_read_once(saved, monkeypatch):

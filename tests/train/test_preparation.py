@@ -70,6 +70,23 @@ def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, 
     assert sorted(calls) == ["built", "followed"]
 
 
+def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatch, capsys) -> None:
+    """The run goes on without a plan, and its user learns what to send to whom; standard error names no failure."""
+
+    def search(*_: object, **__: object) -> None:
+        _ = 1 / len("")
+
+    monkeypatch.setattr("tawpipe.plan.search.search", search)
+    words = ["train", *SMALL, "--model", "model", "--nproc", "1", "--dry-run"]
+    assert main(words) == 0
+    said, error = capsys.readouterr()
+    assert "\n\nwarning: plan: none, training goes on with the settings under schedule (tawpipe-spread): " in said
+    warning = said.partition("warning: ")[2].partition("\n\n")[0]
+    assert "ZeroDivisionError: division by zero" in warning.splitlines()[0] and "please report it" in warning
+    assert "in search" in warning and "1 / len" in warning and "would run:" in said
+    assert "Traceback" not in error
+
+
 @pytest.mark.slow
 def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
     config = load_config([*SMALL, "--freeze", "*.layers.0"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tawpipe.commands.plan_serve import request_for, serve
 from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse, schedule_of
 from tawpipe.commands.plan_words import plan_parser as _parser
-from tawpipe.errors import UserError
+from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.garbage import leave_imports_alone, rarely_collected
 from tawpipe.options.library import as_option
 
@@ -39,6 +39,10 @@ def run(argv: Sequence[str]) -> int:
         return _run(words)
     except UserError as error:
         raise words.located(as_option(error)) from error
+    except Exception as error:
+        if is_fault(error):
+            error.add_note(REPORT)
+        raise
 
 
 def _run(words: PlanWords) -> int:

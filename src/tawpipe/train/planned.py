@@ -12,9 +12,9 @@ that a noisy measurement cannot change the order of sums. All ranks follow what 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import duration
-from tawpipe.errors import UserError
+from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.model.chain import Chain
 from tawpipe.plan.measure import SHARE, Asked, request_of
 from tawpipe.plan.plan_file import SavedPlan, load_plan
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from tawpipe.plan.plan import Plan
     from tawpipe.plan.request import PlanRequest
 
-logger = logging.getLogger(__name__)
-
 STRATEGIES = "strategies.txt"
 """The file in a run's output folder with what every strategy would have cost, by the plan."""
 PLAN = "plan.yaml"
 """The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
+LAST_FRAMES = 8
+"""Frames of a traceback that are shown of a fault: enough to find it, and not more than a screen."""
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
 AT_LEAST_S = 3.0
 """That a search may take, however short the run."""
@@ -62,12 +62,14 @@ class Followed:
         schedule: that was decided.
         plan: that it is from; None without one.
         line: for the console.
+        fault: True if there is no plan for a fault of tawpipe, which ``line`` asks to report.
         request: what was measured for a plan that was made now.
     """
 
     schedule: ScheduleSettings
     plan: SavedPlan | None = None
     line: str = ""
+    fault: bool = False
     request: PlanRequest | None = field(default=None, compare=False)
 
     @property
@@ -197,21 +199,21 @@ class Planning:
                     request, waiting=self.tell, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent)
                 )
                 plan = Plan.of(request, candidates)
+                self.show(plan)
+                return plan.text() if plan.chosen else NO_PLAN + plan.reason
             except Exception as error:
-                logger.debug("searching", exc_info=True)
-                return f"{NO_PLAN}{type(error).__name__}: {error}"
-            self.show(plan)
-            return plan.text() if plan.chosen else NO_PLAN + plan.reason
+                return NO_PLAN + problem_of(error)
 
         text, settings = self.world.text_of_rank_0(choose), self.asked.settings
         if text.startswith(NO_PLAN):
-            line = f"plan: none, the settings under schedule hold: {text.removeprefix(NO_PLAN)}"
-            return Followed(settings, None, line, request)
+            line = f"plan: none, training goes on with the settings under schedule ({settings.strategy}): "
+            line += text.removeprefix(NO_PLAN)
+            return Followed(settings, None, line, REPORT in text, request)
         plan, took_s = SavedPlan.of(text), time.perf_counter() - begin
         line = f"plan: measured and chosen in {duration(took_s)}"
         if plan and self.asked.steps and plan.step_s:
             line += f", {took_s / (took_s + self.asked.steps * plan.step_s):.1%} of what the run will take"
-        return Followed(settings, plan, line, request)
+        return Followed(settings, plan, line, request=request)
 
     def ask(
         self, machine: Machine, *, timed: bool = True, tell: Callable[[str], None] = lambda _: None
@@ -228,12 +230,11 @@ class Planning:
         try:
             request = self.ask_alone(machine, timed=timed, tell=tell)
         except Exception as error:
-            logger.debug("measuring", exc_info=True)
-            problem = f"{type(error).__name__}: {error}"
+            problem = problem_of(error)
         if problem:  # now that nothing refers to what was under way
             give_back(self.world.device)
-        if any(self.world.gather_numbers(float(bool(problem)))):
-            return None, problem or "another process could not measure the blocks"
+        if problem := next(filter(None, self.world.gather_texts(problem)), ""):
+            return None, problem
         return request, ""
 
     def ask_alone(
@@ -250,6 +251,12 @@ class Planning:
         memory_bytes = int(machine.most_memory * MEMORY[device.type])
         asked = replace(self.asked, timed=timed, memory_bytes=memory_bytes, settings=settings)
         return request_of(self.chain, machine, asked, here=device, tell=tell)
+
+
+def problem_of(error: Exception) -> str:
+    """Return the words for an error in planning that is being handled; for a fault with its last frames."""
+    words = f"{type(error).__name__}: {error}"
+    return f"{words}; {REPORT}\n{traceback.format_exc(limit=-LAST_FRAMES)}".rstrip() if is_fault(error) else words
 
 
 def _read(path: Path) -> str:

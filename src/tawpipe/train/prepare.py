@@ -212,7 +212,7 @@ def prepare(
         console.notice(line)
     followed = planning.follow(config.plan, begins.state)
     if followed.line:
-        console.line(followed.line)
+        (console.warning if followed.fault else console.line)(followed.line)
     schedule = followed.schedule
     refuse_cut_rows(chain, schedule)  # a plan from elsewhere may say what the user has not
 
