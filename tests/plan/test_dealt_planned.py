@@ -143,6 +143,20 @@ def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest
     assert for_all and whole.seconds * 0.99 < for_all.seconds < whole.seconds * 1.1
 
 
+@pytest.mark.parametrize(("strategy", "count"), [("1f1b", 1), ("1f1b", 7), ("tawpipe-spread", 2)])
+def test_a_step_of_few_documents_takes_as_long_as_played_whole(monkeypatch, strategy: str, count: int) -> None:
+    """Most bins of its pipeline are empty, and rounds of empty ones alone say nothing about the others."""
+    from tawpipe.plan import dealt as module
+
+    asked = request(450)
+    step = asked.step(replace(asked.settings, strategy=strategy, micro_batches_per_visit=1))
+    bins = step.strategy.dealing(step, cap=450, work=asked.profile.work, cuts=None)([60] * count)
+    whole = module.played(asked, step, BALANCED, bins)
+    monkeypatch.setattr(module, "MOST_PLAYED", 1)
+    part = module.played(asked, step, BALANCED, bins)
+    assert whole and part and part.seconds == pytest.approx(whole.seconds, rel=0.2)
+
+
 def test_a_document_longer_than_any_bin_is_refused() -> None:
     with pytest.raises(UserError, match=r"300 tokens.*at most 200"):
         DealFound.of(request(100), Lengths.of([300], "made up"), tokens=600, max_document=300)

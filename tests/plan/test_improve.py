@@ -57,6 +57,15 @@ def test_costs_take_on_the_measured_times():
     assert [one.kept for one in found.blocks] == [one.kept for one in COSTS.blocks]
 
 
+@pytest.mark.parametrize("kinds", ["F", "FB", "FIW", "FBO"])
+def test_a_stage_of_an_embedding_takes_no_time_whatever_is_measured(kinds: str):
+    layout = Layout(5, (0, 1, 3), (0, 1, 2))
+    seconds = {(place, kind, place): 1.5 for place in range(3) for kind in kinds}
+    found = measured(layout, replace(COSTS, blocks=(BlockTimes(0, 0, 0, 0), *COSTS.blocks[1:])), seconds)
+    stages = found.stages(layout)
+    assert stages.seconds["F", 0] == stages.seconds["B", 0] == 0 and stages.seconds["F", 1] == 1.5
+
+
 @pytest.mark.slow
 def test_a_better_order_comes_from_another_process():
     fixed = heuristics(LAYOUT, COSTS, 3)

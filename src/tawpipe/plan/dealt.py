@@ -237,7 +237,7 @@ def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTr
         less = _cut(bins, rounds - each)
         shorter = _timeline(request, step, less, whole=whole)
         now, before = _modelled(_cut(bins, rounds)), _modelled(less)
-        more = (_modelled(bins) - now) / (now - before)
+        more = (_modelled(bins) - now) / (now - before) if now > before else 0.0  # only empty bins are left
         seconds += more * (seconds - shorter.step_seconds)
         exposed += max(0.0, more * (exposed - shorter.exposed_communication_s))
     return DealTried(name, bins, seconds, exposed, timeline if whole and rounds >= sum(bins.shape) else None)
@@ -255,9 +255,15 @@ def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) 
 
 
 def _cut(bins: Bins, rounds: int) -> Bins:
-    """The same with so many rounds at most."""
+    """Return these bins with ``rounds`` rounds at most; those in which all bins are empty, as pipelines have them for
+    few documents, are left out first.
+    """
     shared = bins.shared[: max(rounds - len(bins.single), rounds // 2)]
-    return replace(bins, shared=shared, single=bins.single[: rounds - len(shared)])
+    most = rounds - len(shared)
+    empty = [at for at, row in enumerate(bins.single) if not any(bin.documents for bin in row)]
+    left_out = set(empty[: max(0, len(bins.single) - most)])
+    kept = [row for at, row in enumerate(bins.single) if at not in left_out]
+    return replace(bins, shared=shared, single=tuple(kept[:most]))
 
 
 def _modelled(bins: Bins) -> float:

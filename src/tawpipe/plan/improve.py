@@ -73,8 +73,11 @@ def measured(
             takes, in their median.
         hop: of a boundary, if measured.
     """
-    known = {(kind, stage): value for (_, kind, stage), value in seconds.items() if value > 0}
-    table = costs.stages(layout)
+    table, known = costs.stages(layout), dict[tuple[str, int], float]()
+    for (_, kind, stage), value in seconds.items():
+        expected = table.moved[stage] if kind in "OR" else table.seconds[kind, stage]
+        if value > 0 and expected:  # an embedding alone is expected to take no time
+            known[kind, stage] = value
     scales = [value / table.seconds[key] for key, value in known.items() if key[0] in "FBIW"]
     usual = statistics.median(scales or [1.0])
     blocks: list[BlockTimes] = []

@@ -141,7 +141,8 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
             bound = bound_of(request, with_settings(step, recompute=recompute))
             if bound >= seconds * (1 - GAIN):
                 return False
-            expected = seconds * bound / bound_of(request, step)
+            before = bound_of(request, step)  # 0 where nothing was timed
+            expected = seconds * bound / before if before else seconds
             hopeful = expected < outlook.ahead * NEAR
             return not strategy.arranges or not outlook.why_not(request, strategy, hopeful=hopeful)
 
