@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, system_of
 from tawpipe.plan.memory import estimate_memory, measure_memory
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import BETWEEN_BLOCKS, Needs, memory_of, memory_quickly
+from tawpipe.plan.predict import BETWEEN_BLOCKS, PLAYED_ROUNDS, Needs, memory_of, memory_quickly, shortened
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
@@ -46,6 +47,7 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import build
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
 from tawpipe.train.memory import check_left
 
@@ -498,3 +500,16 @@ def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
     limit = (least.prediction.peak_bytes - least.prediction.memory["working"] // 4) / 2**30
     assert main([*words, "--memory", f"{limit:.5f}"]) == 1
     assert "would fit: --sequence-length 256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("nodes", "rows"), [((1, 1, 1), 2), ((2, 2), 8)])
+def test_what_ranks_hold_does_not_depend_on_links(nodes: tuple[int, ...], rows: int):
+    """One stands for all that do alike, and holds as much as the fullest of them built one by one."""
+    link = LinkModel(2e5, 1e-5)
+    machine = Machine(nodes, link, link, {0: replace(link, bytes_per_s=5e4)}, device=Device("H100"))
+    asked = plan_request(machine, global_batch=rows, memory=10**7)
+    for name in (name for name, strategy in strategies().items() if not strategy.arranges):
+        with suppress(UserError):
+            step = step_of(asked, name)
+            short, _, _ = shortened(asked, step, PLAYED_ROUNDS if step.strategy.axis else 2)
+            assert memory_quickly(asked, step) == memory_of(asked, build(short)), name
