@@ -653,3 +653,14 @@ def test_on_one_node_strategies_that_do_the_same_are_planned_once(monkeypatch):
     monkeypatch.setattr(type(table["tawpipe-spread"]), "candidate", False)
     monkeypatch.setattr(type(table["tawpipe-step"]), "candidate", True)
     assert "tawpipe-step" not in same(plan_request(near))
+
+
+@pytest.mark.parametrize("look_ahead", [2, 3])
+def test_a_step_of_many_rounds_is_no_faster_than_its_bound(look_ahead: int):
+    """Of a few rounds, weights that come before the step are so large a part that one round more adds too little."""
+    machine = uniform(2, 1, between=LinkModel(1e5, 1e-5), inside=LinkModel(1e8), device=Device("H100"))
+    asked = plan_request(machine, global_batch=40)
+    step = step_of(asked, "weipipe", look_ahead=look_ahead)
+    found, whole = predict(asked, step), predict(asked, step, rounds=40)
+    assert found.bound_s <= found.step_seconds * (1 + 1e-6)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.1)
