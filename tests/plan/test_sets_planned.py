@@ -171,9 +171,7 @@ def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, mo
 def test_a_run_whose_rows_are_each_by_one_process_lets_no_plan_share_them(by_one, given, expected, monkeypatch):
     asked = []
     monkeypatch.setattr(planned, "request_of", lambda _, __, one, **___: asked.append(one.settings))
-    world: Any = SimpleNamespace(
-        barrier=lambda: None, device=torch.device("cpu"), gather_numbers=lambda number: [number]
-    )
+    world: Any = SimpleNamespace(barrier=lambda: None, device=torch.device("cpu"), gather_texts=lambda text: [text])
     chain: Any = None
     batch = Asked(64, 8, 2, settings=replace(DEFAULT, sequence_ranks=given))
     planning = planned.Planning(world, chain, batch, by_one=by_one)
