@@ -63,8 +63,10 @@ def _groups(controller: str) -> list[Path]:
         path = paths.get("" if kind == "cgroup2" else controller)
         if path is not None and (kind == "cgroup2" or (kind == "cgroup" and controller in options)):
             mounted, at = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), w) for w in place.split()[3:5])
-            own, top = PurePosixPath(path).parts[1:], PurePosixPath(mounted).parts[1:]
-            below = own[len(top) :] if own[: len(top)] == top else ()  # else only the mount itself is known to be ours
+            parts, top = PurePosixPath(path).parts[1:], PurePosixPath(mounted).parts[1:]
+            below = (
+                parts[len(top) :] if parts[: len(top)] == top else ()
+            )  # else only the mount itself is known to be ours
             below = () if ".." in below else below
             groups += [ROOT / at[1:] / Path(*below[:depth]) for depth in range(len(below) + 1)]
     return groups
