@@ -39,6 +39,10 @@ from tawpipe.train.config import EvaluationConfig, TrainConfig
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.evaluation import Evaluation
 
+NAMES = ["{0}", "{0}", "[{0}] x", "{0}*", "what{0}?", "[!a]{0}", "half={0}"]
+"""Stems of files; most could be read as patterns, which their neighbours match."""
+LINKED = ["", "", "link", "circle"]
+"""Ways to a file: by its name, by a link to it, or by a pattern in a folder with links in circles."""
 FORMS = ["jsonl", "jsonl", "json", "parquet", "csv", "tsv", "txt"]
 PROMPTS, ANSWERS = ["prompt", "instruction"], ["completion", "response", "output"]
 COLUMNS = ["text", "messages", "conversations", *PROMPTS, *ANSWERS, "input", "system"]
@@ -123,6 +127,7 @@ def draw(draw: random.Random) -> dict[str, Any]:
             text = {"text": _text(draw, longest=12)}
             rows = [[text, text]]
         packed = {"gz": draw.random() < 0.2, "bom": draw.random() < 0.2, "style": draw.randrange(99)}
+        packed |= {"name": draw.choice(NAMES), "linked": draw.choice(LINKED)}
         sets.append({"form": form, "rows": rows, **packed})
     cut = draw.random() < 0.5
     case = {
@@ -304,9 +309,32 @@ def _untiled(documents: Sequence[Shown], left: Sequence[Shown], length: int, pac
 # the files
 
 
+def _entry(folder: Path, number: int, one: dict[str, Any]) -> str:
+    """Write the file of a set, with neighbours that its name would match as a pattern; return what names it."""
+    inside = folder / one["name"].format(number)
+    inside.mkdir()
+    path = _write(inside, number, one)
+    suffix = path.name.removeprefix(one["name"].format(number))
+    for stem in {f"{number}", f"{number}9", f"what{number}1", f"b{number}"} - {path.name.removesuffix(suffix)}:
+        (inside.parent / stem).mkdir(exist_ok=True)
+        for neighbour in {
+            folder / stem / path.name,
+            *([] if one["linked"] == "circle" else [inside / (stem + suffix)]),
+        }:
+            neighbour.write_bytes(b"a neighbour")
+    if one["linked"] == "circle":
+        for link, target in {"above": ".", "again" + suffix: path.name, "[loop]": f"../{inside.name}"}.items():
+            (inside / link).symlink_to(target)
+        return f"{inside}/**/*"
+    if one["linked"] == "link":
+        (inside / f"a[{number}]{suffix}").symlink_to(path.name)
+        return f"{inside}/a[{number}]{suffix}"
+    return str(path)
+
+
 def _write(folder: Path, number: int, one: dict[str, Any]) -> Path:
     draw, rows = random.Random(one["style"]), [row for row, _ in one["rows"]]
-    path = folder / f"{number}.{one['form']}"
+    path = folder / f"{one['name'].format(number)}.{one['form']}"
     names = list(dict.fromkeys(name for row in rows for name in row))
     if one["form"] == "parquet":
         table = [{name: _as_text(row.get(name)) for name in names} for row in rows]
@@ -351,7 +379,7 @@ def check(case: dict[str, Any]) -> str:
     means = [[one for _, one in each["rows"] if one] for each in case["sets"]]
     documents = [[Shown.of(found) for one in own if (found := _document(one, case, tokenizer))] for own in means]
     with tempfile.TemporaryDirectory(prefix="tawpipe-hunt-") as folder:
-        paths = [str(_write(Path(folder), number, one)) for number, one in enumerate(case["sets"])]
+        paths = [_entry(Path(folder), number, one) for number, one in enumerate(case["sets"])]
         settings = DataSettings(
             data=[f"{path}={1 + n}" for n, path in enumerate(paths)] if case["use"] == "mixture" else paths[:1],
             validation_data=paths[1:] if case["use"] == "validation" else [],

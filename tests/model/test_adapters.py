@@ -339,6 +339,14 @@ def test_patterns_freeze_parameters_and_what_holds_them(patterns: list[str], lef
     assert [name for name, one in model.named_parameters() if one.requires_grad] == left
 
 
+def test_a_name_that_exists_is_no_pattern():
+    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("a[1]", "a1", "b*", "bb", "c?", "cc")})
+    freeze(model, ["a[1]", "b*.weight"])
+    assert [name for name, one in model.named_parameters() if not one.requires_grad] == ["a[1].weight", "b*.weight"]
+    freeze(model, ["[bc]?"])
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == ["a1.weight"]
+
+
 def test_patterns_that_name_nothing_or_leave_nothing_are_refused():
     cases = (["lefd"], "freeze: got 'lefd'.*left"), (["left", "right"], "leave a parameter to train")
     for patterns, words in cases:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import HUB, SourceFile
+from tawpipe.data.sources import ANY_FOLDERS, ANY_NAME, HUB, SourceFile, match_files
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-NAME = re.compile(r"hf:(?P<path>[^:\[\]#]+)(:(?P<config>[^:\[\]#]+)(?=:))?(:(?P<split>[^:\[\]#]+(\[[^\]]*\])?))?")
+NAME = re.compile(r"hf:(?P<path>[^:#]+)(:(?P<config>[^:\[\]#]+)(?=:))?(:(?P<split>[^:\[\]#]+(\[[^\]]*\])?))?")
 """hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT."""
 
 UNKNOWN_SIZE = 1 << 30
@@ -80,6 +82,11 @@ def load(name: str, streaming: bool, setting: str) -> Any:
     if parts is None:
         raise UserError(setting, name, "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     path, config, split = parts["path"], parts["config"], parts["split"]
+    if (local := Path(path)).is_dir():
+        files = match_files(local.resolve(), (ANY_FOLDERS, ANY_NAME))[0]
+        if odd := next((file for file in (local.resolve(), *files) if glob.has_magic(str(file))), None):
+            expected = f"no * ? [ in the folder's path and its files' names, as datasets takes {odd} for a pattern"
+            raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")
     if streaming and split and "[" in split:
         raise UserError(setting, name, "a whole split with --streaming, without [...]")
     try:

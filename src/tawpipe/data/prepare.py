@@ -18,7 +18,16 @@ from tawpipe.data.lengths import DEVICES, Balance, Dealing, padding_share
 from tawpipe.data.mixture import Mixture, sample_shares
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.render import Document
-from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
+from tawpipe.data.report import (
+    ENOUGH_DOCUMENTS,
+    ENOUGH_TOKENS,
+    DataReport,
+    PartReport,
+    ReadCounts,
+    SetSize,
+    Skipped,
+    too_small,
+)
 from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
 from tawpipe.data.sources import STDLIB, SourceFile, SourceSet, find_sets
@@ -91,6 +100,7 @@ def prepare_data(
     preparation = _Preparation(
         settings, sets, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
     )
+    preparation.validation_left_out = [skipped for source in held_out_sets for skipped in source.left_out]
     files = [file for source in sets for file in source.files]
     request = content_hash(asdict(settings), stamps([*files, *validation_files]), model, *lengths.values(), seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
@@ -115,6 +125,7 @@ class _Preparation:
     model: str | None
     leader: bool
     dealing: Dealing | None = None
+    validation_left_out: Sequence[Skipped] = ()
     why: str = ""
     """The reason for the packing that ``auto`` chose."""
     notes: list[str] = field(default_factory=list)
@@ -262,6 +273,8 @@ class _Preparation:
         if not self.validation_files:
             return None, None
         corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
+        for skipped in self.validation_left_out:
+            corpus.counts.add_skipped(skipped)
         dataset = self._packed(corpus, np.arange(len(corpus.identities)), packing)
         if dataset is None:
             raise nothing_learned("--validation-data", self.validation_files, self.lengths[packing], packing)
@@ -335,6 +348,8 @@ class _Preparation:
             fixed = bool(self.validation_files) or settings.streaming
             if said := too_small(held_out_size, None if fixed else settings.validation_fraction):
                 self.notes.append(said)
+        for skipped in (one for source in self.sets for one in source.left_out):
+            read.add_skipped(skipped)
         report = DataReport(
             tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",
             packing=packing,

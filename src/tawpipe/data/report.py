@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from tawpipe.report.lengths import Histogram
 
 
+Left = Literal["file", "folder", "row", "empty"]
+
+
 @dataclass(frozen=True)
 class Skipped:
-    """A document, row or file that was left out, and why."""
+    """A document, row, file or folder that was left out, and why."""
 
-    kind: Literal["file", "row", "empty"]
+    kind: Left
     where: str
     """The file, with the line or row where there is one."""
     why: str
@@ -34,7 +37,7 @@ class Skipped:
 class Trouble:
     """Documents, rows or files that were left out for one reason."""
 
-    kind: Literal["file", "row", "empty"]
+    kind: Left
     why: str
     first: str
     """Where the first one stands, and what is special about it."""
@@ -42,7 +45,7 @@ class Trouble:
 
     @property
     def line(self) -> str:
-        noun = {"file": "file", "row": "row", "empty": "document"}[self.kind]
+        noun = "document" if self.kind == "empty" else self.kind
         return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} left out, {self.why}; the first: {self.first}"
 
 
@@ -61,7 +64,7 @@ class ReadCounts:
     empty: int = 0
     """Documents without a token that counts, left out."""
     bad_files: int = 0
-    """Files left out, or left off at the place that cannot be read."""
+    """Files and folders left out, or left off at the place that cannot be read."""
     bad_rows: int = 0
     """Rows left out."""
     troubles: list[Trouble] = field(default_factory=list)
@@ -91,10 +94,10 @@ class ReadCounts:
         """Count it; True if it is the first with its trouble."""
         if skipped.kind == "empty":
             self.empty += 1
-        elif skipped.kind == "file":
-            self.bad_files += 1
-        else:
+        elif skipped.kind == "row":
             self.bad_rows += 1
+        else:
+            self.bad_files += 1
         for trouble in self.troubles:
             if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
                 trouble.number += 1

@@ -6,11 +6,14 @@ import glob
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
+from tawpipe.data.report import Skipped
 from tawpipe.errors import UserError
 
 STDLIB, HUB = "stdlib", "hf:"
@@ -28,6 +31,7 @@ FORMATS: dict[str, Format] = {
 }
 """Formats that hold rows, by the end of the file's name."""
 PACKED = {".gz": "gz", ".zst": "zst"}
+ANY_FOLDERS, ANY_NAME = "**", "*"
 
 SMALLEST_SHARE = 1e-9
 """Of the tokens of a mixture; of a smaller one no run would see anything."""
@@ -72,11 +76,13 @@ class SourceSet:
     Attributes:
         name: as the settings have it.
         weight: its share of the mixture before all are divided by their sum; None where nothing is mixed.
+        left_out: further names of the files, folders that were read by another path, and unreadable folders.
     """
 
     name: str
     weight: float | None
     files: Sequence[SourceFile]
+    left_out: Sequence[Skipped] = ()
 
 
 def find_sets(entries: Sequence[str], setting: str = "--data") -> list[SourceSet]:
@@ -90,20 +96,20 @@ def find_sets(entries: Sequence[str], setting: str = "--data") -> list[SourceSet
         return []
     without = [name for name, weight in parsed if weight is None]
     if len(without) == len(parsed):
-        return [SourceSet(", ".join(without), None, find_files(without, setting))]
+        return [SourceSet(", ".join(without), None, *_find(without, setting))]
     if without:
         raise UserError(setting, without[0], "a weight for every data set, or for none: a.jsonl=0.7 b.jsonl=0.3")
     total = sum(weight or 0.0 for _, weight in parsed)
     for entry, (_, weight) in zip(entries, parsed, strict=True):
         if weight is not None and not weight >= SMALLEST_SHARE * total:
             raise UserError(setting, entry, f"a weight of {SMALLEST_SHARE:g} of all weights or more, or no such entry")
-    return [SourceSet(name, weight, find_files([name], setting)) for name, weight in parsed]
+    return [SourceSet(name, weight, *_find([name], setting)) for name, weight in parsed]
 
 
 def _with_weight(entry: str, setting: str) -> tuple[str, float | None]:
     """An entry without its weight, and the weight; ``=`` may be part of a name as well."""
     name, equals, number = entry.rpartition("=")
-    if not equals or Path(entry).expanduser().exists():
+    if not equals or os.path.lexists(_path_of(entry.removeprefix(HUB))):
         return entry, None
     try:
         weight = float(number)
@@ -120,23 +126,63 @@ def find_files(entries: Iterable[str], setting: str = "--data") -> list[SourceFi
     Raises:
         UserError: an entry leads to no file.
     """
-    files: dict[str, SourceFile] = {}
+    return _find(entries, setting)[0]
+
+
+def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[Skipped]]:
+    """Find the files that the entries name, sorted by path, and what is left out so that each is read once."""
+    names_of: dict[object, list[SourceFile]] = {}
+    left_out: list[Skipped] = []
     for entry in entries:
+        path = _path_of(entry)
         if entry == STDLIB:
-            named = [file for path in _stdlib_files() if (file := _source_file(path)).size]
+            named = [file for one in _stdlib_files() if (file := _source_file(one)).size]
         elif entry.startswith(HUB):
             named = [SourceFile(entry, 0, 0)]
-        elif Path(entry).expanduser().is_dir():
-            named = _files_of_folder(Path(entry).expanduser(), setting)
         else:
-            matches = glob.glob(str(Path(entry).expanduser()), recursive=True)  # noqa: PTH207 (absolute patterns)
-            named = [_source_file(Path(match)) for match in matches if not Path(match).is_dir()]
+            is_folder = bool(entry) and path.is_dir()
+            whole = (ANY_FOLDERS, ANY_NAME)
+            found, passed = match_files(path, whole) if is_folder else _named(path) if entry else ([], [])
+            left_out += passed
+            named = [_source_file(one) for one in found]
             if not named:
                 missing = "no file matches" if glob.has_magic(entry) else "no such file"
                 expected = f"{missing}; files, folders or globs, {STDLIB}, or {HUB}NAME are taken"
-                raise UserError(setting, entry, expected)
-        files |= {file.path: file for file in named}
-    return sorted(files.values())
+                raise UserError(setting, entry, "a folder with files in it" if is_folder else expected)
+            if is_folder and any(file.format != "text" for file in named):
+                named = [replace(file, wanted=file.format != "text") for file in named]
+        for file in named:
+            names_of.setdefault(_identity(file.path), []).append(file)
+    files = list[SourceFile]()
+    for names in names_of.values():
+        file, *others = sorted(names, key=_preference)
+        files.append(file)
+        why, as_what = "read already under this or another name", f"read as {file.path}"
+        left_out += [Skipped("file", other.path, why, as_what) for other in others]
+    return sorted(files), left_out
+
+
+def _path_of(entry: str) -> Path:
+    """The path that an entry names; ``~`` stands for a home directory unless something has that name."""
+    path = Path(entry)
+    try:
+        return path if os.path.lexists(path) else path.expanduser()
+    except RuntimeError:  # there is no such user
+        return path
+
+
+def _identity(path: str | Path) -> tuple[object, ...]:
+    """Device and inode, which all names of a file or folder share; the path itself if nothing can be read there."""
+    try:
+        stat = Path(path).stat()
+    except OSError:
+        return (str(path),)
+    return stat.st_dev, stat.st_ino
+
+
+def _preference(file: SourceFile) -> tuple[object, ...]:
+    """Sort key for several names of a file: rows before text, its own path before links."""
+    return not file.wanted, file.format == "text", os.path.realpath(file.path) != file.path, file.path
 
 
 def name_files(files: Sequence[SourceFile]) -> str:
@@ -144,31 +190,53 @@ def name_files(files: Sequence[SourceFile]) -> str:
     return files[0].path + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
 
 
-def _files_of_folder(folder: Path, setting: str) -> list[SourceFile]:
-    """The folder's files of rows, those of its folders and links included, and others as not wanted; where there are
-    none, every file as text. Hidden ones do not count.
+def _named(path: Path) -> tuple[list[Path], list[Skipped]]:
+    """The file with this name, or the files that it matches as a pattern; see ``match_files``."""
+    found, passed = match_files(Path(path.anchor), path.parts[bool(path.anchor) :])
+    if not os.path.lexists(path) or found == [path]:
+        return found, passed
+    why = "fitting a name that exists and so is not a pattern"  # as of a file that is called "*"
+    return [path], passed + [Skipped("file", str(one), why, str(path)) for one in found if one != path]
+
+
+def match_files(start: Path, pattern: tuple[str, ...]) -> tuple[list[Path], list[Skipped]]:
+    """Find the visible files below ``start`` that match the components of a pattern.
+
+    A component that exists in its folder stands for itself alone. A folder is read once for the same rest of the
+    pattern, by its own path rather than by links to it.
+
+    Returns:
+        The files, and the folders that were left out.
     """
-    files = [_source_file(path) for path in _paths_under(folder)]
-    if not files:
-        raise UserError(setting, str(folder), "a folder with files in it")
-    if all(file.format == "text" for file in files):
-        return files
-    return [SourceFile(file.path, file.size, file.mtime_ns, wanted=file.format != "text") for file in files]
-
-
-def _paths_under(root: Path) -> Iterator[Path]:
-    """What is no folder and not hidden, of each folder once: by its path rather than by links that lead to it."""
-    seen, links = set[Path](), [root]
-    while links:
-        for folder, inner, names in os.walk(links.pop(0)):
-            real = Path(folder).resolve()
-            if real in seen:
-                inner.clear()
+    found, passed = dict[Path, None](), dict[Skipped, None]()
+    seen = dict[tuple[object, ...], Path]()
+    folders, links = deque([(start, pattern)]), deque[tuple[Path, tuple[str, ...]]]()
+    while folders or links:
+        folder, (first, *rest) = (folders or links).popleft()
+        known = seen.setdefault((*_identity(folder), len(rest), first == ANY_FOLDERS), folder)
+        if known is not folder:
+            if known != folder:
+                passed[Skipped("folder", str(folder), "read already by another path", f"read as {known}")] = None
+            continue
+        later = tuple(rest)
+        if first == ANY_FOLDERS:
+            folders.appendleft((folder, later or (ANY_NAME,)))
+            first, later = ANY_NAME, (first, *rest)
+        names = [first]
+        if glob.has_magic(first) and (not first.strip("*?") or not os.path.lexists(folder / first)):
+            try:
+                names = sorted(os.listdir(folder))  # noqa: PTH208 (names are matched)
+            except OSError as error:
+                passed[Skipped("folder", str(folder), "not readable", error.strerror or "")] = None
                 continue
-            seen.add(real)
-            inner[:] = sorted(name for name in inner if not name.startswith("."))
-            links += [path for name in inner if (path := Path(folder, name)).is_symlink()]
-            yield from (Path(folder, name) for name in names if not name.startswith("."))
+            hidden = first.startswith(".")
+            names = [name for name in names if fnmatchcase(name, first) and (hidden or not name.startswith("."))]
+        for child in (folder / name for name in names):
+            if later and child.is_dir():
+                (links if child.is_symlink() else folders).append((child, later))
+            elif not later and os.path.lexists(child) and not child.is_dir():
+                found[child] = None
+    return list(found), list(passed)
 
 
 def _stdlib_files() -> list[Path]:

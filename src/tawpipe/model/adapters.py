@@ -8,7 +8,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,7 +265,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     canonical = canonical_names(model)
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        named = {canonical[name] for name in canonical if _named(base_name(name), pattern)}
+        named = {canonical[name] for name in _named(canonical, pattern)}
         if not named:
             names = sorted({base_name(name) for name in canonical})
             near = _near(pattern, names)
@@ -278,8 +278,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError("freeze", " ".join(patterns), "patterns that leave a parameter to train")
 
 
-def _named(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(holder, pattern) for holder in _with_holders(name))
+def _named(names: Iterable[str], pattern: str) -> list[str]:
+    """Parameters that have the pattern as their name or their module's; if there are none, those that match it."""
+    holders = {name: list(_with_holders(base_name(name))) for name in names}
+    named = [name for name in holders if pattern in holders[name]]
+    return named or [name for name in holders if any(fnmatchcase(holder, pattern) for holder in holders[name])]
 
 
 def _with_holders(name: str) -> Iterator[str]:
