@@ -340,7 +340,9 @@ def test_patterns_freeze_parameters_and_what_holds_them(patterns: list[str], lef
 
 
 def test_a_name_that_exists_is_no_pattern():
-    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("a[1]", "a1", "b*", "bb", "c?", "cc")})
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(1, 1, bias=False) for name in ("a[1]", "a1", "b*", "bb", "c?", "cc")}
+    )
     freeze(model, ["a[1]", "b*.weight"])
     assert [name for name, one in model.named_parameters() if not one.requires_grad] == ["a[1].weight", "b*.weight"]
     freeze(model, ["[bc]?"])

@@ -28,9 +28,10 @@ class DataSettings:
 
     data: list[str] = field(default_factory=lambda: ["stdlib"])
     """Training data: files, folders, globs (`**` crosses folders; a name that exists is no glob), and data sets of the
-    Hub as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT. .jsonl, .json, .parquet, .csv and .tsv hold one document per row, any other file is UTF-8
-    text and one document; .gz and .zst are unpacked. With =WEIGHT behind each (a.jsonl=0.7 hf:org/b=0.3) they are mixed
-    by these shares of the tokens. `stdlib` stands for the Python standard library's own source files."""
+    Hub as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT. .jsonl, .json, .parquet, .csv and .tsv hold one document per
+    row, any other file is UTF-8 text and one document; .gz and .zst are unpacked. With =WEIGHT behind each (a.jsonl=0.7
+    hf:org/b=0.3) they are mixed by these shares of the tokens. `stdlib` stands for the Python standard library's own
+    source files."""
 
     validation_data: list[str] = field(default_factory=list)
     """Validation data, named as --data does, without weights. Empty: a fraction of the training documents is held out
