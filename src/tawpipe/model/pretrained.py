@@ -12,14 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tawpipe.model.adapters import AdapterValues
+from tawpipe.model.adapters import CONFIG, VALUES, AdapterValues
 from tawpipe.model.chain import Chain
 from tawpipe.model.compressed import FewBitsTensors
+from tawpipe.model.facts import Fact, Facts, config_facts, file_facts, tensor_facts
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SNAPSHOTS = "snapshots"
+"""Folder of the Hub's cache that has a folder for every commit."""
 
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -40,7 +43,7 @@ class SafetensorsSource:
     """
 
     def __init__(self, chain: Chain, folder: Path | str, *, seed: int = 0, adapter: Path | None = None) -> None:
-        self._folder, self._model = Path(folder), chain.model
+        self._folder, self._adapter, self._model = Path(folder), adapter, chain.model
         self._tensors = FewBitsTensors(_files_by_key(self._folder))
         self._files = self._tensors.files
         self._init: InitSource | None = None
@@ -149,6 +152,10 @@ class SafetensorsSource:
         names = sorted(self._buffer_names & self._group_of.keys())
         return {name: self._read(self._group_of[name])[name] for name in names}
 
+    def facts(self) -> Facts:
+        adapter = tensor_facts([self._adapter / VALUES]) if self._adapter is not None else {}
+        return tensor_facts(_files_by_key(self._folder).values()) | adapter
+
     def _read(self, target: str) -> dict[str, Tensor]:
         """Read and convert one group; values by canonical name."""
         from safetensors import safe_open
@@ -177,6 +184,24 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
     except (SafetensorError, ValueError, KeyError, OSError) as error:
         raise unsupported(str(folder), f"its safetensors cannot be read ({error})") from error
     raise unsupported(str(folder), f"expected {SINGLE} or {INDEX} in the folder")
+
+
+def folder_facts(folder: Path, *, code: bool = False) -> Facts:
+    """Facts about the folder of a model or an adapter: what is read of it to train.
+
+    Args:
+        code: modules in it are run.
+
+    Raises:
+        UserError, OSError, ValueError: a file cannot be read.
+    """
+    commit = {"the Hub's commit": Fact("", folder.name)} if folder.parent.name == SNAPSHOTS else {}
+    facts = commit | file_facts(folder.glob("*.py") if code else ())
+    for path in (folder / name for name in ("config.json", CONFIG)):
+        if path.is_file():
+            facts |= config_facts(path.name, json.loads(path.read_text(encoding="utf-8")))
+    weights = _files_by_key(folder).values() if has_weights(folder) else filter(Path.is_file, [folder / VALUES])
+    return facts | tensor_facts(weights)
 
 
 def has_weights(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model.buffers import owners, poison, poisoned
 from tawpipe.model.chain import Chain
+from tawpipe.model.facts import Fact, Facts, value_facts
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
 
@@ -52,6 +53,7 @@ class ModuleSource:
 
     def __init__(self, chain: Chain) -> None:
         self._values = {name: parameter.detach() for name, parameter in chain.model.named_parameters()}
+        self._state = chain.model.state_dict(keep_vars=True)
         if meta := [name for name, value in self._values.items() if value.is_meta]:
             raise unsupported(chain.name, f"the model holds no values: {meta[0]} is on the meta device")
 
@@ -60,6 +62,9 @@ class ModuleSource:
 
     def buffers(self) -> dict[str, Tensor]:
         return {}  # the chain's model has them itself
+
+    def facts(self) -> Facts:
+        return value_facts({name: value for name, value in self._state.items() if not value.is_meta})
 
 
 class InitSource:
@@ -92,6 +97,9 @@ class InitSource:
 
     def buffers(self) -> dict[str, Tensor]:
         return {}  # computed by Chain.prepare
+
+    def facts(self) -> Facts:
+        return {"the seed": Fact("", str(self._seed))}
 
     @torch.no_grad()
     def parameter(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -43,7 +43,7 @@ from tawpipe.pipeline.results import Results
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
-from tawpipe.pipeline.wiring import Wiring, filled_homes, first_values
+from tawpipe.pipeline.wiring import Wiring, filled_homes, values_alike
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.groups import PipelineOptimizer
@@ -170,7 +170,7 @@ class Pipeline:
         settle_mtp(chain.model, without=without_mtp)
         refuse_cut_rows(chain, settings)
         self.work = work or work_of(chain)
-        source = first_values(chain, weights, seed)
+        source = values_alike(chain, weights, seed, world)
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         cuts = None

@@ -7,12 +7,15 @@ from datetime import timedelta
 
 import torch
 
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.chain import Chain
+from tawpipe.model.facts import Facts, config_facts
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.sizes import widths_of
+from tawpipe.runtime.alike import read_alike
 from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.executor import Executor
@@ -32,6 +35,23 @@ def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, 
         return weights(chain)
     on_meta = all(parameter.is_meta for parameter in chain.model.parameters())
     return InitSource(chain, seed) if on_meta else ModuleSource(chain)
+
+
+def values_alike(
+    chain: Chain, weights: Callable[[Chain], WeightSource] | None, seed: int, world: World
+) -> WeightSource:
+    """Make the source of the initial values and compare its facts, if it gives any; call on all ranks.
+
+    Raises:
+        UserError: the model's config, its adapter or the values are not those of rank 0; on all ranks.
+    """
+
+    def facts(source: WeightSource) -> Facts:
+        config = config_facts("its config", chain.config.to_dict()) | config_facts("lora", adapter_facts(chain.given))
+        return config | getattr(source, "facts", dict)()
+
+    expected = "the same config and values on every process; torch.manual_seed makes random values equal"
+    return read_alike(world, "model", chain.name, expected, lambda: first_values(chain, weights, seed), facts)
 
 
 def look_at_host(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model, resolve_model
+from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.lowbit import EXACT, check_weights_form
 from tawpipe.model.serving import hold_weights, refuse_serving
+from tawpipe.runtime.alike import same_folder
 from tawpipe.runtime.dtype import AUTO, DTYPES, computes_in_bfloat16, usual_dtype
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.laps import ServeCompute
@@ -162,7 +163,8 @@ def load_engine(
     if dtype == AUTO:
         fast = computes_in_bfloat16(world.device) or weights not in (AUTO, EXACT)
         dtype = usual_dtype(all(world.gather_numbers(float(fast))), world.device.type)[0]
-    positions = room.context if resolve_model(str(model)) is None else 1  # of a preset
+    folder = same_folder(world, str(model), code=trust_remote_code)
+    positions = room.context if folder is None else 1  # of a preset
     built = build_model(str(model), max_positions=positions, trust_remote_code=trust_remote_code)
     built.model.requires_grad_(False)  # nothing is trained, and what text does not use may be there
     chain = Chain(built.model)

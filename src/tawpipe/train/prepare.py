@@ -54,6 +54,7 @@ from tawpipe.train.start import (
     documents_of_a_step,
     documents_of_steps,
     refuse_other_settings,
+    require_one_model,
     start_of,
     typical_lengths,
 )
@@ -161,6 +162,7 @@ def prepare(
         on_gpus=world.device.type == "cuda",
     )
     refuse_other_settings(config, world)
+    require_one_model(config, world)
 
     # Documents, and from where the run goes on.
     model = RunModel(config)

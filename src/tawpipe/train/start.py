@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import chain
+from pathlib import Path
 
 from tawpipe.checkpoint.format import Manifest
 from tawpipe.checkpoint.resume import RunState, refuse_other_trained
@@ -18,12 +19,14 @@ from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.build import BuiltModel, resolve_model
 from tawpipe.model.chain import Chain
+from tawpipe.model.facts import Fact
 from tawpipe.model.flops import work_of
 from tawpipe.model.merged import refuse_unmergeable
-from tawpipe.model.pretrained import has_weights
+from tawpipe.model.pretrained import folder_facts, has_weights
 from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
 from tawpipe.plan.typical import LOOKED_AT, typical_documents
+from tawpipe.runtime.alike import SAME_FILES, read_alike, same_folder
 from tawpipe.runtime.world import World
 from tawpipe.train.config import OF_A_MACHINE, TrainConfig, train_options
 from tawpipe.train.decided import BatchShape
@@ -40,6 +43,17 @@ def start_of(config: TrainConfig) -> str:
         return "adapter"
     folder = resolve_model(config.model)
     return "weights" if folder is not None and has_weights(folder) else "random"
+
+
+def require_one_model(config: TrainConfig, world: World) -> None:
+    """Compare what every process reads of the model's folder, and of an adapter's; call on all ranks.
+
+    Raises:
+        UserError: they differ, or some process cannot read them; on all ranks.
+    """
+    _ = same_folder(world, config.model, code=config.trust_remote_code)
+    if adapter := config.lora.adapter:
+        read_alike(world, "lora.adapter", adapter, SAME_FILES, lambda: Path(adapter).expanduser(), folder_facts)
 
 
 def check_start(config: TrainConfig, built: BuiltModel, data: PreparedData, *, ranks: int) -> RetrievalCheck | None:
@@ -104,9 +118,11 @@ def documents_of(config: TrainConfig, model: RunModel, world: World, console: Co
         leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
         barrier=world.wait_patiently,
     )
-    if different := world.differences(dict(part.split(":", 1) for part in data.fingerprint.split())):
-        words = "; ".join(f"other {name}: {texts}" for name, texts in different.items())
-        raise UserError("--data", words, "the same files and tokenizer on every machine")
+    parts = dict(part.split(":", 1) for part in data.fingerprint.split())
+    of = {"tokenizer": config.tokenizer or str(model.folder or "")}
+    facts = {f"the data's {part}": Fact(of.get(part, ""), "", parts[part]) for part in sorted(parts, reverse=True)}
+    expected, named = "the same files and tokenizer on every machine", " ".join(config.data)
+    read_alike(world, "--data", named, expected, lambda: data, lambda _: facts)
     for line in data.report.lines():
         console.line(line)
     return data

@@ -1,0 +1,112 @@
+"""Facts about a model by which processes notice that their copies differ, without reading all of it.
+
+Every process reads the weights of some layers from its own disk. Where these are other weights, each layer would be
+right and the model a mosaic. Compared are tensors by name, not files: how a model is cut into files changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+WHOLE, SAMPLE = 1 << 20, 4096
+"""Bytes up to which a tensor is compared whole, and bytes at the beginning, middle and end of a larger one."""
+OF_THE_WRITER = {"_name_or_path", "transformers_version", "base_model_name_or_path", "peft_version"}
+"""Keys of a config that say where it came from, not what the model computes."""
+READERS = 8
+"""Files that are read at once; a disk across the network answers several as fast as one."""
+
+
+class Fact(NamedTuple):
+    """One property of a model.
+
+    Attributes:
+        file: that it was read from, for messages; empty if the property's name says it.
+        shown: a short text for messages: a setting's value, a tensor's dtype and shape.
+        digest: of what is too long to be shown.
+    """
+
+    file: str
+    shown: str
+    digest: str = ""
+
+
+Facts = dict[str, Fact]
+"""Properties by their names."""
+
+
+def config_facts(file: str, config: Mapping[str, Any]) -> Facts:
+    """Facts about the keys of a config."""
+    text = json.dumps(config, default=str, sort_keys=True)
+    keys = json.loads(text, object_hook=lambda part: {k: part[k] for k in part if k not in OF_THE_WRITER})
+    return {f"{key} in {file}": Fact("", json.dumps(value)) for key, value in keys.items()}
+
+
+def value_facts(values: Mapping[str, Tensor]) -> Facts:
+    """Facts about tensors in memory."""
+    facts = Facts()
+    for name, value in values.items():
+        data = value.detach().reshape(-1).view(torch.uint8)
+        parts = (data[begin:end].cpu().numpy().tobytes() for begin, end in _spans(len(data)))
+        trained = "trained" if value.requires_grad else "frozen"
+        facts[name] = Fact("", f"{trained} {value.dtype} {list(value.shape)}", _digest(parts))
+    return facts
+
+
+def tensor_facts(files: Iterable[Path]) -> Facts:
+    """Facts about the tensors of safetensors files.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or ends too early.
+    """
+    with ThreadPoolExecutor(READERS, "comparing weights") as pool:
+        return {name: fact for facts in pool.map(_facts_of_file, sorted(set(files))) for name, fact in facts.items()}
+
+
+def file_facts(files: Iterable[Path]) -> Facts:
+    """Facts about the contents of small files."""
+    return {path.name: Fact("", "", _digest([path.read_bytes()])) for path in sorted(files)}
+
+
+def _facts_of_file(path: Path) -> Facts:
+    facts = Facts()
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, path.stat().st_size)))
+        header.pop("__metadata__", None)
+        if hasattr(os, "posix_fadvise"):  # or the system would read ahead, 128 KiB each time
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+        def read(begin: int, end: int) -> bytes:
+            file.seek(8 + length + begin)
+            if len(data := file.read(end - begin)) < end - begin:
+                raise ValueError(f"{path} ends too early")
+            return data
+
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            parts = (read(first + begin, first + end) for begin, end in _spans(last - first))
+            facts[name] = Fact(path.name, f"{entry['dtype']} {entry['shape']}", _digest(parts))
+    return facts
+
+
+def _spans(size: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a tensor of ``size`` bytes that are compared."""
+    if size <= WHOLE:
+        return iter([(0, size)])
+    return ((at, at + SAMPLE) for at in (0, (size - SAMPLE) // 2, size - SAMPLE))
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

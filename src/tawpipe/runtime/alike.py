@@ -1,0 +1,96 @@
+"""A comparison between processes of what each has read from its own disk, before anything is made of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar, cast
+
+from tawpipe.errors import UserError
+from tawpipe.model.build import resolve_model
+from tawpipe.model.facts import Fact, Facts
+from tawpipe.model.pretrained import folder_facts
+from tawpipe.runtime.world import World, in_words
+
+T = TypeVar("T")
+SAME_FILES = "the same files on every machine"
+LONGEST, MOST_NAMED = 80, 3
+"""Letters of a value, and number of differences, in a message."""
+
+
+def same_folder(world: World, spec: str, *, code: bool = False) -> Path | None:
+    """Resolve a model's folder on every rank (None for a preset) and compare what it holds; call on all ranks.
+
+    Args:
+        code: modules that come with the model are run.
+
+    Raises:
+        UserError: it differs, or some rank cannot read it; on all ranks.
+    """
+    facts = lambda folder: folder_facts(folder, code=code) if folder else {}  # noqa: E731
+    return read_alike(world, "model", spec, SAME_FILES, lambda: resolve_model(spec), facts)
+
+
+def read_alike(
+    world: World, setting: str, value: object, expected: str, read: Callable[[], T], facts: Callable[[T], Facts]
+) -> T:
+    """Read something on every rank and compare it with rank 0's; call on all ranks, which all return or all raise.
+
+    Args:
+        setting, value, expected: of the error, if there is a difference.
+        read: reads it on this rank.
+        facts: returns the facts about the result of ``read``.
+
+    Raises:
+        UserError: a fact differs on some rank, or a rank refuses what it reads.
+    """
+    if world.group is None:
+        return read()
+    known, problem, result = Facts(), None, None
+    try:
+        result = read()
+        known = facts(result)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    refusal = [problem.setting, str(problem.value), problem.expected] if isinstance(problem, UserError) else None
+    if problem and not refusal:
+        refusal = [setting, str(value), f"{expected}, which can be read ({in_words(problem)})"]
+    digest = blake2b(json.dumps(sorted((name, *fact[1:]) for name, fact in known.items())).encode()).hexdigest()
+    world.wait_patiently()  # for disks that are slower than this one
+    everyone = [json.loads(text) for text in world.gather_texts(json.dumps([socket.gethostname(), digest, refusal]))]
+    hosts, digests, refusals = zip(*everyone, strict=True)
+    if any(refusals):
+        if problem and (all(refusals) or not isinstance(problem, UserError | OSError | ValueError | KeyError)):
+            raise problem
+        refused = [rank for rank, refusal in enumerate(refusals) if refusal]
+        setting, value, expected = refusals[refused[0]]
+        raise UserError(setting, value, f"{expected}; so {_named(refused, hosts)}, not on all") from problem
+    if len(set(digests)) > 1:
+        first = {name: Fact(*fact) for name, fact in json.loads(world.broadcast_text(json.dumps(known))).items()}
+        ranks = dict[str, list[int]]()
+        for rank, words in enumerate(world.gather_texts(_difference(known, first))):
+            ranks.setdefault(words, []).append(rank)
+        found = [f"{words} {_named(some, hosts)}" for words, some in ranks.items() if words]
+        raise UserError(setting, value, f"{expected}; {'; '.join(found[:MOST_NAMED])}, unlike {_named([0], hosts)}")
+    return cast(T, result)
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks with the names of their machines, in words."""
+    return f"on rank {', '.join(map(str, ranks))} ({', '.join(sorted({hosts[rank] for rank in ranks}))})"
+
+
+def _difference(known: Mapping[str, Fact], first: Mapping[str, Fact]) -> str:
+    """The first fact that differs from rank 0's, in words, and the number of others; empty if none does."""
+    nothing = Fact("", "not there")
+    odd = [name for name in {**first, **known} if known.get(name, nothing)[1:] != first.get(name, nothing)[1:]]
+    if not odd:
+        return ""
+    ours, theirs = (facts.get(odd[0], nothing) for facts in (known, first))
+    words = odd[0] + (f" in {file}" if (file := ours.file or theirs.file) else "")
+    shown = [fact.shown if len(fact.shown) <= LONGEST else f"{fact.shown[:LONGEST]}..." for fact in (ours, theirs)]
+    words += f" is {shown[0]} instead of {shown[1]}" if shown[0] != shown[1] else " has other content"
+    return words + (f" (and {len(odd) - 1} more)" if len(odd) > 1 else "")
