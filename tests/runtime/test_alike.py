@@ -85,7 +85,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "model.safetensors").unlink(),
         r"is not there instead of F32.*and \d+ more",
     ),
-    "code": (lambda folder: (folder / CODE).write_text("A = 2"), f"{CODE} has other content"),
+    "code": (lambda folder: (folder / CODE).write_text("A = 2"), f"{CODE} is A = 2 instead of A = 1"),
 }
 
 

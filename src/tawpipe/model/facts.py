@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -71,11 +71,6 @@ def tensor_facts(files: Iterable[Path]) -> Facts:
         return {name: fact for facts in pool.map(_facts_of_file, sorted(set(files))) for name, fact in facts.items()}
 
 
-def file_facts(files: Iterable[Path]) -> Facts:
-    """Facts about the contents of small files."""
-    return {path.name: Fact("", "", _digest([path.read_bytes()])) for path in sorted(files)}
-
-
 def _facts_of_file(path: Path) -> Facts:
     facts = Facts()
     with path.open("rb", buffering=0) as file:
@@ -98,15 +93,11 @@ def _facts_of_file(path: Path) -> Facts:
     return facts
 
 
-def _spans(size: int) -> Iterator[tuple[int, int]]:
+def _spans(size: int) -> list[tuple[int, int]]:
     """Byte ranges of a tensor of ``size`` bytes that are compared."""
-    if size <= WHOLE:
-        return iter([(0, size)])
-    return ((at, at + SAMPLE) for at in (0, (size - SAMPLE) // 2, size - SAMPLE))
+    places = (0, (size - SAMPLE) // 2, size - SAMPLE)
+    return [(0, size)] if size <= WHOLE else [(at, at + SAMPLE) for at in places]
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    digest = blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    return blake2b(b"".join(parts), digest_size=16).hexdigest()

@@ -15,7 +15,7 @@ from torch import Tensor
 from tawpipe.model.adapters import CONFIG, VALUES, AdapterValues
 from tawpipe.model.chain import Chain
 from tawpipe.model.compressed import FewBitsTensors
-from tawpipe.model.facts import Fact, Facts, config_facts, file_facts, tensor_facts
+from tawpipe.model.facts import Fact, Facts, config_facts, tensor_facts
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
@@ -196,7 +196,8 @@ def folder_facts(folder: Path, *, code: bool = False) -> Facts:
         UserError, OSError, ValueError: a file cannot be read.
     """
     commit = {"the Hub's commit": Fact("", folder.name)} if folder.parent.name == SNAPSHOTS else {}
-    facts = commit | file_facts(folder.glob("*.py") if code else ())
+    modules = sorted(folder.glob("*.py")) if code else ()
+    facts = commit | {path.name: Fact("", path.read_text(encoding="utf-8")) for path in modules}
     for path in (folder / name for name in ("config.json", CONFIG)):
         if path.is_file():
             facts |= config_facts(path.name, json.loads(path.read_text(encoding="utf-8")))

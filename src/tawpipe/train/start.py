@@ -118,11 +118,10 @@ def documents_of(config: TrainConfig, model: RunModel, world: World, console: Co
         leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
         barrier=world.wait_patiently,
     )
-    parts = dict(part.split(":", 1) for part in data.fingerprint.split())
-    of = {"tokenizer": config.tokenizer or str(model.folder or "")}
-    facts = {f"the data's {part}": Fact(of.get(part, ""), "", parts[part]) for part in sorted(parts, reverse=True)}
-    expected, named = "the same files and tokenizer on every machine", " ".join(config.data)
-    read_alike(world, "--data", named, expected, lambda: data, lambda _: facts)
+    parts = sorted((part.split(":", 1) for part in data.fingerprint.split()), reverse=True)  # the tokenizer first
+    files = {"tokenizer": config.tokenizer or str(model.folder or "")}
+    facts = {f"the data's {part}": Fact(files.get(part, ""), "", digest) for part, digest in parts}
+    read_alike(world, "--data", " ".join(config.data), SAME_FILES, lambda: data, lambda _: facts)
     for line in data.report.lines():
         console.line(line)
     return data
