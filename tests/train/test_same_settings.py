@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe.runtime.world import World
 from tawpipe.train.config import load_config
 from tawpipe.train.start import refuse_other_settings
 
@@ -18,7 +18,7 @@ from tawpipe.train.start import refuse_other_settings
 class Rank:
     """A world whose ranks are threads."""
 
-    differences = World.differences
+    group = "threads"
 
     def __init__(self, rank: int, texts: list[str], barrier: threading.Barrier) -> None:
         self._rank, self._texts, self._barrier = rank, texts, barrier
@@ -29,6 +29,8 @@ class Rank:
         texts = list(self._texts)
         self._barrier.wait(30)
         return texts
+
+    def wait_patiently(self) -> None: ...
 
     def broadcast_text(self, text: str) -> str:
         return self.gather_texts(text)[0]
@@ -57,33 +59,23 @@ def refusals(*words: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (
-            [["--seed", "1"], ["--seed", "1"], ["--seed", "2"]],
-            "--seed: got '1 on rank 0, 1; 2 on rank 2'; the same on every rank",
-        ),
-        (
-            [["--optimizer.eps", "1e-6"], []],
-            "--optimizer.eps: got '1.0e-06 on rank 0; 1.0e-08 on rank 1'; the same on every rank",
-        ),
+        ([["--seed", "1"], ["--seed", "1"], ["--seed", "2"]], "--seed is 2 instead of 1 on rank 2 (HOST)"),
+        ([["--optimizer.eps", "1e-6"], []], "--optimizer.eps is 1.0e-08 instead of 1.0e-06 on rank 1 (HOST)"),
         (
             [[], ["--data", "a*", "b", "--sample.prompt", "漢"]],
-            "--data: got '[stdlib] on rank 0; [a*, b] on rank 1'; the same on every rank, "
-            "and --sample.prompt (['def '] on rank 0; [漢] on rank 1)",
+            "--data is [a*, b] instead of [stdlib] (and 1 more) on rank 1 (HOST)",
         ),
         (
             [["--steps", "1"], ["--steps", "2"], ["--steps", "3"]],
-            "--steps: got '1 on rank 0; 2 on rank 1; 3 on rank 2'; the same on every rank",
+            "--steps is 2 instead of 1 on rank 1 (HOST); --steps is 3 instead of 1 on rank 2 (HOST)",
         ),
     ],
 )
-def test_the_setting_that_differs_is_named_with_all_its_values(words, expected):
-    assert refusals(*words) == [expected] * len(words)
+def test_the_setting_that_differs_is_named_with_its_values_and_ranks(words, expected):
+    host = socket.gethostname()
+    said = f"settings: got 'different ones'; the same on every rank; {expected}, unlike on rank 0 (HOST)"
+    assert refusals(*words) == [said.replace("HOST", host)] * len(words)
 
 
 def test_a_cache_folder_may_be_each_machines_own():
     assert refusals(["--cache-dir", "/a"], ["--cache-dir", "/b"], []) == ["", "", ""]
-
-
-def test_a_name_that_one_rank_lacks_differs():
-    said = on_ranks(lambda rank, world: str(world.differences({"a": "1"} if rank else {"a": "1", "b": "2"})), 2)
-    assert said == [str({"b": "2 on rank 0; none on rank 1"})] * 2

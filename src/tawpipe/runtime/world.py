@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -195,18 +195,6 @@ class World:
             where = f"; not so on rank {', '.join(map(str, bad))} of {self.size}" if self.size > 1 else ""
             raise UserError(setting, value, expected + where)
 
-    def differences(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Compare named texts between the ranks; call on all ranks.
-
-        Returns:
-            the names whose texts are not the same on all ranks, each with every text and its ranks; alike on all ranks.
-        """
-        first: dict[str, str] = json.loads(self.broadcast_text(json.dumps(dict(own))))
-        others = {name: own.get(name, "none") for name in {**first, **own} if own.get(name) != first.get(name)}
-        everyone: list[dict[str, str]] = [json.loads(text) for text in self.gather_texts(json.dumps(others))]
-        names = dict.fromkeys(name for others in everyone for name in others)
-        return {name: _by_rank([others.get(name, first.get(name, "none")) for others in everyone]) for name in names}
-
     def wait_patiently(self) -> None:
         """A barrier without a time limit that anybody would meet."""
         if self.patient is not None:
@@ -233,18 +221,6 @@ class World:
         """Wait for all ranks, on the CPU."""
         if self.group is not None:
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group)
-
-
-def _by_rank(texts: Sequence[str]) -> str:
-    """Every text with the ranks that have it.
-
-    >>> _by_rank(["1", "2", "2"])
-    '1 on rank 0; 2 on rank 1, 2'
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{text} on rank {', '.join(map(str, ranks[text]))}" for text in ranks)
 
 
 def in_words(error: Exception) -> str:

@@ -96,14 +96,12 @@ def refuse_other_settings(config: TrainConfig, world: World) -> None:
     """Refuse settings that are not the same on all ranks, but for those of a machine; call on all ranks.
 
     Raises:
-        UserError: it names a setting, its values and their ranks, and the others that differ; on all ranks.
+        UserError: it names a setting, its values and their ranks; on all ranks.
     """
     leaves = train_options().leaves.items()
     own = {leaf.option: leaf.text(reduce(getattr, path, config)) for path, leaf in leaves if path not in OF_A_MACHINE}
-    if different := world.differences(own):
-        (option, words), *others = different.items()
-        more = "".join(f", and {other} ({texts})" for other, texts in others)
-        raise UserError(option, words, f"the same on every rank{more}")
+    facts = {option: Fact("", text) for option, text in own.items()}
+    read_alike(world, "settings", "different ones", "the same on every rank", lambda: None, lambda _: facts)
 
 
 def documents_of(config: TrainConfig, model: RunModel, world: World, console: Console) -> PreparedData:
