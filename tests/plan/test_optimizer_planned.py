@@ -18,6 +18,7 @@ from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.search import search
 from tawpipe.plan.updates import estimated, flops_of, measured, states_of
 from tawpipe.runtime.named_optimizers import BY_NAME
+from tawpipe.runtime.storage import PlaceOfPiece
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.strategies.table import find
 
@@ -57,8 +58,10 @@ def test_updates_cost_what_the_optimizer_does():
     ends, layers = states_of(muon, units)[0], states_of(muon, units)[1]  # type: ignore[index]
     assert ends == 2 and 1 <= layers < 1.1
     assert max(states_of(adafactor, units)[:-1]) < 0.1  # type: ignore[index]  # the last has vectors alone
-    assert flops_of(muon, (8, 4), in_layer=True) == flops_of(muon, (4, 8), in_layer=True) == 5 * (4 * 16 * 8 + 2 * 64)
-    assert not flops_of(muon, (8, 4), in_layer=False) and not flops_of(adamw, (8, 4), in_layer=True)
+    place = lambda *shape, in_layer=True, role="": PlaceOfPiece("", shape, 0, in_layer, role)  # noqa: E731
+    assert flops_of(muon, place(8, 4)) == flops_of(muon, place(4, 8)) == 5 * (4 * 16 * 8 + 2 * 64)
+    assert not flops_of(muon, place(8, 4, in_layer=False)) and not flops_of(adamw, place(8, 4))
+    assert not flops_of(muon, place(8, 4, role="vector")) and not flops_of(muon, place(8, 4, role="table"))
 
     mean, each = estimated(muon, units, rate=1e9, bytes_per_s=1e12)
     assert each[0] < mean < each[1] and estimated(adamw, units, 1e9, 1e12) == (28e-12, ())

@@ -69,8 +69,9 @@ def _plain_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _plain_optimizers(name: str, matrices: Sequence[tuple[str, nn.Parameter]]) -> list[Optimizer]:
     if name != "muon":
         return [Adafactor([p for _, p in matrices], lr=RATE)]
-    hidden = [p for n, p in matrices if p.ndim == 2 and ".layers." in n]
-    outside = [p for n, p in matrices if p.ndim == 2 and ".layers." not in n]
+    is_hidden = lambda name: ".layers." in name and ".experts." not in name  # noqa: E731
+    hidden = [p for n, p in matrices if p.ndim == 2 and is_hidden(n)]
+    outside = [p for n, p in matrices if p.ndim == 2 and not is_hidden(n)]
     vectors = [p for _, p in matrices if p.ndim < 2]
     groups = [{"params": outside, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return [

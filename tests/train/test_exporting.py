@@ -26,6 +26,7 @@ from tawpipe.train.config import load_config
 from tawpipe.train.disk import checkpoints_at_most, state_bytes
 from tawpipe.train.exporting import export_again
 from tawpipe.train.lock import running_in
+from tawpipe.train.optimizers import factory_of
 
 WORDS = (
     *("--data", __file__, "--sequence-length", "32", "--global-batch", "2", "--nproc", "1", "--device", "cpu"),
@@ -104,7 +105,7 @@ def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: 
 def test_bytes_of_a_checkpoint_are_known_before(runs: Path, name: str) -> None:
     config = load_config(["--config", str(runs / name / "config.yaml")])
     built = build_model(config.model, vocab_size=300, max_positions=32, lora=config.lora)
-    said = state_bytes(config, built, Chain(built.model), DTYPES["float32"])
+    said = state_bytes(config, built, Chain(built.model), DTYPES["float32"], factory_of(config))
     written = sum(path.stat().st_size for path in (runs / name / "checkpoints" / "step-00000004").iterdir())
     assert said <= written <= 1.1 * said + 100_000  # names and the manifest come to it
 

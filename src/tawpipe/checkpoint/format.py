@@ -109,8 +109,9 @@ def manifest_of(notes: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) 
 
     Args:
         notes: of all ranks, in their order.
-        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``history``, and where frozen weights
-            are kept in 4 or 8 bits ``quantize``, their form.
+        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``groups`` (the rule that made the
+            optimizer's, ``own`` for a factory of the user's), ``history``, and where frozen weights are kept in 4 or 8
+            bits ``quantize``, their form.
     """
     tensors: dict[str, Any] = {}
     for number, note in enumerate(notes):

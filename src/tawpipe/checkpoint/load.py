@@ -20,8 +20,9 @@ from tawpipe.checkpoint.format import SEAL, STATE, Manifest, StatePiece, read_ma
 from tawpipe.checkpoint.names import file_name
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.quantized import NONE
+from tawpipe.runtime.optimizer import SHAPES
 from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.unit_optimizers import States, UnitOptimizers
+from tawpipe.runtime.unit_optimizers import States, UnitOptimizers, in_other_groups
 from tawpipe.runtime.world import World
 
 
@@ -89,6 +90,15 @@ class Incoming:
             raise RunError(f"it was saved with {manifest['optimizer']}, here it is {optimizers.name}")
         # One saved before any update: the optimizers are new then, as they were there.
         fresh = "optimizer" in manifest and not any(name.startswith(STATE) for name in tensors)
+        saved = manifest.get("groups", SHAPES)
+        others = [] if fresh else in_other_groups(optimizers.factory, saved, storage.units)
+        if others:
+            expected = (
+                f"a factory with the groups of this checkpoint: by {saved}, not {optimizers.rule}, which puts "
+                f"{len(others)} parameters into other groups, such as {others[0]}; groups={saved!r} keeps them "
+                "(tawpipe.adamw, tawpipe.muon)"
+            )
+            raise UserError("groups", optimizers.rule, expected)
         states = {} if fresh else optimizers.full_states()
         pieces = tuple(state_pieces(storage, optimizers, saving=False, states=states))
         names = {piece.name: piece for piece in pieces}

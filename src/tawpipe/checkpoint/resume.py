@@ -23,6 +23,7 @@ from tawpipe.checkpoint.store import Disk, Memory, Store
 from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
+from tawpipe.runtime.optimizer import SHAPES
 
 HISTORY = "history.json"
 
@@ -326,6 +327,11 @@ class ResumePoint:
         """Lines about newer states that were not taken."""
         instead = f"{self.place} is used instead" if self.place else "the run starts anew"
         return [f"passed over {words}; {instead}" for words in self.passed_over]
+
+    @property
+    def groups(self) -> str:
+        """Rule that made the groups of the state's optimizer; ``""`` for a run that starts anew."""
+        return self.source.manifest.get("groups", SHAPES) if self.source is not None else ""
 
     def take(self, output: Path, disk: Disk) -> None:
         """Go on from it and from no other, when nothing is left that could refuse it; call on all ranks.

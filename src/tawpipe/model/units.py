@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.model.quantized import BLOCK, dequantise, passing_bytes, quantise
+from tawpipe.model.roles import roles_of
 from tawpipe.schedule.spec import BlockSpec, UnitSpec
 
 ALIGNED_ELEMENTS = 8
@@ -28,6 +29,8 @@ class ParameterSlot:
     offset: int
     """First element in the unit's flat layout."""
     numel: int
+    role: str = ""
+    """``model.roles`` has it; empty if nothing is known but the shape."""
 
     def part(self, flat: Tensor) -> Tensor:
         """Its elements in its unit's flat layout."""
@@ -201,6 +204,7 @@ def build_units(
         uses: canonical parameter name to the ascending indices of the blocks that use it.
         block_names: one name per block, for the names of the units.
     """
+    roles = roles_of(model)
     groups: dict[tuple[tuple[int, ...], bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault((uses[name], parameter.requires_grad), []).append((name, parameter))
@@ -211,7 +215,7 @@ def build_units(
         for name, parameter in sorted(
             groups[blocks, trainable], key=lambda item: item[1].numel() % ALIGNED_ELEMENTS != 0
         ):
-            slots.append(ParameterSlot(name, tuple(parameter.shape), offset, parameter.numel()))
+            slots.append(ParameterSlot(name, tuple(parameter.shape), offset, parameter.numel(), roles[name]))
             offset += parameter.numel()
         name = "+".join(block_names[block] for block in blocks) + ("" if trainable else ".frozen")
         units.append(Unit(index, name, trainable, tuple(slots), blocks, offset))

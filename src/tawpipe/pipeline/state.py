@@ -72,6 +72,7 @@ class State:
             "step": self.step_number,
             "run": dict(run),
             "optimizer": optimizers.name,
+            "groups": optimizers.rule or "own",
             "history": store.history,
             **({"quantize": storage.form} if storage.form != NONE else {}),
         }

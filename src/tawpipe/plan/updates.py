@@ -7,9 +7,9 @@ the larger follows.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,11 +40,12 @@ def states_of(factory: OptimizerFactory, units: Sequence[Unit]) -> float | tuple
     return kept.pop() if len(kept) == 1 else states
 
 
-def flops_of(factory: OptimizerFactory, shape: Sequence[int], *, in_layer: bool) -> float:
+def flops_of(factory: OptimizerFactory, place: PlaceOfPiece) -> float:
     """Of matrix products in the update of one matrix: Muon's, which has two of its short side by both, and one of its
     short side alone, in every iteration.
     """
-    optimizers = make_optimizers(factory, [_stand_in(shape, 2, in_layer)])
+    shape = place.shape
+    optimizers = make_optimizers(factory, [_stand_in(place, 2)])
     if len(shape) != 2 or not any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
         return 0.0
     short, long = sorted(shape)
@@ -66,10 +67,11 @@ def measured(
         value = PlaceOfPiece("", (ELEMENTS // 2000, 2000), 0).mark(torch.zeros(ELEMENTS, device=device))
         return seconds(_update(factory, value)) / ELEMENTS, ()
 
-    def of(shape: tuple[int, ...], in_layer: bool) -> float:
-        value = _stand_in(shape, LARGEST[device.type] if len(shape) == 2 else max(shape, default=1), in_layer, device)
-        small = tuple(value.shape)
-        work, small_work = (flops_of(factory, size, in_layer=in_layer) or math.prod(size) for size in (shape, small))
+    def of(place: PlaceOfPiece) -> float:
+        shape = place.shape
+        value = _stand_in(place, LARGEST[device.type] if len(shape) == 2 else max(shape, default=1), device)
+        sizes = (place, replace(place, shape=tuple(value.shape)))
+        work, small_work = (flops_of(factory, size) or size.numel for size in sizes)
         return seconds(_update(factory, value)) * work / max(1, small_work)
 
     return _by_unit(units, of)
@@ -84,33 +86,29 @@ def estimated(factory: OptimizerFactory, units: Sequence[Unit], rate: float, byt
     """
     if not isinstance(factory, WholeMatrices):
         return BYTES / bytes_per_s, ()
-    of = lambda shape, in_layer: (  # noqa: E731
-        flops_of(factory, shape, in_layer=in_layer) / rate + BYTES / bytes_per_s * math.prod(shape)
-    )
+    of = lambda place: flops_of(factory, place) / rate + BYTES / bytes_per_s * place.numel  # noqa: E731
     return _by_unit(units, of)
 
 
-def _by_unit(units: Sequence[Unit], of: Callable[[tuple[int, ...], bool], float]) -> Updates:
-    known: dict[tuple[tuple[int, ...], bool], float] = {}
+def _by_unit(units: Sequence[Unit], of: Callable[[PlaceOfPiece], float]) -> Updates:
+    known: dict[PlaceOfPiece, float] = {}
     each = []
     for unit in units:
         in_layer, total = is_of_layer(unit, units), 0.0
-        for shape, count in Counter(slot.shape for slot in unit.slots if unit.trainable).items():
+        for (shape, role), count in Counter((slot.shape, slot.role) for slot in unit.slots if unit.trainable).items():
             number, matrix = matrices_in(shape)
-            if (matrix, in_layer) not in known:
-                known[matrix, in_layer] = of(matrix, in_layer)
-            total += count * number * known[matrix, in_layer]
+            place = PlaceOfPiece("", matrix, 0, in_layer, role)
+            if place not in known:
+                known[place] = of(place)
+            total += count * number * known[place]
         each.append(total / unit.numel)
     trained = [unit for unit in units if unit.trainable]
     mean = sum(each[unit.index] * unit.numel for unit in trained) / max(1, sum(unit.numel for unit in trained))
     return mean, tuple(each)
 
 
-def _stand_in(
-    shape: Sequence[int], most: int, in_layer: bool, device: torch.device | None = None
-) -> torch.nn.Parameter:
-    small = tuple(min(size, most) for size in shape)
-    value = PlaceOfPiece("", tuple(shape), 0, in_layer).mark(torch.zeros(small, device=device))
+def _stand_in(place: PlaceOfPiece, most: int, device: torch.device | None = None) -> torch.nn.Parameter:
+    value = place.mark(torch.zeros([min(size, most) for size in place.shape], device=device))
     value.grad = torch.ones_like(value)
     return value
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tawpipe.runtime.optimizer import OptimizerFactory, adamw, decayed, whole_matrices
+from tawpipe.model.roles import MATRIX
+from tawpipe.runtime.optimizer import ROLES, Grouped, OptimizerFactory, adamw, decayed, role_by, whole_matrices
 from tawpipe.runtime.storage import piece_of
 
 
@@ -21,22 +22,26 @@ def muon(
     momentum: float = 0.95,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
+    groups: str = ROLES,
 ) -> OptimizerFactory:
-    """Muon for the matrices of layers, AdamW for embeddings, head and vectors, as Muon's authors advise.
+    """Muon for the matrices of linear layers; AdamW for embeddings, head, stacked experts, kernels and vectors.
 
     Args:
         learning_rate: of AdamW; and of Muon, whose updates are scaled to be as large as AdamW's (``match_rms_adamw``).
         muon_learning_rate: of Muon, without that scale (``original``).
-        weight_decay: of all matrices.
+        weight_decay: of all that is no vector.
         momentum: of Muon.
         betas, eps: of AdamW.
+        groups: ``roles``; or ``shapes``, by which Muon takes every table of a layer, each of stacked experts by itself,
+            to resume from a checkpoint that was made so.
     """
-    others = adamw(learning_rate, weight_decay=weight_decay, betas=betas, eps=eps)
     scaled = muon_learning_rate is None
 
-    def make(parameters: list[nn.Parameter]) -> list[Optimizer]:
-        hidden = [p for p in parameters if p.ndim == 2 and piece_of(p).in_layer]
-        left = [p for p in parameters if not (p.ndim == 2 and piece_of(p).in_layer)]
+    def make(parameters: list[nn.Parameter], groups: str) -> list[Optimizer]:
+        others = adamw(learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, groups=groups)
+        matrices = [p.ndim == 2 and piece_of(p).in_layer and role_by(groups, p) == MATRIX for p in parameters]
+        hidden = [p for p, is_matrix in zip(parameters, matrices, strict=True) if is_matrix]
+        left = [p for p, is_matrix in zip(parameters, matrices, strict=True) if not is_matrix]
         optimizers: list[Optimizer] = []
         if hidden:
             optimizers.append(
@@ -54,17 +59,15 @@ def muon(
             optimizers.append(other)
         return optimizers
 
-    make.__name__ = "Muon"
-    return whole_matrices(make)
+    return whole_matrices(Grouped(make, "Muon", groups))
 
 
 def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
-    def of(learning_rate: float, *, weight_decay: float = 0.0, **options: Any) -> OptimizerFactory:
-        def make(parameters: list[nn.Parameter]) -> Optimizer:
-            return kind(decayed(parameters, weight_decay), lr=learning_rate, **{**usual, **options})
+    def of(learning_rate: float, *, weight_decay: float = 0.0, groups: str = ROLES, **options: Any) -> OptimizerFactory:
+        def make(parameters: list[nn.Parameter], groups: str) -> Optimizer:
+            return kind(decayed(parameters, weight_decay, groups), lr=learning_rate, **{**usual, **options})
 
-        make.__name__ = kind.__name__
-        return make
+        return Grouped(make, kind.__name__, groups)
 
     return of
 
@@ -99,8 +102,8 @@ class Adafactor(torch.optim.Adafactor):
                 value.sub_(update.mul_(rate / most))
 
 
-def _adafactor(learning_rate: float, *, weight_decay: float = 0.0) -> OptimizerFactory:
-    return whole_matrices(_named(Adafactor)(learning_rate, weight_decay=weight_decay))
+def _adafactor(learning_rate: float, *, weight_decay: float = 0.0, groups: str = ROLES) -> OptimizerFactory:
+    return whole_matrices(_named(Adafactor)(learning_rate, weight_decay=weight_decay, groups=groups))
 
 
 BY_NAME: Mapping[str, Callable[..., OptimizerFactory]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tawpipe.errors import UserError
+from tawpipe.model.roles import MATRIX, VECTOR
 from tawpipe.runtime.storage import HomePiece, PlaceOfPiece, piece_of
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
@@ -33,6 +34,9 @@ CONTRACT = (
     f"{WHOLE_ADVICE}"
 )
 BY_SHAPE = "the name and shape of the whole parameter are tawpipe.piece_of(p).name and tawpipe.piece_of(p).shape"
+ROLES, SHAPES = "roles", "shapes"
+"""Rules for the groups of this package's factories: by roles (``model.roles``), or by the number of dimensions alone,
+which made every checkpoint that does not name its rule."""
 PROBE = (PlaceOfPiece("probe.weight", (4, 6), 0),)
 _KNOWN_OF_TORCH: dict[str, int] = {}
 """See ``check_elementwise``."""
@@ -53,13 +57,59 @@ class WholeMatrices:
 
 
 def whole_matrices(factory: OptimizerFactory) -> WholeMatrices:
-    """The same factory for an optimizer that looks at whole matrices (Muon, Adafactor, Shampoo).
+    """Wrap a factory of an optimizer that looks at whole matrices (Muon, Adafactor, Shampoo).
 
     Every parameter that it is given is whole and has its own shape; one of several matrices (``[experts, rows,
     columns]``) comes as these, one by one. So all of a unit has to be on one device: under ``tawpipe-whole``, or with
     one process under any strategy.
     """
     return WholeMatrices(factory)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A factory of this package: it groups parameters by a rule.
+
+    Args:
+        make: makes the optimizers of some parameters by the rule that it is given.
+        name: of the optimizer's class.
+        groups: the rule, ``roles`` or ``shapes``.
+    """
+
+    make: Callable[[list[nn.Parameter], str], Optimizer | Sequence[Optimizer]]
+    name: str
+    groups: str = ROLES
+
+    def __post_init__(self) -> None:
+        if self.groups not in (ROLES, SHAPES):
+            raise UserError("groups", self.groups, f"{ROLES} or {SHAPES}")
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer | Sequence[Optimizer]:
+        return self.make(parameters, self.groups)
+
+
+def rule_of(factory: OptimizerFactory) -> str:
+    """Rule by which a factory groups parameters, or ``""`` for a factory of the user's own."""
+    inside = factory.factory if isinstance(factory, WholeMatrices) else factory
+    return inside.groups if isinstance(inside, Grouped) else ""
+
+
+def with_groups(factory: OptimizerFactory, groups: str) -> OptimizerFactory:
+    """This factory by another rule for its groups; a factory of the user's own stays as it is."""
+    if isinstance(factory, WholeMatrices):
+        return WholeMatrices(with_groups(factory.factory, groups))
+    return replace(factory, groups=groups) if isinstance(factory, Grouped) else factory
+
+
+def role_by(groups: str, parameter: Tensor) -> str:
+    """Role of a parameter that a factory is given, by a rule for groups."""
+    piece = piece_of(parameter)
+    by_shape = MATRIX if len(piece.shape) > 1 else VECTOR
+    return piece.role or by_shape if groups == ROLES else by_shape
 
 
 def name_of(factory: OptimizerFactory) -> str:
@@ -72,23 +122,28 @@ def adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
+    groups: str = ROLES,
 ) -> OptimizerFactory:
-    """AdamW with decay for matrices and none for vectors (norms, biases); fused where torch has it."""
+    """AdamW with decay for matrices and tables and none for vectors (norms, biases); fused where torch has it.
 
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        groups = decayed(parameters, weight_decay)
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    Args:
+        groups: ``roles``; or ``shapes``, by which every parameter of two or more dimensions decays, to resume from a
+            checkpoint that was made so.
+    """
 
-    return make
+    def make(parameters: list[nn.Parameter], groups: str) -> Optimizer:
+        split = decayed(parameters, weight_decay, groups)
+        return torch.optim.AdamW(split, lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+    return Grouped(make, "AdamW", groups)
 
 
-def decayed(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of parameters: matrices, which decay, and vectors, which do not."""
-    groups = [
-        {"params": [p for p in parameters if len(piece_of(p).shape) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if len(piece_of(p).shape) < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def decayed(parameters: Sequence[nn.Parameter], weight_decay: float, groups: str) -> list[dict[str, Any]]:
+    """Groups of parameters: vectors, which do not decay, after all others, which do."""
+    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        split[role_by(groups, parameter) != VECTOR].append(parameter)
+    return [{"params": some, "weight_decay": weight_decay * decays} for decays, some in split.items() if some]
 
 
 def make_optimizers(factory: OptimizerFactory, parameters: Sequence[Any]) -> tuple[Optimizer, ...]:
@@ -149,15 +204,15 @@ def check_whole(factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROB
     matrices: list[HomePiece] = []
     for piece in pieces:
         shape = tuple(min(size, 4 + 2 * at) for at, size in enumerate(piece.shape))
-        small = PlaceOfPiece(piece.name, shape, 0, piece.in_layer)
+        small = replace(piece, shape=shape)
         value = small.mark(torch.randn(math.prod(shape), generator=generator, device="cpu"))
         value.grad = torch.randn(value.shape, generator=generator, device="cpu")
-        whole = HomePiece(piece.name, shape, 0, piece.in_layer, value=value)
+        whole = HomePiece(**vars(small), value=value)
         for matrix in whole.matrices():
-            gradient, at = matrix.gradient, PlaceOfPiece(piece.name, piece.shape, matrix.start, piece.in_layer)
+            gradient, at = matrix.gradient, replace(piece, start=matrix.start)
             value = at.mark(matrix.value.detach())
             value.grad = gradient
-            matrices.append(HomePiece(piece.name, piece.shape, matrix.start, piece.in_layer, value=value))
+            matrices.append(HomePiece(**vars(at), value=value))
     optimizers = make_optimizers(factory, [matrix.value for matrix in matrices])
     name = _names(optimizers)
     try:
@@ -217,8 +272,7 @@ def check_elementwise(
         for piece, start, gradient in zip(pieces, starts, gradients, strict=True):
             middle = [start.numel() // 3] if cut and start.numel() > 2 else []
             for a, b in pairwise([0, *middle, start.numel()]):
-                part = piece if not a else PlaceOfPiece(piece.name, piece.shape, a, piece.in_layer)
-                parts.append((part.mark(start.flatten()[a:b].clone()), gradient[:, a:b]))
+                parts.append((replace(piece, start=a).mark(start.flatten()[a:b].clone()), gradient[:, a:b]))
         optimizers = make_optimizers(factory, [value for value, _ in parts])
         name = _names(optimizers)
         options.append(_options(optimizers))

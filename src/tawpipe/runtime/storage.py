@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.quantized import NONE
-from tawpipe.model.units import Packing, Unit
+from tawpipe.model.units import Packing, ParameterSlot, Unit
 from tawpipe.model.weights import WeightSource
 from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.runtime.threads import use_device
@@ -41,12 +41,20 @@ class PlaceOfPiece:
         shape: of the whole model parameter.
         start: first element of the piece in the flattened parameter.
         in_layer: the parameter is one of a layer; False for those of the embedding side and of the head.
+        role: ``matrix`` for the weight of a linear layer, ``vector`` for norms, biases and the like whatever their
+            shape, ``table`` for all else; empty if nothing is known but the shape.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     in_layer: bool = True
+    role: str = ""
+
+    @classmethod
+    def of(cls, slot: ParameterSlot, *, in_layer: bool, start: int = 0) -> PlaceOfPiece:
+        """Place of the elements of ``slot`` from ``start`` on."""
+        return PlaceOfPiece(slot.name, slot.shape, start, in_layer, slot.role)
 
     @property
     def numel(self) -> int:
@@ -56,13 +64,13 @@ class PlaceOfPiece:
     def mark(self, value: Tensor) -> nn.Parameter:
         """A Parameter of ``value``'s elements which ``piece_of`` knows."""
         parameter: Any = nn.Parameter(value)
-        parameter._tawpipe_piece = PlaceOfPiece(self.name, self.shape, self.start, self.in_layer)
+        parameter._tawpipe_piece = PlaceOfPiece(self.name, self.shape, self.start, self.in_layer, self.role)
         return parameter
 
 
 def piece_of(parameter: Tensor) -> PlaceOfPiece:
-    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, ``shape`` of the whole, and
-    ``in_layer``.
+    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, ``shape`` of the whole,
+    ``in_layer`` and ``role``.
 
     Raises:
         UserError: it is no such parameter.
@@ -98,11 +106,11 @@ class HomePiece(PlaceOfPiece):
         return tuple(self._shaped(shape, slice(at * size, (at + 1) * size)) for at in range(number))
 
     def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
-        piece = PlaceOfPiece(self.name, self.shape, part.start or 0, self.in_layer)
+        piece = PlaceOfPiece(self.name, self.shape, part.start or 0, self.in_layer, self.role)
         value = piece.mark(self.value.detach()[part].view(shape))
         if self.value.grad is not None:
             value.grad = self.gradient[part].view(shape)
-        return HomePiece(self.name, self.shape, piece.start, self.in_layer, value=value)
+        return HomePiece(**vars(piece), value=value)
 
 
 def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -211,15 +219,13 @@ class Storage:
             if first >= last:
                 continue
             cut = slice(first - begin, last - begin)
-            value, piece = (
-                self.master[unit.index][cut],
-                PlaceOfPiece(slot.name, slot.shape, first - slot.offset, in_layer),
-            )
+            value = self.master[unit.index][cut]
+            piece = PlaceOfPiece.of(slot, in_layer=in_layer, start=first - slot.offset)
             if unit.trainable:
                 value = piece.mark(value)
                 if not self.in_host:
                     value.grad = self.gradient[unit.index][cut]
-            yield HomePiece(piece.name, piece.shape, piece.start, in_layer, value=value)
+            yield HomePiece(**vars(piece), value=value)
 
     @staticmethod
     def _cut_bytes(packing: Packing, stripe: Tensor, index: int) -> Iterator[HomePiece]:

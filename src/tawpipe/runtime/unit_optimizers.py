@@ -16,6 +16,8 @@ from tawpipe.errors import UserError
 from tawpipe.model.units import Unit
 from tawpipe.runtime.groups import PipelineOptimizer
 from tawpipe.runtime.optimizer import (
+    ROLES,
+    SHAPES,
     OptimizerFactory,
     Tried,
     WholeMatrices,
@@ -23,7 +25,9 @@ from tawpipe.runtime.optimizer import (
     check_whole,
     make_optimizers,
     name_of,
+    rule_of,
     state_of,
+    with_groups,
 )
 from tawpipe.runtime.storage import HomePiece, PlaceOfPiece, Storage, is_of_layer, piece_of
 from tawpipe.schedule.placement import Home
@@ -44,10 +48,21 @@ def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, T
     for unit in units:
         if unit.trainable:
             in_layer = is_of_layer(unit, units)
-            tried[unit.index] = check(
-                factory, [PlaceOfPiece(slot.name, slot.shape, 0, in_layer) for slot in unit.slots]
-            )
+            tried[unit.index] = check(factory, [PlaceOfPiece.of(slot, in_layer=in_layer) for slot in unit.slots])
     return tried or {-1: check(factory)}
+
+
+def options_of(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[str, list[Any]]:
+    """Class and options of the group of every trainable parameter, by its name."""
+    return {name: said for trial in try_factory(factory, units).values() for name, said in trial.options.items()}
+
+
+def in_other_groups(factory: OptimizerFactory, groups: str, units: Sequence[Unit]) -> list[str]:
+    """Names of the parameters whose group is another one by the rule ``groups``; empty for a factory without a rule."""
+    if rule_of(factory) in ("", groups) or groups not in (ROLES, SHAPES):
+        return []
+    here, there = options_of(factory, units), options_of(with_groups(factory, groups), units)
+    return [name for name in here if here[name] != there[name]]
 
 
 def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes: Sequence[Home], strategy: str) -> None:
@@ -138,6 +153,7 @@ class UnitOptimizers:
         self.states_per_element = tuple(tried[u.index].states if u.trainable else 0 for u in storage.units)
         options = {name: said for trial in tried.values() for name, said in trial.options.items()}
         self.groups = PipelineOptimizer(options)
+        self.rule = rule_of(factory)
         self.whole = isinstance(factory, WholeMatrices)
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
         for unit, pieces in storage.pieces.items():
@@ -145,14 +161,14 @@ class UnitOptimizers:
                 if self.whole:
                     pieces = tuple(matrix for piece in pieces for matrix in piece.matrices())
                 self.pieces[unit] = pieces
-        self._factory, self._in_host, self._device = factory, storage.in_host, storage.device
+        self.factory, self._in_host, self._device = factory, storage.in_host, storage.device
         self._host_zeros = storage.host_zeros
         self._flag: tuple[Tensor | None, int, bool] = None, 0, True
         """The flag that was read last, its version then, and its value."""
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
-        optimizers = make_optimizers(self._factory, values)
+        optimizers = make_optimizers(self.factory, values)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
             if group["params"]:

@@ -34,10 +34,11 @@ class OptimizerConfig:
 
     name: Literal["adamw", "adam", "sgd", "rmsprop", "adafactor", "muon"] = "adamw"
     """One of torch's. adafactor and muon look at whole matrices, which only tawpipe-whole has on one process; a plan
-    chooses it then. Under muon, embeddings, head, norms and biases are AdamW's."""
+    chooses it then. muon takes the matrices of linear layers; AdamW takes embeddings, head, stacked experts, norms and
+    biases."""
     weight_decay: float = bounded(open_number(0.1), minimum=0)
-    """Decay of matrices. Vectors (norms, biases) are not decayed. null means by what the run starts from: 0.1 for
-    random weights, else 0."""
+    """Decay of all but vectors (norms and biases, also those stored as tables, and other parameters of one dimension).
+    null means by what the run starts from: 0.1 for random weights, else 0."""
     beta1: float = bounded(0.9, minimum=0, below=1)
     """Decay rate of the first moment, of AdamW and Adam."""
     beta2: float = bounded(0.95, minimum=0, below=1)

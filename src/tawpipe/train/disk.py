@@ -23,10 +23,10 @@ from tawpipe.runtime.dtype import master_dtype
 from tawpipe.runtime.storage import is_of_layer
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.exporting import Form
-from tawpipe.train.optimizers import factory_of
 from tawpipe.train.words import gib
 
 if TYPE_CHECKING:
+    from tawpipe.runtime.optimizer import OptimizerFactory
     from tawpipe.runtime.world import World
 
 
@@ -58,7 +58,15 @@ class DiskNeeds:
         return f"{' and '.join(parts) or 'nothing large'}, where {gib(self.free)} are free"
 
 
-def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype, *, done: int) -> DiskNeeds:
+def disk_needs(
+    config: TrainConfig,
+    built: BuiltModel,
+    chain: Chain,
+    computed: torch.dtype,
+    optimizer: OptimizerFactory,
+    *,
+    done: int,
+) -> DiskNeeds:
     """The needs of a run's output folder.
 
     Args:
@@ -71,16 +79,18 @@ def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, computed: t
     slots = [slot for unit in chain.units for slot in unit.slots if whole or unit.trainable]
     model = sum(slot.numel for slot in slots if not (form.merge and ".lora_" in slot.name)) * form.dtype.itemsize
     return DiskNeeds(
-        state=state_bytes(config, built, chain, computed),
+        state=state_bytes(config, built, chain, computed, optimizer),
         states=checkpoints_at_most(config, done=done, there=len(complete_states(folder / "checkpoints"))),
         model=model if config.export.enabled and config.steps > done else 0,
         free=shutil.disk_usage(there).free,
     )
 
 
-def state_bytes(config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype) -> int:
+def state_bytes(
+    config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype, optimizer: OptimizerFactory
+) -> int:
     """Of a checkpoint: master weights and optimizer states of what is trained, and what is frozen as it lives."""
-    master, states = master_dtype(computed), states_of(factory_of(config), chain.units)
+    master, states = master_dtype(computed), states_of(optimizer, chain.units)
     stored = torch.float32 if built.folder is None else stored_dtype(built.folder)
     exact = master if torch.promote_types(stored, computed) != computed else computed
     matrices = matrices_of(chain.model)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.names import complete_states, passed_over, step_of
 from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
@@ -42,7 +43,7 @@ from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.optimizers import factory_of
+from tawpipe.train.optimizers import group_rows
 from tawpipe.train.planned import probed
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.run_model import RunModel
@@ -114,7 +115,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
     chain.quantise(config.quantize, prepared.dtype)
     if plan is not None:
         plan.check_model(chain.spec)
-    schedules, optimizer = Schedules(prepared.schedule, chain.spec, world), factory_of(config)
+    schedules, optimizer = Schedules(prepared.schedule, chain.spec, world), prepared.optimizer
     refuse_strategy(chain, schedules.smallest, optimizer=optimizer, compile_layers=config.compile)
     tell_without_effect(prepared.schedule, world, console)
 
@@ -134,6 +135,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
     if state is not None:
         weights = f"resumed from {prepared.start.place}, step {state.step}"
     rows.insert(1, ("weights", weights))
+    rows[2:2] = group_rows(config, optimizer, chain.units)
     console.plan([*rows, *_room(world, prepared.needs)], title="would run")
 
 
@@ -186,7 +188,8 @@ def _checkpoint(config: TrainConfig) -> ResumePoint:
     for folder in folders:
         manifest = read_manifest(folder)
         refuse_other_form(config, manifest, str(folder))
-        return ResumePoint(None, RunState.of(manifest, str(folder)), str(folder), Mark(), without)
+        source = Source(folder, manifest, ())
+        return ResumePoint(source, RunState.of(manifest, str(folder)), str(folder), Mark(), without)
     return ResumePoint(None, None, "", Mark(), without)
 
 

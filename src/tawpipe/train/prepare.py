@@ -32,6 +32,7 @@ from tawpipe.plan.predict import Needs
 from tawpipe.plan.probe import machine_unprobed
 from tawpipe.plan.would_fit import WouldFit
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
+from tawpipe.runtime.optimizer import OptimizerFactory, rule_of, with_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.footprint import Costs
@@ -42,7 +43,7 @@ from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs
 from tawpipe.train.memory import check_memory, room_to_keep, too_large
-from tawpipe.train.optimizers import factory_of
+from tawpipe.train.optimizers import factory_of, resumed_factory
 from tawpipe.train.planned import Planning, probed
 from tawpipe.train.recipe import RECIPES, settle
 from tawpipe.train.retrieval import RetrievalCheck
@@ -77,6 +78,7 @@ class Prepared:
         config: what the user has said, with what was left open settled; all that was decided besides stands here.
         start: what the run goes on from.
         built, chain: the model, and the same as blocks.
+        optimizer: makes the optimizer of every unit.
         batch: its batches.
         dtype, why_dtype: in which it computes, and why in that.
         schedule: the settings that the schedule is built by, with what a plan decided.
@@ -93,6 +95,7 @@ class Prepared:
     start: ResumePoint
     built: BuiltModel
     chain: Chain
+    optimizer: OptimizerFactory
     batch: BatchShape
     dtype: torch.dtype
     why_dtype: str
@@ -185,6 +188,10 @@ def prepare(
     dtype = DTYPES[name]
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
 
+    optimizer, line = resumed_factory(config, begins, chain.units)
+    if line:
+        console.notice(line)
+
     # The plan.
     by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are told apart by row
     planning = Planning(
@@ -201,7 +208,7 @@ def prepare(
             quantize=config.quantize,
             compiled=config.compile,
             dealt=documents_of_a_step(data, batch, chain),
-            optimizer=factory_of(config),
+            optimizer=optimizer,
             steps=max(0, int(config.steps) - (begins.state.step if begins.state is not None else 0)),
             learning_rate=float(config.learning_rate),
         ),
@@ -222,7 +229,8 @@ def prepare(
     def ask(other: TrainConfig) -> PlanRequest:
         """What memory and a plan are asked by where other settings hold; on this process alone."""
         _, chain = RunModel(other).followed(vocabulary)
-        asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=factory_of(other))
+        optimizer = with_groups(factory_of(other), rule_of(planning.asked.optimizer))
+        asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=optimizer)
         return replace(planning, chain=chain, asked=asked).ask_alone(followed.machine or machine_unprobed(world))
 
     done, samples = (begins.state.step, begins.state.samples) if begins.state is not None else (0, 0)
@@ -242,7 +250,7 @@ def prepare(
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
-    disk = disk_needs(config, built, chain, dtype, done=done)
+    disk = disk_needs(config, built, chain, dtype, optimizer, done=done)
     check_disk(config, disk, world)
     return Prepared(
         config=config,
@@ -250,6 +258,7 @@ def prepare(
         start=begins,
         built=built,
         chain=chain,
+        optimizer=optimizer,
         batch=batch,
         dtype=dtype,
         why_dtype=why,

@@ -45,7 +45,6 @@ from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left, said_bytes
 from tawpipe.train.metrics import last_step, peak_memory_bytes
-from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.start import refuse_other_form, refuse_other_run
@@ -266,7 +265,7 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
     pipeline = Pipeline(
         prepared.chain,
         weights=lambda chain: prepared.built.source(chain, seed=config.seed),
-        optimizer=factory_of(config),
+        optimizer=prepared.optimizer,
         micro_batch=batch.micro_batch,
         bin_tokens=batch.bin_tokens,
         work=plan.work if plan else None,
