@@ -147,6 +147,24 @@ def test_the_fingerprint_names_what_changed_and_ignores_where_the_files_are(corp
     assert changed_parts(first, fingerprint(moved, with_tokenizer=other)) == ["tokenizer"]
 
 
+def test_the_fingerprint_of_validation_follows_what_is_held_out_and_its_rows_alone(corpus, settings_for):
+    tokenizer = train_tokenizer([text(number) for number in range(40)], 400)
+
+    def fingerprint(train="[0-2]*.txt", held_out="3*.txt", sequence_length=64, seed=0, **others):
+        settings = settings_for(corpus / train, validation_data=[str(corpus / held_out)], packing="split", **others)
+        prepared = prepare_data(settings, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
+        return prepared.validation_fingerprint
+
+    first = fingerprint()
+    assert first == fingerprint(train="[01]*.txt") != ""
+    assert changed_parts(first, fingerprint(held_out="3[0-8].txt")) == ["documents"]
+    assert (
+        changed_parts(first, fingerprint(sequence_length=32)) == ["rows"] == changed_parts(first, fingerprint(seed=1))
+    )
+    nothing = settings_for(corpus / "*.txt", validation_fraction=0.0)
+    assert prepare_data(nothing, sequence_length=64, seed=0, tokenizer=tokenizer).validation_fingerprint == ""
+
+
 def test_a_damaged_cache_is_not_used(corpus, settings_for, tmp_path):
     settings = settings_for(corpus / "*.txt")
     first = prepare_data(settings, sequence_length=64, seed=0)

@@ -41,6 +41,8 @@ class RunState:
         dtype: in which the run computed; empty in states of earlier versions.
         rope: the model's rotary positions; empty without any, and in states of earlier versions.
         best: step, loss and since of the lowest validation loss so far; empty if there is none.
+        validation: fingerprint of what validation losses were measured on; empty if nothing was held out, and in states
+            of earlier versions.
         lora: the settings of the model's adapter; empty without one.
         freeze: patterns of names of parameters that were not trained.
         settled: settings that the run chose by what it started from; empty in states of earlier versions.
@@ -57,6 +59,7 @@ class RunState:
     dtype: str = ""
     rope: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    validation: str = ""
     lora: dict[str, Any] = field(default_factory=dict)
     freeze: list[str] = field(default_factory=list)
     settled: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class RunState:
                 "dtype": str,
                 "rope": dict,
                 "best": dict,
+                "validation": str,
                 "lora": dict,
                 "freeze": list,
                 "settled": dict,

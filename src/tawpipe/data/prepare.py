@@ -371,7 +371,11 @@ class _Preparation:
         window = settings.stream_window if settings.streaming else None
         hashed = content_hash(*rows, window)
         fingerprint = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{hashed[:16]}"
-        return PreparedData(mixed, validation, tokenizer, report, fingerprint)
+        held_out = ""
+        if validation is not None:
+            content, hashed = content_hash(validation.identities.tobytes().hex()), content_hash(*rows[:3])
+            held_out = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{hashed[:16]}"
+        return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out)
 
     def _parts(self, sizes: Sequence[SetSize], shares: np.ndarray) -> tuple[PartReport, ...]:
         """The sets of a mixture with their shares."""

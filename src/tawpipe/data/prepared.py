@@ -26,6 +26,8 @@ class PreparedData:
     report: DataReport
     fingerprint: str
     """Hashes of all that sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
+    validation_fingerprint: str = ""
+    """Hashes of the held-out documents and their rows, in parts like ``fingerprint``; empty if there are none."""
 
     @property
     def sets(self) -> Sequence[PackedDataset | StreamedDataset]:

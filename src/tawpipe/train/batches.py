@@ -66,7 +66,7 @@ class Batches:
         batches = self._evaluated
         if not self.shape.dealt:
             rows = min(self.shape.rows, len(source))
-            for number in range(max(1, min(batches, len(source) // rows))):
+            for number in range(self._evaluated_rows(source) // rows):
                 yield self._of_rows(source, number * rows, rows).batch
             return
         if not self._validation:
@@ -78,6 +78,14 @@ class Batches:
                 first += len(lengths)
         for documents in self._validation:
             yield self._of_documents(*documents, training=False).batch
+
+    def evaluated(self, source: PackedDataset) -> int:
+        """Size of an evaluation: its rows, or under ``balanced`` the tokens that its batches have at most."""
+        return self._evaluated * self.shape.step_tokens if self.shape.dealt else self._evaluated_rows(source)
+
+    def _evaluated_rows(self, source: PackedDataset) -> int:
+        rows = min(self.shape.rows, len(source))
+        return rows * max(1, min(self._evaluated, len(source) // rows))
 
     def close(self) -> None:
         """End the worker that deals, if there is one."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tawpipe.data.prepare import PreparedData
+from tawpipe.checkpoint.resume import RunState
+from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.rows import PackedDataset
 from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
@@ -48,6 +49,26 @@ class Best:
         return Best(*lowest, loss - least_gain, 0) if loss < self.beaten else Best(*lowest, self.beaten, self.since + 1)
 
 
+def resumed_best(state: RunState | None, record: str) -> tuple[Best, str]:
+    """Best step and patience that a run resumes with.
+
+    Args:
+        record: of the evaluations of this run; see ``Evaluation``.
+
+    Returns:
+        them, and a line if they begin anew or if it is not known that they belong to ``record``; else ``""``.
+    """
+    if state is None or not state.best:
+        return Best(), ""
+    best = Best(**state.best)
+    words = f"best step ({best.step}, validation loss {best.loss:.4f}) and patience"
+    if not state.validation:
+        return best, f"{words} go on: the checkpoint does not say which validation data it had, taken to be this one"
+    if record and (changed := changed_parts(state.validation, record)):
+        return Best(), f"the validation data has changed ({', '.join(changed)}): {words} begin anew"
+    return best, ""
+
+
 def perplexity(loss: float) -> float:
     """The number of equally likely tokens among which a model with this loss per token would waver.
 
@@ -62,10 +83,10 @@ class Evaluation:
 
     Args:
         check: part of every evaluation, if there is to be one.
-        best: of the steps before those of this run.
 
-    ``loss`` is the last validation loss, ``by_position`` the same by position, if asked for, ``retrieval`` what the
-    last check found, ``measured`` whether there was any evaluation, ``due`` whether there are to be some.
+    ``record`` says what validation losses are measured on (``""`` if nothing is held out). ``loss`` is the last one,
+    ``by_position`` the same by position, if asked for, ``retrieval`` what the last check found, ``measured`` whether
+    there was any evaluation, ``due`` whether there are to be some.
     """
 
     def __init__(
@@ -76,14 +97,16 @@ class Evaluation:
         batches: Batches,
         *,
         check: RetrievalCheck | None = None,
-        best: Best | None = None,
     ) -> None:
         self.settings, self.pipeline, self._data, self._batches, self._check = settings, pipeline, data, batches, check
-        self.best = best or Best()
+        self.best = Best()
         self.loss: float | None = None
         self.by_position: dict[str, float | None] = {}
         self.retrieval: Retrieval | None = None
         self.measured = False
+        self.record = ""
+        if data.validation is not None:
+            self.record = f"{data.validation_fingerprint} batches:{batches.evaluated(data.validation)}"
         self.due = settings.every > 0 and (data.validation is not None or check is not None)
 
     @property

@@ -5,18 +5,20 @@ Every process of the run makes a :class:`Training`; only rank 0 writes and print
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 
 import torch
 
+from tawpipe.checkpoint.names import is_complete, step_name
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console
@@ -33,7 +35,7 @@ from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.threads import use_device
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
-from tawpipe.train.evaluation import Best, Evaluation
+from tawpipe.train.evaluation import Best, Evaluation, resumed_best
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.memory import said_bytes
@@ -94,14 +96,15 @@ class Training:
         self._spikes = Spikes(config.log.spike)
         self._stragglers = Stragglers(config.log.straggler)
         self.samples = state.samples if state else 0
+        self._validation = state.validation if state else ""
         self._pending: deque[_Pending] = deque()
         self._left_out = 0
         evaluated = config.evaluation.batches
         self._batches = Batches(batch, pipeline, data, model=config.model, evaluated=evaluated)
-        best = Best(**state.best) if state and state.best else None
         check = prepared.retrieval
-        self.evaluation = Evaluation(config.evaluation, pipeline, data, self._batches, check=check, best=best)
-        disk.best = [best.step] if best and config.checkpoint.best else []
+        self.evaluation = Evaluation(config.evaluation, pipeline, data, self._batches, check=check)
+        self.evaluation.best = self._resumed_best(state, disk)
+        disk.best = [self.evaluation.best.step] if self.evaluation.best.step and config.checkpoint.best else []
         self.saves = Saves(config, console, pipeline, disk, memory, self._state)
         left = config.steps - self.first if config.plan_improve == "on" else 0
         world = self.world
@@ -376,11 +379,24 @@ class Training:
             dtype=str(self.pipeline.dtype).removeprefix("torch."),
             rope=rope_of(self.pipeline.chain.config),
             best=asdict(self.evaluation.best) if self.evaluation.best.step else {},
+            validation=self.evaluation.record or self._validation,
             lora=adapter_facts(self.pipeline.chain.given),
             freeze=sorted(self.config.freeze),
             settled=settled(self.config),
             versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )
+
+    def _resumed_best(self, state: RunState | None, disk: Disk) -> Best:
+        """Best step of ``state``, as far as it holds for what is evaluated and exported now; call on all ranks."""
+        best, line = resumed_best(state, self.evaluation.record)
+        folder = disk.folder / step_name(best.step)
+        needed = self.config.checkpoint.best and best.step
+        if needed and not all(self.world.gather_numbers(float(is_complete(folder)))):
+            line = f"best step begins anew: {folder}, its checkpoint, is not there"
+            best = replace(best, step=0, loss=math.inf)
+        if line:
+            self.console.notice(line)
+        return best
 
     def _link_seconds(self, given: Given) -> float | None:
         """Seconds for which the busiest link of a node carries the bytes of such a step at the rate that the plan has
