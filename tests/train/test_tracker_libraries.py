@@ -29,7 +29,7 @@ def follow(name: str, output: Path) -> str:
     for first, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         said: list[str] = []
         run = TrackedRun(output, project="trial", settings=SETTINGS, plan="a: plan", resumed_step=first)
-        with Tracking([name], run, said.append) as trackers:
+        with Tracking([name], run, lambda name, words: said.append(words)) as trackers:
             for step in steps:
                 trackers.log(step, {"loss": 1 / step, "mfu": None, "validation_by_position": {"256": 3.5}})
             trackers.samples(steps[-1], [("def ", "f():\n  pass")])
