@@ -1,9 +1,8 @@
-"""Where units live when units or links are uneven: what homes cost, the heuristic, the solver, what comes of it."""
+"""Where units live when units or links are uneven: what homes cost, the heuristic, what comes of it."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from tawpipe.errors import UserError
 from tawpipe.plan.candidate import Candidate
 from tawpipe.plan.feasible import with_settings
 from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.place import IN_TURN, ONE_BY_ONE, PRECISION, SOLVER, _Task, find_homes, homes_by_memory
+from tawpipe.plan.place import IN_TURN, ONE_BY_ONE, PRECISION, _Task, find_homes, homes_by_memory
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings, settings_of
 from tawpipe.plan.predict import predict
@@ -70,7 +69,7 @@ def test_exchanges_carry_what_the_schedule_does(strategy, nodes, local, scopes, 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
 @pytest.mark.parametrize("full_duplex", [True, False])
-def test_the_solver_is_as_good_as_trying_all(strategy, full_duplex):
+def test_moves_are_as_good_as_trying_all(strategy, full_duplex):
     machine = Machine((1, 1), FAST, LinkModel(1e8), {0: replace(SLOW, full_duplex=full_duplex)})
     asked = plan_request(machine, global_batch=6)
     step = step_of(asked, strategy)
@@ -78,14 +77,11 @@ def test_the_solver_is_as_good_as_trying_all(strategy, full_duplex):
     assert found is not None
     all_homes = itertools.product(range(2), repeat=len(asked.model.units))
     best = min(task.seconds(homes) for homes in all_homes if task.fits(homes))
-    assert found.seconds[SOLVER] <= best * (1 + 2 * PRECISION)
-    assert found.bound_s <= best < found.seconds[IN_TURN]
-    assert found.seconds[ONE_BY_ONE] <= found.seconds[IN_TURN]
-    assert "less; at least" in str(found)
+    assert best < found.seconds[IN_TURN]
+    assert found.seconds[ONE_BY_ONE] <= best * (1 + 2 * PRECISION)
 
 
-def test_even_nodes_keep_homes_in_turn_and_load_no_solver(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+def test_even_nodes_keep_homes_in_turn():
     asked = plan_request(uniform(3, 2, between=FAST, inside=LinkModel(1e8)))
     found = find_homes(asked, step_of(asked, "tawpipe-striped"))
     assert found is not None and not found.of_unit and list(found.seconds) == [IN_TURN]
@@ -93,14 +89,6 @@ def test_even_nodes_keep_homes_in_turn_and_load_no_solver(monkeypatch):
     assert find_homes(asked, step_of(asked, "tawpipe-spread")) is None
     alone = plan_request(uniform(1, 2, between=FAST, inside=LinkModel(1e8)))
     assert find_homes(alone, step_of(alone, "tawpipe-whole")) is None
-
-
-def test_without_the_solver_the_heuristic_holds_and_that_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    asked = uneven()
-    found = find_homes(asked, step_of(asked, "tawpipe-striped"))
-    assert found is not None and found.of_unit and SOLVER not in found.seconds
-    assert "pip install " in str(found)
 
 
 def test_a_slow_link_keeps_less_and_the_plan_says_where():
@@ -111,9 +99,9 @@ def test_a_slow_link_keeps_less_and_the_plan_says_where():
     assert striped.seconds < predict(asked, steps["tawpipe-striped"]).step_seconds
     assert planned_settings(settings_of(striped.step), DEFAULT).homes == striped.step.settings.homes
     plan = Plan.of(asked, [striped, spread])
-    assert {IN_TURN, ONE_BY_ONE, SOLVER, "bound"} == plan.row(striped)["exchange_seconds"].keys()
+    assert {IN_TURN, ONE_BY_ONE} == plan.row(striped)["exchange_seconds"].keys()
     assert plan.row(spread)["exchange_seconds"] is None
-    assert "from the solver" in str(striped.homes)
+    assert "moved one by one" in str(striped.homes)
 
 
 @pytest.mark.slow
@@ -143,7 +131,7 @@ def test_groups_of_one_machine_send_nothing_over_its_link():
     task = _Task(asked, step)
     assert task.machine_of == [0, 1, 1]
     found = find_homes(asked, step)
-    assert found is not None and found.seconds[SOLVER] <= found.seconds[IN_TURN]
+    assert found is not None and found.seconds[ONE_BY_ONE] <= found.seconds[IN_TURN]
 
 
 def test_links_without_a_rate_leave_nothing_to_choose():
@@ -199,7 +187,7 @@ def test_homes_in_the_hosts_memory_are_spread_over_the_hosts(strategy, kind, gpu
     asked = plan_request(machine, memory=10**9, model=llama(LAYERS, **kind)).with_homes("all")
     step = step_of(asked, strategy)
     task, found = _Task(asked, step), find_homes(asked, step)
-    assert found is not None and found.seconds[SOLVER] <= min(found.seconds.values())
+    assert found is not None
     for homes in (found.of_unit, homes_by_memory(asked, step)):
         nodes = [asked.topology.node_of(place) for place in homes] if strategy == "tawpipe-whole" else homes
         assert task.fits(nodes) if homes else smaller == 1

@@ -26,8 +26,8 @@ QUIET = {
 
 def follow(name: str, output: Path) -> str:
     """Two starts of one run, whose third step is done twice; what the tracker calls it."""
+    said: list[str] = []
     for first, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        said: list[str] = []
         run = TrackedRun(output, project="trial", settings=SETTINGS, plan="a: plan", resumed_step=first)
         with Tracking([name], run, lambda name, words: said.append(words)) as trackers:
             for step in steps:

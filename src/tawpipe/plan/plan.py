@@ -144,7 +144,7 @@ class Plan:
             "runnable": True,
             "fits": candidate.fits,
             "why_not": candidate.why_not,
-            "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
+            "exchange_seconds": candidate.homes and candidate.homes.seconds,
         }
         if prediction is None:
             return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib", "files_gib"))
