@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from cases import llama
@@ -25,6 +25,9 @@ from tawpipe.runtime.passes import Room
 from tawpipe.runtime.world import World
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.prepare import prepare
+
+MODULES = ["k_proj", "v_proj", "o_proj", "q_proj"]
+"""Names that a config keeps as a set, whose order differs from process to process."""
 
 
 def words(act: Callable[[], Any]) -> str:
@@ -72,9 +75,11 @@ def of_models(world: World, *, folders: list[str]) -> dict[str, str]:
         made: Any = llama(torch.float32, layers=2)
         for key, value in config.items():
             setattr(made.config, key, value)
-        lora = LoraConfig(r=2, lora_alpha=adapter, target_modules=["q_proj"])
+        return adapted(LoraConfig(r=2, lora_alpha=adapter, target_modules=["q_proj"]), made) if adapter else made
+
+    def adapted(config: Any, made: Any = None) -> Any:
         torch.manual_seed(0)
-        return get_peft_model(made, lora) if adapter else made
+        return get_peft_model(made or model(), config)
 
     def all_values() -> Any:
         made = model()
@@ -112,6 +117,9 @@ def of_models(world: World, *, folders: list[str]) -> dict[str, str]:
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "same": lambda: {"model": model()},
         "same adapter": lambda: {"model": model(adapter=4)},
+        "same ia3": lambda: {"model": adapted(IA3Config(target_modules=MODULES, feedforward_modules=[]))},
+        "ia3": lambda: {"model": adapted(IA3Config(target_modules=MODULES[odd:], feedforward_modules=[]))},
+        "vera": lambda: {"model": adapted(VeraConfig(r=2, target_modules=["q_proj"], projection_prng_key=world.rank))},
         "values": lambda: {"model": all_values()},
         "one value": lambda: {"model": one_value()},
         "buffer": lambda: {"model": with_buffer()},

@@ -45,7 +45,8 @@ Facts = dict[str, Fact]
 
 def config_facts(file: str, config: Mapping[str, Any]) -> Facts:
     """Facts about the keys of a config."""
-    text = json.dumps(config, default=str, sort_keys=True)
+    plain = lambda value: sorted(value) if isinstance(value, set) else str(value)  # noqa: E731
+    text = json.dumps(config, default=plain, sort_keys=True)
     keys = json.loads(text, object_hook=lambda part: {k: part[k] for k in part if k not in OF_THE_WRITER})
     return {f"{key} in {file}": Fact("", json.dumps(value)) for key, value in keys.items()}
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 
-from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Facts, config_facts
 from tawpipe.model.loss import loss_chunk
@@ -47,8 +46,10 @@ def values_alike(
     """
 
     def facts(source: WeightSource) -> Facts:
-        config = config_facts("its config", chain.config.to_dict()) | config_facts("lora", adapter_facts(chain.given))
-        return config | getattr(source, "facts", dict)()
+        known = config_facts("its config", chain.config.to_dict())
+        for name, adapter in getattr(chain.given, "peft_config", {}).items():
+            known |= config_facts(f"the config of adapter {name}", adapter.to_dict())
+        return known | getattr(source, "facts", dict)()
 
     expected = "the same config and values on every process; torch.manual_seed makes random values equal"
     return read_alike(world, "model", chain.name, expected, lambda: first_values(chain, weights, seed), facts)
