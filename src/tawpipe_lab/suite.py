@@ -70,8 +70,9 @@ class Cell:
     def __post_init__(self) -> None:
         if self.speeds and isinstance(self.workload, RealWorkload):
             raise UserError("speeds", self.speeds, f"nothing in cell {self.name}, which really computes")
-        if self.steps_in_a_row < 1:
-            raise UserError("steps_in_a_row", self.steps_in_a_row, f"at least 1 in cell {self.name}")
+        for name in ("nodes", "local", "steps_in_a_row"):
+            if (number := getattr(self, name)) < 1:
+                raise UserError(name, number, f"at least 1 in cell {self.name}")
         _ = self.device_speeds
 
     @property
