@@ -38,6 +38,7 @@ NO_CUDA = {
     "serve/engine.py": "HTTP, and signals",
     "serve/api.py": "tokenizers",
     "train/tracking.py": "what other programs are told",
+    "model/facts.py": "files",
     "checkpoint/save.py": "files, and messages between processes, of what has been copied to the host",
 }
 """Files whose threads call nothing of CUDA, and what they do instead."""
