@@ -22,6 +22,8 @@ from tawpipe.plan.serving import (
     fullest_bytes,
     lap_seconds,
 )
+from tawpipe.schedule.actions import Op
+from tawpipe.schedule.buffers import ids
 from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
@@ -61,7 +63,10 @@ def played(way: ServeWay, *, chunk: int = 0) -> tuple[float, float]:
         boundary_bytes=int(asked.boundary_bytes),
     )
     timeline = play(schedule, costs, steps=8)
-    return timeline.step_seconds, timeline.pass_seconds(0)
+    spans = [span for rank in schedule.played for span in timeline.spans(rank, step=timeline.steady_step)]
+    begin = min(span.start for span in spans if ids(0) in span.action.reads and span.action.op is Op.FORWARD)
+    drawn = max(span.end for span in spans if ids(0) in span.action.writes)  # on the first stage
+    return timeline.step_seconds, drawn - begin
 
 
 @pytest.mark.parametrize("hop_s", [0.1 * MS, 5 * MS, 25 * MS])

@@ -103,13 +103,12 @@ def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
     draw, dealer = random.Random(0), Dealer()
     by = partial(deal, world_size=4, cap=800, work=LayerTime((LayerKind(2, 50.0, 1.0, window=64),)), ranks=2)
     lengths = [draw.randint(1, 1000) for _ in range(50)]
-    assert dealer(lengths, by) == by(lengths) and dealer.has_worker
+    assert dealer(lengths, by) == by(lengths) and dealer._worker is not None
     with pytest.raises(UserError, match="1601"):
         dealer([1601], by)
-    assert dealer(lengths, by) == by(lengths) and dealer.has_worker
-    assert dealer._worker is not None
+    assert dealer(lengths, by) == by(lengths) and dealer._worker is not None
     dealer._worker.kill()
-    assert dealer(lengths, by) == by(lengths) and not dealer.has_worker
+    assert dealer(lengths, by) == by(lengths) and dealer._worker is None
     dealer.close()
 
 
@@ -122,7 +121,7 @@ def test_few_documents_are_dealt_here_unless_that_means_a_search_for_their_place
         (use.dealing(step, cap=400, work=work), True),
     ):
         dealer = Dealer()
-        assert dealer(lengths, dealing) == dealing(lengths) and dealer.has_worker == asks
+        assert dealer(lengths, dealing) == dealing(lengths) and (dealer._worker is not None) == asks
         dealer.close()
 
 

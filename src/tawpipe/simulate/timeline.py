@@ -9,7 +9,6 @@ from functools import cached_property
 from math import nan
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import ids
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -163,13 +162,6 @@ class Timeline:
     def makespan(self) -> float:
         """Seconds from zero to the last end; of a single step, its time if nothing is under way before and after it."""
         return self.step_ends[-1]
-
-    def pass_seconds(self, group: int) -> float:
-        """Seconds of a group's pass in the steady lap, from its begin until what was drawn is on the first stage."""
-        step = self.steady_step
-        spans = [span for rank in self.schedule.played for span in self.spans(rank, step=step)]
-        begin = min(span.start for span in spans if ids(group) in span.action.reads and span.action.op is Op.FORWARD)
-        return max(span.end for span in spans if ids(group) in span.action.writes) - begin
 
     # what held COMPUTE up
 

@@ -69,11 +69,6 @@ class Dealer:
                 self._end()
                 return None
 
-    @property
-    def has_worker(self) -> bool:
-        """True while it deals in another process."""
-        return self._worker is not None
-
     def close(self) -> None:
         """End the worker. May be called more than once."""
         with self._lock:
