@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from tawpipe.checkpoint.format import SEAL, Manifest, damage, read_manifest
 from tawpipe.checkpoint.load import Source
@@ -74,23 +74,8 @@ class RunState:
         """
         try:
             state = cls(**manifest["run"])
-            kinds = {
-                "step": int,
-                "samples": int,
-                "seed": int,
-                "fingerprint": str,
-                "data_state": dict,
-                "plan": str,
-                "dtype": str,
-                "rope": dict,
-                "best": dict,
-                "validation": str,
-                "lora": dict,
-                "freeze": list,
-                "settled": dict,
-            }
-            for name, kind in kinds.items():
-                if not isinstance(getattr(state, name), kind):
+            for name, kind in get_type_hints(cls).items():
+                if not isinstance(getattr(state, name), get_origin(kind) or kind):
                     raise TypeError(f"{name} is {getattr(state, name)!r}")
         except (KeyError, TypeError) as error:
             raise UserError("where", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,28 +37,16 @@ def muon(
             to resume from a checkpoint that was made so.
     """
     scaled = muon_learning_rate is None
+    rate, scale = (learning_rate, "match_rms_adamw") if scaled else (muon_learning_rate, "original")
+    of_hidden = partial(torch.optim.Muon, lr=rate, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn=scale)
 
     def make(parameters: list[nn.Parameter], groups: str) -> list[Optimizer]:
-        others = adamw(learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, groups=groups)
-        matrices = [p.ndim == 2 and piece_of(p).in_layer and role_by(groups, p) == MATRIX for p in parameters]
-        hidden = [p for p, is_matrix in zip(parameters, matrices, strict=True) if is_matrix]
-        left = [p for p, is_matrix in zip(parameters, matrices, strict=True) if not is_matrix]
-        optimizers: list[Optimizer] = []
-        if hidden:
-            optimizers.append(
-                torch.optim.Muon(
-                    hidden,
-                    lr=learning_rate if muon_learning_rate is None else muon_learning_rate,
-                    weight_decay=weight_decay,
-                    momentum=momentum,
-                    adjust_lr_fn="match_rms_adamw" if scaled else "original",
-                )
-            )
-        if left:
-            other = others(left)
-            assert isinstance(other, Optimizer)
-            optimizers.append(other)
-        return optimizers
+        of_others: Any = adamw(learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, groups=groups)
+        hidden, others = list[nn.Parameter](), list[nn.Parameter]()
+        for parameter in parameters:
+            is_table = parameter.ndim == 2 and piece_of(parameter).in_layer
+            (hidden if is_table and role_by(groups, parameter) == MATRIX else others).append(parameter)
+        return [of(some) for of, some in ((of_hidden, hidden), (of_others, others)) if some]
 
     return whole_matrices(Grouped(make, "Muon", groups))
 

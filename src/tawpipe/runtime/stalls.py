@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 from tawpipe.schedule.actions import Action
@@ -94,28 +94,25 @@ class Others:
     """
 
     def __init__(self, connect: Callable[[], Any], rank: int, size: int) -> None:
-        self._connect, self._rank, self._size = connect, rank, size
+        self._store, self._rank, self._size = cache(connect), rank, size
         self._answered = 0
-
-    @cached_property
-    def _store(self) -> Any:
-        return self._connect()
 
     @property
     def ask(self) -> bool:
         """True if some rank has asked since this one answered last."""
-        return self._store.add(ASKED, 0) > self._answered
+        return self._store().add(ASKED, 0) > self._answered
 
     def gather(self, own: Standing) -> dict[int, Standing | None]:
         """The standings of all ranks; ask for them, unless another rank has. None for those that do not answer."""
+        store = self._store()
         if not self.ask:
-            self._store.add(ASKED, 1)
+            store.add(ASKED, 1)
         time.sleep(SETTLE_S)
-        self._answered = number = self._store.add(ASKED, 0)
+        self._answered = number = store.add(ASKED, 0)
         keys = [f"{number}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps(asdict(own)))
+        store.set(keys[self._rank], json.dumps(asdict(own)))
         end = time.monotonic() + ANSWERS_S
-        while not self._store.check(keys) and time.monotonic() < end:
+        while not store.check(keys) and time.monotonic() < end:
             time.sleep(0.1)
-        texts = [self._store.get(key) if self._store.check([key]) else "null" for key in keys]
+        texts = [store.get(key) if store.check([key]) else "null" for key in keys]
         return {rank: Standing(**it) if (it := json.loads(text)) else None for rank, text in enumerate(texts)}

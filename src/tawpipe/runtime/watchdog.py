@@ -176,7 +176,9 @@ class Watchdog:
         """Report, and end the process where it is to end."""
         own, held = self.standing(step, late=late), threading.Event()
         ends = late and self.ends and not own.held
-        self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{self._limit * late}{ENDS * ends}; {own.text}")
+        options = "--timeouts.step-s, for the first step --timeouts.first-step-s" if self.ends else "timeout"
+        limit = f", the limit is {self.limit_s:.0f} s ({options}, or ten times a step)" if late else ""
+        self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{limit}{ENDS * ends}; {own.text}")
         if ends:  # by a thread of C, should the last words hang and keep Python's lock
             self._arm(LAST_WORDS_S + 2)
         threading.Thread(target=self._conclude, args=(step, own, held), name="last words", daemon=True).start()
@@ -184,11 +186,6 @@ class Watchdog:
             (self._own_end or partial(os._exit, EXIT_CODE))()
             self.close()
         self._arm(self.limit_s + DEAF_S)
-
-    @property
-    def _limit(self) -> str:
-        options = "--timeouts.step-s, for the first step --timeouts.first-step-s" if self.ends else "timeout"
-        return f", the limit is {self.limit_s:.0f} s ({options}, or ten times a step)"
 
     def _conclude(self, step: str, own: Standing, held: threading.Event) -> None:
         """Say what follows from the standings of all ranks, then the last words; note whether a debugger holds one."""

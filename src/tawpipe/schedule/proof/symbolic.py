@@ -118,9 +118,8 @@ class Contents:
         """Of every rank, the units whose changes a SIZE has counted and that have not come since, with what it saw."""
         self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
         """Of every rank's places in the host's memory the micro-batches that are there, in pipelines."""
-        everything = {id(one): _everything(one) for one in distinct}
-        self._everything = [everything[id(one)] for one in schedules]
-        """Of every step what must be in the gradient of a unit."""
+        self._everything = {id(one): _everything(one) for one in distinct}
+        """Of every schedule, by its id, what must be in the gradient of a unit."""
 
     def _at_first(self, rank: int) -> set[Buffer]:
         """What is alive on a rank before the first step, and after every one."""
@@ -382,13 +381,9 @@ class Contents:
 
     def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:
         content = self._read(home, running)
-        expected = Content(
-            kind,
-            unit,
-            (self.schedule.homes[unit].index(running.rank) or 0,),
-            running.step,
-            self._everything[running.step][unit],
-        )
+        stripes = (self.schedule.homes[unit].index(running.rank) or 0,)
+        everything = self._everything[id(self.schedules[running.step])][unit]
+        expected = Content(kind, unit, stripes, running.step, everything)
         if content != expected:
             if missing := sorted(expected.parts - content.parts):
                 lacks = f"{len(missing)} of {len(expected.parts)} (block, micro-batch) pairs, the first {missing[0]}"
@@ -450,13 +445,7 @@ def _everything(schedule: Schedule) -> dict[int, frozenset[tuple[int, ...]]]:
         times = 2 if blocks[block].kind == "layer" else 1
         return [(block, m, place) for place in range(times * ranks)]
 
-    return {
-        unit: frozenset(
-            part
-            for block in spec.blocks
-            if blocks[block].needs_backward or blocks[block].kind == "head"
-            for m in schedule.micro_batches
-            for part in parts(block, m)
-        )
-        for unit, spec in enumerate(schedule.model.units)
-    }
+    summed = [number for number, block in enumerate(blocks) if block.needs_backward or block.kind == "head"]
+    of_block = {block: [part for m in schedule.micro_batches for part in parts(block, m)] for block in summed}
+    units = enumerate(schedule.model.units)
+    return {unit: frozenset(part for b in spec.blocks for part in of_block.get(b, ())) for unit, spec in units}
