@@ -158,9 +158,10 @@ class Console:
             self._live.stop()
             self._live = None
 
-    def notice(self, text: str) -> None:
-        """Print something that the user should know and need not act on."""
-        self.line(text, style="yellow")
+    def notice(self, *texts: str) -> None:
+        """Print lines that the user should know and need not act on; an empty text stands for none."""
+        for text in filter(None, texts):
+            self.line(text, style="yellow")
 
     def warning(self, text: str) -> None:
         """Print something that the user should act on, set off from what is around it."""

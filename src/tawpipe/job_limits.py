@@ -29,11 +29,9 @@ def memory_left() -> float:
         limits = [int(word) for word in (*(_text(group / name) for name in names), above) if word.isdecimal()]
         if limits:
             used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes") or 0
-            read = [
-                max(int(counts.get(f"{of_all}{kind}_file", 0)) for of_all in ("", "total_"))
-                for kind in ("active", "inactive")
-            ]
-            left = min(left, min(limits) - int(used) + sum(read))
+            kinds = "active_file", "inactive_file"  # version 1 has them without the groups below, too
+            read = sum(int(counts.get(f"total_{kind}") or counts.get(kind, 0)) for kind in kinds)
+            left = min(left, min(limits) - int(used) + read)
     return left
 
 
@@ -63,11 +61,9 @@ def _groups(controller: str) -> list[Path]:
         path = paths.get("" if kind == "cgroup2" else controller)
         if path is not None and (kind == "cgroup2" or (kind == "cgroup" and controller in options)):
             mounted, at = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), w) for w in place.split()[3:5])
-            parts, top = PurePosixPath(path).parts[1:], PurePosixPath(mounted).parts[1:]
-            below = (
-                parts[len(top) :] if parts[: len(top)] == top else ()
-            )  # else only the mount itself is known to be ours
-            below = () if ".." in below else below
+            own = PurePosixPath(path)
+            below = own.relative_to(mounted).parts if own.is_relative_to(mounted) else ("..",)
+            below = () if ".." in below else below  # only the mount itself is known to be ours
             groups += [ROOT / at[1:] / Path(*below[:depth]) for depth in range(len(below) + 1)]
     return groups
 

@@ -213,10 +213,6 @@ class TimedWorkload:
         return 0.0
 
     @property
-    def layer_elements(self) -> int:
-        return self.layer_bytes // 4
-
-    @property
     def compute_s(self) -> float:
         """Seconds of all layers and micro-batches together; divided by the devices it bounds a step from below."""
         return self.micro_batches * sum(part.seconds for part in self.parts)

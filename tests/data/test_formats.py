@@ -14,6 +14,7 @@ import pytest
 from transformers import AddedToken
 
 from chats import learned, tokens_of, with_own
+from found_files import find_files
 from tawpipe.data.chat import with_template
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import Encoder
@@ -23,7 +24,7 @@ from tawpipe.data.read import RowReader
 from tawpipe.data.render import Renderer
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_files, find_sets
+from tawpipe.data.sources import find_sets
 from tawpipe.data.tokenizer import sample_texts, train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from found_files import find_files
 from tawpipe.data.hub import opened
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_files, find_sets
+from tawpipe.data.sources import find_sets
 from tawpipe.errors import UserError
 
 

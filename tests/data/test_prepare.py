@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from found_files import find_files
 from tawpipe.data.cache import MARKER, is_complete, leader_first, make_folder
 from tawpipe.data.corpus import split_documents
 from tawpipe.data.lengths import Dealing
@@ -25,7 +26,6 @@ from tawpipe.data.prepared import changed_parts
 from tawpipe.data.read import RowReader
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_files
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenizer import check_vocabulary, sample_texts, tokenizer_hash, train_tokenizer
 from tawpipe.errors import RunError, UserError

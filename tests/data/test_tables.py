@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from found_files import find_files
 from tawpipe.data.columns import RawRow
 from tawpipe.data.read import RowReader
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import find_files
 
 
 def rows_of(path: Path, text: str) -> tuple[list[str], list[Skipped]]:

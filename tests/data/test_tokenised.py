@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from found_files import find_files
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_files
 from tawpipe.data.tokenised import TokenisedText, stamps
 from tawpipe.errors import UserError
 

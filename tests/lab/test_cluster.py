@@ -169,10 +169,10 @@ def cluster(namespaces: None) -> Iterator[Cluster]:
 def test_links_are_no_faster_than_asked_and_counted_and_nodes_are_faster(cluster: Cluster, tmp_path: Path) -> None:
     slow, fast = 4 << 20, 256 << 20
     plan = [(0, 1, fast), (0, 4, 2 * slow), (0, 2, slow), (2, 0, slow)]
-    before = [cluster.counters(node) for node in range(3)]
+    before = list(map(network.traffic, cluster.nodes))
     word = json.dumps([cluster.addresses, plan, str(tmp_path)])
     cluster.launch([sys.executable, "-c", TRANSFERS, word], local=2, timeout_s=60)
-    carried = [cluster.counters(node) - earlier for node, earlier in enumerate(before)]
+    carried = [network.traffic(node) - earlier for node, earlier in zip(cluster.nodes, before, strict=True)]
 
     inside, *between = (size / float((tmp_path / str(n)).read_text()) for n, (_, _, size) in enumerate(plan))
     for measured, rate in zip(between, [25 * MB, 12.5 * MB, 12.5 * MB], strict=True):
@@ -236,7 +236,7 @@ def test_workers_see_the_nodes_of_a_cluster(cluster: Cluster, tmp_path: Path) ->
         assert "TAWPIPE_LOCAL_LAUNCHER" not in seen
         assert seen["argv"] == [f"rank {rank}"]
         assert sorted(seen["interfaces"]) == sorted(["lo", cluster.interface(0)])
-        assert Traffic(**seen["counted"]) == cluster.counters(rank // 2)
+        assert Traffic(**seen["counted"]) == network.traffic(cluster.nodes[rank // 2])
 
 
 def test_a_process_outside_has_no_link_to_count() -> None:

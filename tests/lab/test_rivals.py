@@ -192,7 +192,7 @@ def test_gradients_and_weights_are_those_of_one_process(
     """Every element's gradient is the number of micro-batches over the activation's elements, in all layers."""
     workload = TimedWorkload(**WORKLOAD)
     each = workload.micro_batches / (workload.activation_bytes // 4)
-    norm = each * math.sqrt(workload.layers * workload.layer_elements)
+    norm = each * math.sqrt(workload.layers * workload.layer_bytes // 4)
     weight = torch.tensor([INITIAL_WEIGHT], requires_grad=True)
     optimizer = torch.optim.AdamW([weight], lr=1e-4)
     for _ in range(STEPS):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import ANY_FOLDERS, ANY_NAME, HUB, SourceFile, match_files
+from tawpipe.data.sources import HUB, SourceFile, match_files
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def load(name: str, streaming: bool, setting: str) -> Any:
         raise UserError(setting, name, "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     path, config, split = parts["path"], parts["config"], parts["split"]
     if (local := Path(path)).is_dir():
-        files = match_files(local.resolve(), (ANY_FOLDERS, ANY_NAME))[0]
+        files = match_files(local.resolve())[0]
         if odd := next((file for file in (local.resolve(), *files) if glob.has_magic(str(file))), None):
             expected = f"no * ? [ in the folder's path and its files' names, as datasets takes {odd} for a pattern"
             raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")

@@ -25,7 +25,6 @@ from tawpipe.data.report import (
     PartReport,
     ReadCounts,
     SetSize,
-    Skipped,
     too_small,
 )
 from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
@@ -89,7 +88,7 @@ def prepare_data(
     held_out_sets = find_sets(settings.validation_data, "--validation-data")
     if weighted := [source.name for source in held_out_sets if source.weight is not None]:
         raise UserError("--validation-data", weighted[0], "no weights: all of it is looked at")
-    validation_files = [file for source in held_out_sets for file in source.files]
+    validation = held_out_sets[0] if held_out_sets else SourceSet("", None, ())
     root = cache_root(settings.cache_dir)
     lengths: dict[Packed, int] = {
         "split": sequence_length,
@@ -98,11 +97,10 @@ def prepare_data(
         "none": sequence_length,
     }
     preparation = _Preparation(
-        settings, sets, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
+        settings, sets, validation, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
     )
-    preparation.validation_left_out = [skipped for source in held_out_sets for skipped in source.left_out]
     files = [file for source in sets for file in source.files]
-    request = content_hash(asdict(settings), stamps([*files, *validation_files]), model, *lengths.values(), seed)
+    request = content_hash(asdict(settings), stamps([*files, *validation.files]), model, *lengths.values(), seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
 
@@ -116,7 +114,8 @@ class _Preparation:
 
     settings: DataSettings
     sets: Sequence[SourceSet]
-    validation_files: Sequence[SourceFile]
+    validation: SourceSet
+    """The files of ``validation_data``, none without such."""
     root: Path
     lengths: dict[Packed, int]
     """Tokens of a row under every packing; under ``balanced`` of a document at most."""
@@ -125,7 +124,6 @@ class _Preparation:
     model: str | None
     leader: bool
     dealing: Dealing | None = None
-    validation_left_out: Sequence[Skipped] = ()
     why: str = ""
     """The reason for the packing that ``auto`` chose."""
     notes: list[str] = field(default_factory=list)
@@ -136,7 +134,8 @@ class _Preparation:
         self.sets = [
             replace(source, files=opened(source.files, streaming=streaming, setting="--data")) for source in self.sets
         ]
-        self.validation_files = opened(self.validation_files, streaming=streaming, setting="--validation-data")
+        held_out = opened(self.validation.files, streaming=streaming, setting="--validation-data")
+        self.validation = replace(self.validation, files=held_out)
         files = [file for source in self.sets for file in source.files]
         self.text = TokenisedText(self.settings, files, self.root, tokenizer=self.tokenizer, model=self.model)
         if self.text.tokenizer.eos_token_id is None:
@@ -150,7 +149,7 @@ class _Preparation:
     def _cached(self, begin: float) -> PreparedData:
         tokenised = [self.text.corpus(source.files, "--data") for source in self.sets]
         corpora, reused = [corpus for corpus, _ in tokenised], all(was_there for _, was_there in tokenised)
-        fraction = 0.0 if self.validation_files else self.settings.validation_fraction
+        fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         if fraction > 0 and not any(len(out) for _, out in split):
             self.notes.append("no validation: too few distinct documents to hold one out")
@@ -163,7 +162,7 @@ class _Preparation:
                 raise nothing_learned("--data", source.files, self.lengths[packing], packing)
         known = [dataset for dataset in train if dataset is not None]
         validation, validation_read = self._validation_files(packing)
-        if not self.validation_files:
+        if not self.validation.files:
             validation = self._held_out([(c, out) for c, (_, out) in zip(corpora, split, strict=True)], packing)
         sizes = [_size(dataset, len(kept)) for dataset, (kept, _) in zip(known, split, strict=True)]
         content = content_hash(*(dataset.identities.tobytes().hex() for dataset in known))
@@ -173,7 +172,7 @@ class _Preparation:
         )
 
     def _streamed(self) -> PreparedData:
-        fraction = 0.0 if self.validation_files else self.settings.validation_fraction
+        fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         looks = [self._first_look(source, fraction) for source in self.sets]
         read = ReadCounts.merged([counts for counts, _ in looks])
         first = self.sets[0].files
@@ -270,14 +269,14 @@ class _Preparation:
 
     def _validation_files(self, packing: Packed) -> tuple[PackedDataset | None, ReadCounts | None]:
         """The documents of ``validation_data``, if there is such."""
-        if not self.validation_files:
+        if not self.validation.files:
             return None, None
-        corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
-        for skipped in self.validation_left_out:
+        corpus, _ = self.text.corpus(self.validation.files, "--validation-data")
+        for skipped in self.validation.left_out:
             corpus.counts.add_skipped(skipped)
         dataset = self._packed(corpus, np.arange(len(corpus.identities)), packing)
         if dataset is None:
-            raise nothing_learned("--validation-data", self.validation_files, self.lengths[packing], packing)
+            raise nothing_learned("--validation-data", self.validation.files, self.lengths[packing], packing)
         return dataset, corpus.counts
 
     def _held_out(self, parts: Sequence[tuple[Corpus, np.ndarray]], packing: Packed) -> PackedDataset | None:
@@ -345,7 +344,7 @@ class _Preparation:
             balance = Balance.of(together.step_lengths, self.dealing, length, work)
         held_out_size = None if validation is None else _size(validation)
         if held_out_size is not None and settings.data != [STDLIB]:  # a try, whose loss nobody needs to the digit
-            fixed = bool(self.validation_files) or settings.streaming
+            fixed = bool(self.validation.files) or settings.streaming
             if said := too_small(held_out_size, None if fixed else settings.validation_fraction):
                 self.notes.append(said)
         for skipped in (one for source in self.sets for one in source.left_out):
@@ -369,13 +368,14 @@ class _Preparation:
             parts=parts,
         )
         window = settings.stream_window if settings.streaming else None
-        hashed = content_hash(*rows, window)
-        fingerprint = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{hashed[:16]}"
         held_out = ""
         if validation is not None:
-            content, hashed = content_hash(validation.identities.tobytes().hex()), content_hash(*rows[:3])
-            held_out = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{hashed[:16]}"
-        return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out)
+            held_out = self._fingerprint(content_hash(validation.identities.tobytes().hex()), rows[:3])
+        return PreparedData(mixed, validation, tokenizer, report, self._fingerprint(content, [*rows, window]), held_out)
+
+    def _fingerprint(self, content: str, rows: Sequence[object]) -> str:
+        """Hashes of documents, whose own is ``content``, and of how they become rows."""
+        return f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{content_hash(*rows)[:16]}"
 
     def _parts(self, sizes: Sequence[SetSize], shares: np.ndarray) -> tuple[PartReport, ...]:
         """The sets of a mixture with their shares."""

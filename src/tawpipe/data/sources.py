@@ -120,15 +120,6 @@ def _with_weight(entry: str, setting: str) -> tuple[str, float | None]:
     return name, weight
 
 
-def find_files(entries: Iterable[str], setting: str = "--data") -> list[SourceFile]:
-    """Files that the entries name, sorted by path, each once.
-
-    Raises:
-        UserError: an entry leads to no file.
-    """
-    return _find(entries, setting)[0]
-
-
 def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[Skipped]]:
     """Find the files that the entries name, sorted by path, and what is left out so that each is read once."""
     names_of: dict[object, list[SourceFile]] = {}
@@ -141,8 +132,7 @@ def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[
             named = [SourceFile(entry, 0, 0)]
         else:
             is_folder = bool(entry) and path.is_dir()
-            whole = (ANY_FOLDERS, ANY_NAME)
-            found, passed = match_files(path, whole) if is_folder else _named(path) if entry else ([], [])
+            found, passed = match_files(path) if is_folder else _named(path) if entry else ([], [])
             left_out += passed
             named = [_source_file(one) for one in found]
             if not named:
@@ -199,8 +189,8 @@ def _named(path: Path) -> tuple[list[Path], list[Skipped]]:
     return [path], passed + [Skipped("file", str(one), why, str(path)) for one in found if one != path]
 
 
-def match_files(start: Path, pattern: tuple[str, ...]) -> tuple[list[Path], list[Skipped]]:
-    """Find the visible files below ``start`` that match the components of a pattern.
+def match_files(start: Path, pattern: tuple[str, ...] = (ANY_FOLDERS, ANY_NAME)) -> tuple[list[Path], list[Skipped]]:
+    """Find the visible files below ``start`` that match the components of a pattern; all by default.
 
     A component that exists in its folder stands for itself alone. A folder is read once for the same rest of the
     pattern, by its own path rather than by links to it.

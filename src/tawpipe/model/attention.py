@@ -62,7 +62,7 @@ class PackedMask:
         """
         if self.function is None:
             return
-        query, key, seen = self._seen()
+        query, key, seen = self._seen(self.function)
         expected = key <= query
         if self.window is not None:
             expected &= key > query - self.window
@@ -77,14 +77,14 @@ class PackedMask:
         """True if a token is known to see some after it."""
         if self.function is None:
             return False
-        query, key, seen = self._seen()
+        query, key, seen = self._seen(self.function)
         return any(bool((head & (key > query)).any()) for head in seen)
 
-    def _seen(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _seen(self, function: Callable[..., Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Positions of queries and keys, and for two heads True where the query sees the key in the model's mask; no
         heads where the mask is not a function of positions.
         """
-        function, edge = self.function, 16 if self.window is None else max(self.window, 1)
+        edge = 16 if self.window is None else max(self.window, 1)
         # Also where blocks or spans of any usual size would show.
         nears = (0, edge, 2 * edge, 100, 1000, *(2**power for power in range(5, 18)))
         places = sorted({place for near in nears for place in range(max(0, near - 2), near + 3)})
@@ -94,7 +94,6 @@ class PackedMask:
         shape = len(places), len(places)
         try:
             with torch.device("cpu"):  # wherever new tensors go by default, as where a model is made on meta
-                assert function is not None
                 heads = [torch.as_tensor(function(zero, zero + head, query, key)).expand(shape) for head in (0, 1)]
         except Exception:
             heads = []  # it reads tensors of its own: not a function of the distance between two tokens

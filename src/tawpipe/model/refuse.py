@@ -115,13 +115,12 @@ def refuse_not_causal(model: Any, layers: Sequence[nn.Module]) -> None:
     configs have such a field that no code reads.
     """
     text = model.config.get_text_config()
+    parts = [part for layer in layers for part in layer.modules()]
     causal = {"is_decoder": True, "is_causal": True, "use_bidirectional_attention": False}
     for key, value in causal.items():
         if bool(getattr(text, key, value)) == value:
             continue
-        said = {
-            getattr(part, name, None) for layer in layers for part in layer.modules() for name in ("is_causal", key)
-        }
+        said = {getattr(part, name, None) for part in parts for name in ("is_causal", key)}
         if False in said and True not in said:
             given = f"{type(model).__name__} with {key}={getattr(text, key)}"
             raise unsupported(given, f"{NOT_CAUSAL}; {key}: {str(value).lower()} in config.json makes a decoder of it")

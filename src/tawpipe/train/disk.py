@@ -58,19 +58,11 @@ class DiskNeeds:
         return f"{' and '.join(parts) or 'nothing large'}, where {gib(self.free)} are free"
 
 
-def disk_needs(
-    config: TrainConfig,
-    built: BuiltModel,
-    chain: Chain,
-    computed: torch.dtype,
-    optimizer: OptimizerFactory,
-    *,
-    done: int,
-) -> DiskNeeds:
+def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: int, done: int) -> DiskNeeds:
     """The needs of a run's output folder.
 
     Args:
-        computed: dtype in which blocks compute.
+        state: bytes of a checkpoint.
         done: steps before this start.
     """
     folder, form = config.output_path.absolute(), Form.of(config, built)
@@ -79,7 +71,7 @@ def disk_needs(
     slots = [slot for unit in chain.units for slot in unit.slots if whole or unit.trainable]
     model = sum(slot.numel for slot in slots if not (form.merge and ".lora_" in slot.name)) * form.dtype.itemsize
     return DiskNeeds(
-        state=state_bytes(config, built, chain, computed, optimizer),
+        state=state,
         states=checkpoints_at_most(config, done=done, there=len(complete_states(folder / "checkpoints"))),
         model=model if config.export.enabled and config.steps > done else 0,
         free=shutil.disk_usage(there).free,

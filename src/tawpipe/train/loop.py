@@ -394,8 +394,7 @@ class Training:
         if needed and not all(self.world.gather_numbers(float(is_complete(folder)))):
             line = f"best step begins anew: {folder}, its checkpoint, is not there"
             best = replace(best, step=0, loss=math.inf)
-        if line:
-            self.console.notice(line)
+        self.console.notice(line)
         return best
 
     def _link_seconds(self, given: Given) -> float | None:

@@ -41,7 +41,7 @@ from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_steps
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
-from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs
+from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
 from tawpipe.train.memory import check_memory, room_to_keep, too_large
 from tawpipe.train.optimizers import factory_of, resumed_factory
 from tawpipe.train.planned import Planning, probed
@@ -173,8 +173,7 @@ def prepare(
     batch = BatchShape.of(config, data.report.packing, world.size)
     batch.check_longest(data.longest, data.report.longest[1])
     begins = start()
-    for line in begins.notices:
-        console.notice(line)
+    console.notice(*begins.notices)
     config = _settled(config, data, batch, begins.state, console)
 
     # The model, built and followed once.
@@ -182,15 +181,13 @@ def prepare(
     with batch.naming_documents():
         model.check(vocabulary, data.longest)
         built, chain = model.followed(vocabulary)
-    if built.other_base_words:
-        console.notice(built.other_base_words)
+    console.notice(built.other_base_words)
     name, why = chosen_dtype(config.dtype, world, begins.state.dtype if begins.state is not None else "")
     dtype = DTYPES[name]
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
 
     optimizer, line = resumed_factory(config, begins, chain.units)
-    if line:
-        console.notice(line)
+    console.notice(line)
 
     # The plan.
     by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are told apart by row
@@ -217,8 +214,7 @@ def prepare(
         measure=measure,
         show=show,
     )
-    if line := too_large(planning):
-        console.notice(line)
+    console.notice(too_large(planning))
     followed = planning.follow(config.plan, begins.state)
     if followed.line:
         (console.warning if followed.fault else console.line)(followed.line)
@@ -250,7 +246,7 @@ def prepare(
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
-    disk = disk_needs(config, built, chain, dtype, optimizer, done=done)
+    disk = disk_needs(config, built, chain, state=state_bytes(config, built, chain, dtype, optimizer), done=done)
     check_disk(config, disk, world)
     return Prepared(
         config=config,

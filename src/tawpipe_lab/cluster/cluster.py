@@ -167,13 +167,6 @@ class Cluster:
         """
         return measure_links(self.nodes, self.rate, sizes, latency_s=self.latency_s)
 
-    def counters(self, node: int) -> Traffic:
-        """Bytes that a node's link has carried so far, from the counters of its namespace.
-
-        Inside a worker, :func:`own_traffic` reads the same counters of the worker's own node.
-        """
-        return network.traffic(self.nodes[node])
-
     def become(self, node: int, command: Sequence[str]) -> NoReturn:
         """Replaces this process by ``command`` in a node, with :meth:`environment`.
 
