@@ -61,8 +61,8 @@ def _groups(controller: str) -> list[Path]:
         path = paths.get("" if kind == "cgroup2" else controller)
         if path is not None and (kind == "cgroup2" or (kind == "cgroup" and controller in options)):
             mounted, at = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), w) for w in place.split()[3:5])
-            own = PurePosixPath(path)
-            below = own.relative_to(mounted).parts if own.is_relative_to(mounted) else ("..",)
+            group = PurePosixPath(path)
+            below = group.relative_to(mounted).parts if group.is_relative_to(mounted) else ("..",)
             below = () if ".." in below else below  # only the mount itself is known to be ours
             groups += [ROOT / at[1:] / Path(*below[:depth]) for depth in range(len(below) + 1)]
     return groups

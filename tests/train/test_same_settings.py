@@ -12,7 +12,7 @@ import pytest
 
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
-from tawpipe.train.start import refuse_other_settings
+from tawpipe.train.start import require_alike
 
 
 class Rank:
@@ -48,7 +48,7 @@ def refusals(*words: Sequence[str]) -> list[str]:
 
     def refused(rank: int, world: Any) -> str:
         try:
-            refuse_other_settings(load_config([*words[rank]]), world)
+            require_alike(load_config([*words[rank]]), world)
         except UserError as error:
             return str(error)
         return ""

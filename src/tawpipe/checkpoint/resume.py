@@ -236,8 +236,8 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
     world.together(disk.clear, acts=disk.leads)
     if resume == "auto":
         choice = newest(disk)
-        found = any(world.together(lambda: bool(complete_states(disk.folder))))
-        if choice.source is None and found and needed:
+        has_states = any(world.together(lambda: bool(complete_states(disk.folder))))
+        if choice.source is None and has_states and needed:
             raise UserError("resume", str(disk.folder), f"a sound checkpoint; {'; '.join(choice.passed_over)}")
     else:
         try:

@@ -33,8 +33,8 @@ def _checkpoints(path: Path, states: Callable[[Path], list[Path]] = complete_sta
     """
     if is_complete(path):
         return [path]
-    if found := states(path / "checkpoints") or states(path):
-        return found
+    if folders := states(path / "checkpoints") or states(path):
+        return folders
     raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
 
 

@@ -347,7 +347,7 @@ class _Preparation:
             fixed = bool(self.validation.files) or settings.streaming
             if said := too_small(held_out_size, None if fixed else settings.validation_fraction):
                 self.notes.append(said)
-        for skipped in (one for source in self.sets for one in source.left_out):
+        for skipped in (skipped for source in self.sets for skipped in source.left_out):
             read.add_skipped(skipped)
         report = DataReport(
             tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",

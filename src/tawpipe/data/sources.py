@@ -127,14 +127,14 @@ def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[
     for entry in entries:
         path = _path_of(entry)
         if entry == STDLIB:
-            named = [file for one in _stdlib_files() if (file := _source_file(one)).size]
+            named = [file for source in _stdlib_files() if (file := _source_file(source)).size]
         elif entry.startswith(HUB):
             named = [SourceFile(entry, 0, 0)]
         else:
             is_folder = bool(entry) and path.is_dir()
-            found, passed = match_files(path) if is_folder else _named(path) if entry else ([], [])
+            paths, passed = match_files(path) if is_folder else _named(path) if entry else ([], [])
             left_out += passed
-            named = [_source_file(one) for one in found]
+            named = [_source_file(each) for each in paths]
             if not named:
                 missing = "no file matches" if glob.has_magic(entry) else "no such file"
                 expected = f"{missing}; files, folders or globs, {STDLIB}, or {HUB}NAME are taken"
@@ -182,11 +182,11 @@ def name_files(files: Sequence[SourceFile]) -> str:
 
 def _named(path: Path) -> tuple[list[Path], list[Skipped]]:
     """The file with this name, or the files that it matches as a pattern; see ``match_files``."""
-    found, passed = match_files(Path(path.anchor), path.parts[bool(path.anchor) :])
-    if not os.path.lexists(path) or found == [path]:
-        return found, passed
+    matches, passed = match_files(Path(path.anchor), path.parts[bool(path.anchor) :])
+    if not os.path.lexists(path) or matches == [path]:
+        return matches, passed
     why = "fitting a name that exists and so is not a pattern"  # as of a file that is called "*"
-    return [path], passed + [Skipped("file", str(one), why, str(path)) for one in found if one != path]
+    return [path], passed + [Skipped("file", str(match), why, str(path)) for match in matches if match != path]
 
 
 def match_files(start: Path, pattern: tuple[str, ...] = (ANY_FOLDERS, ANY_NAME)) -> tuple[list[Path], list[Skipped]]:
@@ -198,7 +198,7 @@ def match_files(start: Path, pattern: tuple[str, ...] = (ANY_FOLDERS, ANY_NAME))
     Returns:
         The files, and the folders that were left out.
     """
-    found, passed = dict[Path, None](), dict[Skipped, None]()
+    files, passed = dict[Path, None](), dict[Skipped, None]()
     seen = dict[tuple[object, ...], Path]()
     folders, links = deque([(start, pattern)]), deque[tuple[Path, tuple[str, ...]]]()
     while folders or links:
@@ -225,8 +225,8 @@ def match_files(start: Path, pattern: tuple[str, ...] = (ANY_FOLDERS, ANY_NAME))
             if later and child.is_dir():
                 (links if child.is_symlink() else folders).append((child, later))
             elif not later and os.path.lexists(child) and not child.is_dir():
-                found[child] = None
-    return list(found), list(passed)
+                files[child] = None
+    return list(files), list(passed)
 
 
 def _stdlib_files() -> list[Path]:

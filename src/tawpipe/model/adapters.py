@@ -199,7 +199,7 @@ def other_base_words(adapter: Path, spec: str) -> str:
     made_on = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or spec
     if Path(made_on).expanduser().resolve() == Path(spec).expanduser().resolve():
         return ""
-    if all(made == own for made, own in zip(_ends(made_on), _ends(spec), strict=False)):
+    if all(theirs == ours for theirs, ours in zip(_ends(made_on), _ends(spec), strict=False)):
         return ""
     return f"{adapter} was made on {made_on}; this run's base is {spec}"
 

@@ -20,7 +20,7 @@ the two in Mamba's state space that its authors do not decay."""
 def roles_of(model: nn.Module) -> dict[str, str]:
     """Role of every parameter of ``model``, by its name in ``named_parameters()``."""
     modules = dict(model.named_modules())
-    return {name: _role(name, one, modules[name.rpartition(".")[0]]) for name, one in model.named_parameters()}
+    return {name: _role(name, value, modules[name.rpartition(".")[0]]) for name, value in model.named_parameters()}
 
 
 def _role(name: str, parameter: nn.Parameter, owner: nn.Module) -> str:

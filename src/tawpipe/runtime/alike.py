@@ -73,8 +73,8 @@ def read_alike(
         ranks = dict[str, list[int]]()
         for rank, words in enumerate(world.gather_texts(_difference(known, first))):
             ranks.setdefault(words, []).append(rank)
-        found = [f"{words} {_named(some, hosts)}" for words, some in ranks.items() if words]
-        raise UserError(setting, value, f"{expected}; {'; '.join(found[:MOST_NAMED])}, unlike {_named([0], hosts)}")
+        odd = [f"{words} {_named(some, hosts)}" for words, some in ranks.items() if words]
+        raise UserError(setting, value, f"{expected}; {'; '.join(odd[:MOST_NAMED])}, unlike {_named([0], hosts)}")
     return cast(T, result)
 
 

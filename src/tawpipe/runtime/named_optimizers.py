@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tawpipe.model.roles import MATRIX
-from tawpipe.runtime.optimizer import ROLES, Grouped, OptimizerFactory, adamw, decayed, role_by, whole_matrices
+from tawpipe.runtime.optimizer import ROLES, GroupedFactory, OptimizerFactory, adamw, decayed, role_by, whole_matrices
 from tawpipe.runtime.storage import piece_of
 
 
@@ -48,7 +48,7 @@ def muon(
             (hidden if is_table and role_by(groups, parameter) == MATRIX else others).append(parameter)
         return [of(some) for of, some in ((of_hidden, hidden), (of_others, others)) if some]
 
-    return whole_matrices(Grouped(make, "Muon", groups))
+    return whole_matrices(GroupedFactory(make, "Muon", groups))
 
 
 def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
@@ -56,7 +56,7 @@ def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
         def make(parameters: list[nn.Parameter], groups: str) -> Optimizer:
             return kind(decayed(parameters, weight_decay, groups), lr=learning_rate, **{**usual, **options})
 
-        return Grouped(make, kind.__name__, groups)
+        return GroupedFactory(make, kind.__name__, groups)
 
     return of
 

@@ -67,7 +67,7 @@ def whole_matrices(factory: OptimizerFactory) -> WholeMatrices:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedFactory:
     """A factory of this package: it groups parameters by a rule.
 
     Args:
@@ -95,14 +95,14 @@ class Grouped:
 def rule_of(factory: OptimizerFactory) -> str:
     """Rule by which a factory groups parameters, or ``""`` for a factory of the user's own."""
     inside = factory.factory if isinstance(factory, WholeMatrices) else factory
-    return inside.groups if isinstance(inside, Grouped) else ""
+    return inside.groups if isinstance(inside, GroupedFactory) else ""
 
 
 def with_groups(factory: OptimizerFactory, groups: str) -> OptimizerFactory:
     """This factory by another rule for its groups; a factory of the user's own stays as it is."""
     if isinstance(factory, WholeMatrices):
         return WholeMatrices(with_groups(factory.factory, groups))
-    return replace(factory, groups=groups) if isinstance(factory, Grouped) else factory
+    return replace(factory, groups=groups) if isinstance(factory, GroupedFactory) else factory
 
 
 def role_by(groups: str, parameter: Tensor) -> str:
@@ -135,7 +135,7 @@ def adamw(
         split = decayed(parameters, weight_decay, groups)
         return torch.optim.AdamW(split, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
-    return Grouped(make, "AdamW", groups)
+    return GroupedFactory(make, "AdamW", groups)
 
 
 def decayed(parameters: Sequence[nn.Parameter], weight_decay: float, groups: str) -> list[dict[str, Any]]:

@@ -54,11 +54,11 @@ def messages_of(label: object, topology: Topology, rank: int) -> dict[str, list[
         return {}
     members = topology.group(label.group, rank)
     name = f"{label.lane} {label.op} {label.collective} b{label.block} m{label.micro_batch} u{label.unit} of {members}"
-    found = {name: [member for member in members if member != rank]} if len(members) > 1 and not label.transfers else {}
+    named = {name: [member for member in members if member != rank]} if len(members) > 1 and not label.transfers else {}
     for t in label.transfers:
         way = f"{rank}>{t.peer}" if t.send else f"{t.peer}>{rank}"
-        found[f"{name} {way} {t.buffer if t.buffer.is_activation else t.unit}"] = [t.peer]
-    return found
+        named[f"{name} {way} {t.buffer if t.buffer.is_activation else t.unit}"] = [t.peer]
+    return named
 
 
 def conclusion(standings: Mapping[int, Standing | None]) -> str:

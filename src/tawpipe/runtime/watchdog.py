@@ -174,24 +174,24 @@ class Watchdog:
 
     def _tell(self, step: str, seconds: float, *, late: bool) -> None:
         """Report, and end the process where it is to end."""
-        own, held = self.standing(step, late=late), threading.Event()
-        ends = late and self.ends and not own.held
+        standing, held = self.standing(step, late=late), threading.Event()
+        ends = late and self.ends and not standing.held
         options = "--timeouts.step-s, for the first step --timeouts.first-step-s" if self.ends else "timeout"
         limit = f", the limit is {self.limit_s:.0f} s ({options}, or ten times a step)" if late else ""
-        self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{limit}{ENDS * ends}; {own.text}")
+        self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{limit}{ENDS * ends}; {standing.text}")
         if ends:  # by a thread of C, should the last words hang and keep Python's lock
             self._arm(LAST_WORDS_S + 2)
-        threading.Thread(target=self._conclude, args=(step, own, held), name="last words", daemon=True).start()
+        threading.Thread(target=self._conclude, args=(step, standing, held), name="last words", daemon=True).start()
         if not self._closed.wait(LAST_WORDS_S) and ends and not held.is_set():
             (self._own_end or partial(os._exit, EXIT_CODE))()
             self.close()
         self._arm(self.limit_s + DEAF_S)
 
-    def _conclude(self, step: str, own: Standing, held: threading.Event) -> None:
+    def _conclude(self, step: str, standing: Standing, held: threading.Event) -> None:
         """Say what follows from the standings of all ranks, then the last words; note whether a debugger holds one."""
         use_device(self._device)
         try:
-            standings = self.others.gather(own) if self.others is not None else {}
+            standings = self.others.gather(standing) if self.others is not None else {}
         except Exception as error:
             self._say(f"{self._where}: the other ranks could not be asked ({error})")
         else:
@@ -199,7 +199,7 @@ class Watchdog:
                 held.set()
             if standings:
                 self._say(EVERYONE + (verdict := conclusion(standings)))
-                if own.late and self.ends:
+                if standing.late and self.ends:
                     self.leave_words(verdict)
         if step and (words := self.last_words(step)):
             self._say(f"{self._where}: {words}")
@@ -256,8 +256,8 @@ def _main_frame() -> FrameType | None:
 def place_of_script() -> str:
     """Where the main thread is: the innermost place outside of installed packages."""
     stack = traceback.extract_stack(_main_frame()) if _main_frame() else []
-    own = [at for at in stack if not at.filename.startswith((sys.base_prefix, "<")) and "-packages" not in at.filename]
-    return next((f"at {at.filename}:{at.lineno} in {at.name}" for at in reversed(own)), "at an unknown place")
+    ours = [at for at in stack if not at.filename.startswith((sys.base_prefix, "<")) and "-packages" not in at.filename]
+    return next((f"at {at.filename}:{at.lineno} in {at.name}" for at in reversed(ours)), "at an unknown place")
 
 
 def keep_record() -> None:

@@ -33,14 +33,14 @@ def factory_of(config: TrainConfig) -> OptimizerFactory:
     return BY_NAME[settings.name](config.learning_rate, **options)
 
 
-def resumed_factory(config: TrainConfig, start: ResumePoint, units: Sequence[Unit]) -> tuple[OptimizerFactory, str]:
-    """Make the factory for a run that begins at ``start``: with the groups of its checkpoint where those of a new run
-    would differ.
+def resumed_factory(
+    factory: OptimizerFactory, start: ResumePoint, units: Sequence[Unit]
+) -> tuple[OptimizerFactory, str]:
+    """Give a run that begins at ``start`` the groups of its checkpoint where those of ``factory`` differ.
 
     Returns:
         the factory, and a line that says so; ``""`` if there is nothing to say.
     """
-    factory = factory_of(config)
     others = in_other_groups(factory, start.groups, units)
     if not others:
         return factory, ""

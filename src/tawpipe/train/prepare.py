@@ -54,8 +54,7 @@ from tawpipe.train.start import (
     documents_of,
     documents_of_a_step,
     documents_of_steps,
-    refuse_other_settings,
-    require_one_model,
+    require_alike,
     start_of,
     typical_lengths,
 )
@@ -164,8 +163,7 @@ def prepare(
         dtype=DTYPES.get(config.dtype),
         on_gpus=world.device.type == "cuda",
     )
-    refuse_other_settings(config, world)
-    require_one_model(config, world)
+    require_alike(config, world)
 
     # Documents, and from where the run goes on.
     model = RunModel(config)
@@ -186,7 +184,7 @@ def prepare(
     dtype = DTYPES[name]
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
 
-    optimizer, line = resumed_factory(config, begins, chain.units)
+    optimizer, line = resumed_factory(factory_of(config), begins, chain.units)
     console.notice(line)
 
     # The plan.

@@ -118,8 +118,8 @@ def run(config: TrainConfig) -> int:
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
 
-    last_words = (lambda: how_this_process_goes_on(config)) if launched_here() else None
-    with StopRequest(world, last_words) as stop:
+    how_to_go_on = lambda: how_this_process_goes_on(config)  # noqa: E731
+    with StopRequest(world, how_to_go_on if launched_here() else None) as stop:
         # The steps, and what is made of the model while all is open.
         with _tracking(prepared, world, console) as tracking:
             training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
@@ -153,7 +153,7 @@ def run(config: TrainConfig) -> int:
                 results.append(("page", config.report))
         console.summary(results)
         if stopped:
-            console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
+            console.notice(f"stopped after step {training.last}; {how_to_go_on()}")
         pipeline.close()
         if memory is not None and not saves.unsaved:
             memory.remove()

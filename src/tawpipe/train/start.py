@@ -45,17 +45,6 @@ def start_of(config: TrainConfig) -> str:
     return "weights" if folder is not None and has_weights(folder) else "random"
 
 
-def require_one_model(config: TrainConfig, world: World) -> None:
-    """Compare what every process reads of the model's folder, and of an adapter's; call on all ranks.
-
-    Raises:
-        UserError: they differ, or some process cannot read them; on all ranks.
-    """
-    _ = same_folder(world, config.model, code=config.trust_remote_code)
-    if adapter := config.lora.adapter:
-        read_alike(world, "lora.adapter", adapter, SAME_FILES, lambda: Path(adapter).expanduser(), folder_facts)
-
-
 def check_start(config: TrainConfig, built: BuiltModel, data: PreparedData, *, ranks: int) -> RetrievalCheck | None:
     """Check that model and documents suit each other and can give what the settings ask for.
 
@@ -92,16 +81,20 @@ def refuse_other_run(config: TrainConfig, state: RunState, chain: Chain, place: 
     refuse_other_trained(state, adapter_facts(chain.given), config.freeze, f"the checkpoint {place}")
 
 
-def refuse_other_settings(config: TrainConfig, world: World) -> None:
-    """Refuse settings that are not the same on all ranks, but for those of a machine; call on all ranks.
+def require_alike(config: TrainConfig, world: World) -> None:
+    """Compare the settings of all ranks, but for those of a machine, then what each reads of the model's folder and of
+    an adapter's; call on all ranks.
 
     Raises:
-        UserError: it names a setting, its values and their ranks; on all ranks.
+        UserError: they differ, or some rank cannot read them; it names the first difference and its ranks.
     """
     leaves = train_options().leaves.items()
-    own = {leaf.option: leaf.text(reduce(getattr, path, config)) for path, leaf in leaves if path not in OF_A_MACHINE}
-    facts = {option: Fact("", text) for option, text in own.items()}
+    texts = {leaf.option: leaf.text(reduce(getattr, path, config)) for path, leaf in leaves if path not in OF_A_MACHINE}
+    facts = {option: Fact("", text) for option, text in texts.items()}
     read_alike(world, "settings", "different ones", "the same on every rank", lambda: None, lambda _: facts)
+    same_folder(world, config.model, code=config.trust_remote_code)
+    if adapter := config.lora.adapter:
+        read_alike(world, "lora.adapter", adapter, SAME_FILES, lambda: Path(adapter).expanduser(), folder_facts)
 
 
 def documents_of(config: TrainConfig, model: RunModel, world: World, console: Console) -> PreparedData:

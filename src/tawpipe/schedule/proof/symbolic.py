@@ -90,7 +90,7 @@ class Contents:
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.schedules, schedule = schedules, schedules[0]
         self.schedule, self._early = schedule, schedule.step.settings.early_updates
-        self._updates = tuple(accumulate((one.training for one in schedules), initial=0))
+        self._updates = tuple(accumulate((each.training for each in schedules), initial=0))
         """Of every step the updates before it, and all."""
         self.held: list[dict[Buffer, Content]] = []
         self.alive: list[set[Buffer]] = []
@@ -99,9 +99,9 @@ class Contents:
         """Of every rank's keys and values, and of their gradients: the ranks of the set that are in them."""
         self._unfinished: list[set[Buffer]] = [set() for _ in schedule.programs]
         """Gradients of inputs that lack what comes through keys and values."""
-        distinct = list({id(one): one for one in schedules}.values())
+        distinct = list({id(each): each for each in schedules}.values())
         self._sizes = [
-            {buffer: size for one in distinct for buffer, size in one.buffer_elements(rank).items()}
+            {buffer: size for each in distinct for buffer, size in each.buffer_elements(rank).items()}
             for rank in range(schedule.topology.world_size)
         ]
         self._normed = [-1] * schedule.topology.world_size
@@ -118,7 +118,7 @@ class Contents:
         """Of every rank, the units whose changes a SIZE has counted and that have not come since, with what it saw."""
         self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
         """Of every rank's places in the host's memory the micro-batches that are there, in pipelines."""
-        self._everything = {id(one): _everything(one) for one in distinct}
+        self._everything = {id(each): _everything(each) for each in distinct}
         """Of every schedule, by its id, what must be in the gradient of a unit."""
 
     def _at_first(self, rank: int) -> set[Buffer]:

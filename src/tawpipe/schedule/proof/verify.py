@@ -64,15 +64,15 @@ def verify(schedule: Schedule, *others: Schedule, steps: int | None = None, one_
     Raises:
         ScheduleError: what is wrong, and where.
     """
-    distinct = list({id(one): one for one in (schedule, *others)}.values())
-    for one in distinct:
-        check_forms(one)
+    distinct = list({id(each): each for each in (schedule, *others)}.values())
+    for each in distinct:
+        check_forms(each)
     usual = 1 if others else 3 if schedule.looped else 2 if schedule.training else 1
     _ClocklessPlay([schedule] * (steps or usual) + list(others), one_thread=one_thread).run()
-    for one in distinct:
-        check_programs(one)
-        counted = link_elements(one)
-        formula = one.step.strategy.traffic(one.step, training=one.training)
+    for each in distinct:
+        check_programs(each)
+        counted = link_elements(each)
+        formula = each.step.strategy.traffic(each.step, training=each.training)
         if formula is not None and counted != formula:
             raise ScheduleError(f"elements between nodes: the actions move {counted}, the formula says {formula}")
 
