@@ -76,7 +76,9 @@ def test_single_changes_are_planned_in_order_and_then_come_machines():
     machines = re.fullmatch(r"(\d+) machines of 2 devices each", said[2][0])
     assert machines
     for nodes, good in ((int(machines[1]), True), (int(machines[1]) - 1, False)):
-        assert some_fit(replace(nothing(), machine=replace(nothing().machine, nodes=(2,) * nodes))) == good, nodes
+        assert (
+            some_fit(replace(nothing(), machine=replace(nothing().machine, nodes=(2,) * nodes)), lambda: False) == good
+        )
 
 
 @pytest.mark.usefixtures("few_strategies")
@@ -100,7 +102,7 @@ def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
 @pytest.mark.usefixtures("few_strategies")
 def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
-    monkeypatch.setattr(would_fit, "some_fit", lambda request: request.global_batch <= 2)
+    monkeypatch.setattr(would_fit, "some_fit", lambda request, over: request.global_batch <= 2)
     monkeypatch.setattr(WouldFit, "_planned", lambda self, request, words: words)
     lines = list(WouldFit(replace(nothing(), micro_batch=4), TrainConfig(), ask).lines())
     assert "--micro-batch 2 --global-batch 2 of fewer rows" in lines

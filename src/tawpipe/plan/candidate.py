@@ -77,7 +77,7 @@ class Outlook:
         ahead: seconds of the best step so far.
         effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
         plays: what is left for changes of settings, see ``MOST_IMPROVED``.
-        most_s: see ``search``.
+        most_s, vain_s: see ``search``.
     """
 
     waiting: Callable[[str], None] = lambda _: None
@@ -87,12 +87,14 @@ class Outlook:
     plays: int = MOST_IMPROVED
     patience_s: float = PATIENCE_S
     most_s: Callable[[float], float] = lambda _: math.inf
+    vain_s: float = math.inf
     begin: float = field(default_factory=time.monotonic)
     began: float = field(default_factory=time.thread_time)
 
     def over(self, part: float = 1.0) -> bool:
-        """True if something fits, and looking further would take more than a part of the time that it may."""
-        return self.ahead < math.inf and time.thread_time() - self.began > part * self.most_s(self.ahead)
+        """True if looking further would take more than a part of the time that it may."""
+        most_s = self.most_s(self.ahead) if self.ahead < math.inf else self.vain_s
+        return time.thread_time() - self.began > part * most_s
 
     def leave(self, part: float) -> None:
         """Let a part of the time be left, whatever has been spent."""

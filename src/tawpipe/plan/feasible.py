@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -68,13 +69,19 @@ def whole_rows_fit(request: PlanRequest) -> bool:
     return False
 
 
-def some_fit(request: PlanRequest) -> bool:
-    """True if some strategy fits with the settings that need the least memory."""
-    return any(_some_strategy_fits(request.with_homes(level)) for level in request.levels)
+def some_fit(request: PlanRequest, over: Callable[[], bool]) -> bool:
+    """True if some strategy is found that fits with the settings that need the least memory.
+
+    Args:
+        over: True when no other strategy is to be looked at: on many devices each takes a second.
+    """
+    return any(_some_strategy_fits(request.with_homes(level), over) for level in request.levels)
 
 
-def _some_strategy_fits(request: PlanRequest) -> bool:
+def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
     for strategy in strategies().values():
+        if over():
+            break
         if not strategy.candidate or strategy.arranges:
             continue
         for ranks in (request.settings.sequence_ranks, *request.sets[-1:]):

@@ -34,8 +34,10 @@ SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest], str]
     "sequence_length": (128, PlanRequest.with_length, " of as many rows"),
 }
 """Numbers of a batch that are halved until it fits: the least, the request with another one, and what else to say."""
-SECONDS, OF_ONE = 8.0, 2.0
-"""Of computing, after which no other change is looked at; and about how many of them one plan may take."""
+SECONDS, OF_ONE, VAIN_S = 8.0, 2.0, 5.0
+"""Of computing, after which no other change is looked at; about how many of them one plan may take, and how many before
+it has found anything that fits.
+"""
 MOST_NODES = 64
 """Times as many machines as there are, up to which it is looked how many would do."""
 ASSUMED = LinkModel(25e9 / 8, 3e-5)
@@ -82,7 +84,7 @@ class WouldFit:
         for change in CHANGES:
             settings = {name: new for name, (old, new) in change.items() if _value(self.config, name) == old}
             words = [f"{option_of(name)} {str(value).lower()}" for name, value in settings.items()]
-            if not words or " ".join(words) in said or self._over:
+            if not words or " ".join(words) in said or self._is_over():
                 continue
             if EARLY in settings:
                 if not self._may_be_early:
@@ -103,14 +105,14 @@ class WouldFit:
     def _smaller(self, words: list[str], request: PlanRequest) -> Iterator[str]:
         for name, (least, changed, more) in SMALLER.items():
             now = getattr(request, name)
-            if now <= least or not some_fit(changed(request, least)):
+            if now <= least or not some_fit(changed(request, least), self._is_over):
                 continue
             halves = (now >> n for n in count(1))
             for number in takewhile(lambda half, least=least: half >= least, halves):
-                if self._over:
+                if self._is_over():
                     return
                 other = changed(request, number)
-                if some_fit(other):
+                if some_fit(other, self._is_over):
                     # A batch of fewer rows than a micro-batch has makes that smaller, too.
                     changes = [key for key in SMALLER if getattr(other, key) != getattr(request, key)]
                     said = [f"{option_of(key)} {getattr(other, key)}" for key in changes]
@@ -123,20 +125,20 @@ class WouldFit:
         self._end = max(self._end, time.thread_time() + OF_ONE)
         now = len(self.request.machine.nodes)
         short, enough = now, 2 * now
-        while not self._over and not some_fit(self._on(enough)):
+        while not some_fit(self._on(enough), self._is_over):
             short, enough = enough, 2 * enough
-            if enough > now * MOST_NODES:
+            if enough > now * MOST_NODES or self._is_over():
                 return ""
-        while enough - short > 1 and not self._over:
+        while enough - short > 1 and not self._is_over():
             middle = (short + enough) // 2
-            short, enough = (short, middle) if some_fit(self._on(middle)) else (middle, enough)
+            short, enough = (short, middle) if some_fit(self._on(middle), self._is_over) else (middle, enough)
         request = self._on(enough)
         link = request.machine.between
         assumed = f", {link.bytes_per_s * 8 / 1e9:.3g} Gbit/s between them" if link == ASSUMED else ""
         each = max(request.machine.nodes)
-        fewest = "" if enough - short == 1 else "at most "
+        fewest = "" if enough - short == 1 and not self._is_over() else "at most "
         what = f"{fewest}{enough} machines of {each} device{'s' if each > 1 else ''} each{assumed}"
-        return self._planned(request, what) if some_fit(request) else ""
+        return self._planned(request, what)
 
     def _on(self, nodes: int) -> PlanRequest:
         machine = self.request.machine
@@ -144,13 +146,12 @@ class WouldFit:
         between = machine.between if math.isfinite(machine.between.bytes_per_s) and len(machine.nodes) > 1 else ASSUMED
         return replace(self.request, machine=replace(machine, nodes=(*machine.nodes, *more), between=between))
 
-    @property
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         return time.thread_time() > self._end
 
     def _planned(self, request: PlanRequest, words: str) -> str:
         """What a plan chooses for a request, in words; empty if nothing fits."""
-        chosen = Plan.of(request, search(request, most_s=lambda _: OF_ONE)).chosen
+        chosen = Plan.of(request, search(request, most_s=lambda _: OF_ONE, vain_s=VAIN_S)).chosen
         if chosen is None or chosen.prediction is None:
             return ""
         return f"{words}: {span(chosen.seconds)} a step ({chosen.strategy}, {gib(chosen.prediction.peak_bytes)} GiB)"
