@@ -38,6 +38,8 @@ from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out, with_
 
 PARTS = ("forward", "backward_input", "backward_weight")
 """Of a block's times."""
+MOST = 1024
+"""Nodes of a cell, processes of a node and steps in a row: more would fill the memory before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Cell:
         if self.speeds and isinstance(self.workload, RealWorkload):
             raise UserError("speeds", self.speeds, f"nothing in cell {self.name}, which really computes")
         for name in ("nodes", "local", "steps_in_a_row"):
-            if (number := getattr(self, name)) < 1:
-                raise UserError(name, number, f"at least 1 in cell {self.name}")
+            if not 1 <= (number := getattr(self, name)) <= MOST:
+                raise UserError(name, number, f"1 to {MOST:,} in cell {self.name}")
         _ = self.device_speeds
 
     @property

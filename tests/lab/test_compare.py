@@ -140,8 +140,9 @@ def test_mistakes_in_suites_are_named(tmp_path):
     with pytest.raises(UserError, match="forward_s"):
         read_suite({"name": "x", "cells": [{**good, "workload": {"layers": 2}}], "strategies": [{"strategy": "flat"}]})
     for name in ("nodes", "local", "steps_in_a_row"):
-        with pytest.raises(UserError, match=f"{name}: got 0; at least 1 in cell c"):
-            read_suite({"name": "x", "cells": [{**good, name: 0}], "strategies": [{"strategy": "flat"}]})
+        for number in (0, 10**9):
+            with pytest.raises(UserError, match=f"{name}: got {number}; 1 to 1,024 in cell c"):
+                read_suite({"name": "x", "cells": [{**good, name: number}], "strategies": [{"strategy": "flat"}]})
     file = tmp_path / "bad.yaml"
     file.write_text("a: [")
     with pytest.raises(UserError, match="YAML"):
