@@ -425,8 +425,7 @@ def test_one_node_and_one_device_have_plans():
         assert plan.as_json()["candidates"][0]["link_bytes"] == 0
 
 
-def test_uneven_nodes_have_plans(monkeypatch):
-    monkeypatch.setattr("tawpipe.plan.place.EFFORT", 0.2)
+def test_uneven_nodes_have_plans():
     machine = Machine((4, 2), LinkModel(2e5), LinkModel(1e8))
     found = search_only(plan_request(machine), "tawpipe-striped", "tawpipe-whole", "1f1b")
     assert Plan.of(plan_request(machine), found).chosen is not None
