@@ -136,7 +136,7 @@ PLAIN: dict[str, Any] = {
     "host_homes": None,
     "schedule": {},
 }
-"""What the thirty have in common."""
+"""Values that the thirty cases have in common."""
 
 
 def yardstick() -> float:

@@ -16,7 +16,7 @@ from gpu.common import say, seconds_of
 from tawpipe.runtime import exact
 
 POWERS = (22, 24, 26)
-"""Of two: values of a slice."""
+"""Values of a slice, as a power of two."""
 
 
 def changed(count: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: lines of JSON, and times on a GPU."""
+"""Helpers of the scripts in this folder: lines of JSON, and times on a GPU."""
 
 from __future__ import annotations
 

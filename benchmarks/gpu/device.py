@@ -23,7 +23,7 @@ PRODUCTS = ((8192, 8192, 8192), (4096, 8192, 2048), (16384, 8192, 2048), (8192, 
 STREAMS = {"high": (20, -1), "usual": (4, 0)}
 """Name -> how many streams, and their priority: about those of a pipeline's lanes and of NCCL."""
 CYCLES = int(1.2e8)
-"""Of a kernel that keeps a stream busy for some 60 ms."""
+"""Cycles of a kernel that keeps a stream busy for some 60 ms."""
 
 
 def versions(device: torch.device) -> None:

@@ -29,7 +29,7 @@ from tawpipe.model.watch import SAMPLE_TOKENS, Counting, FollowedWeights, Watch,
 LENGTHS_OF_TUPLES = 0, 1, 2, 3
 """What models may expect from a layer: hidden states, alone or in a tuple of so many."""
 LAYER_NUMBER = re.compile(r"idx|index|number|_id$")
-"""What models call the number of a layer that it keeps as an attribute."""
+"""Names of the attribute in which a layer keeps its number."""
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 

@@ -35,8 +35,8 @@ SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest], str]
 }
 """Numbers of a batch that are halved until it fits: the least, the request with another one, and what else to say."""
 SECONDS, OF_ONE, VAIN_S = 8.0, 2.0, 5.0
-"""Of computing, after which no other change is looked at; about how many of them one plan may take, and how many before
-it has found anything that fits.
+"""Seconds of computing after which no other change is looked at; seconds that one plan may take; seconds that it may
+take before anything fits.
 """
 MOST_NODES = 64
 """Times as many machines as there are, up to which it is looked how many would do."""

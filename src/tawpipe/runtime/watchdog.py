@@ -44,7 +44,7 @@ LAST_WORDS_S = 3.0
 DEAF_S = 30.0
 """Seconds beyond a step's limit for which the watchdog may fail to run before the timer of C ends the process."""
 MOST_LETTERS = 160
-"""Of an action, in a report."""
+"""Most letters of an action in a report."""
 STDERR = 2
 """Where the timer of C writes: the descriptor, as ``sys.stderr`` has none in a notebook."""
 EXIT_CODE = 1
@@ -208,7 +208,7 @@ class Watchdog:
         print(STUCK + line, file=self._stream or sys.stderr, flush=True)
 
     def standing(self, step: str, *, late: bool) -> Standing:
-        """What this rank does, for itself and for others.
+        """Describe what this rank does, for itself and for others.
 
         Args:
             step: under way, or "".
