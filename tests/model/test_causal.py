@@ -21,7 +21,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.refuse import refuse_not_causal
 from tawpipe.model.tested import TESTED_FAMILIES
-from tawpipe.pipeline.check import refuse_future
+from tawpipe.pipeline.check import change_by_future
 from tawpipe.pipeline.pipeline import Pipeline
 
 BOTH_WAYS: dict[str, Any] = {"is_decoder": False, "use_bidirectional_attention": True, "is_causal": False}
@@ -119,7 +119,7 @@ def test_a_model_of_the_users_that_looks_ahead_is_refused(kind, base):
     if kind is GatedLayer:
         for layer in model.model.layers:
             layer.mlp.gate = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        refuse_future("closed", deepcopy(model), micro_batches(((9, 14),))[0], 1e-5)  # the check opens it
+        assert change_by_future(deepcopy(model), micro_batches(((9, 14),))[0]) == 0.0  # the check opens it
     with pytest.raises(UserError, match=r"got 'OwnAttention, in which other tokens .* a causal language model"):
         Pipeline(model, check="always")
     Pipeline(model, check="never").close()

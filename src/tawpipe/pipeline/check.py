@@ -99,11 +99,15 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         alone = deepcopy(copy)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
             plain = _by_itself(alone, chain, batch, loss)
-            refuse_future(name, alone, batch, limit)
-    except UserError:
-        raise
+            ahead = change_by_future(alone, batch)
     except Exception as error:  # it may need what only its own devices have
         return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
+    if ahead > limit:
+        raise UserError(
+            "check",
+            f"{name}, in which other tokens change the logits of those before them by {ahead:.1e}",
+            f"{NOT_CAUSAL}; check: never leaves the look at it out",
+        )
     if random.drew:
         return f"{name} was not checked: it draws random numbers that no setting of it switches off"
     with _quiet():
@@ -259,27 +263,23 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
 
 
 @torch.no_grad()
-def refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float) -> None:
-    """Raise UserError if other tokens in the second half of a document change the logits of its first half."""
+def change_by_future(given: nn.Module, batch: MicroBatch) -> float:
+    """The relative change of the logits of a document's first half when the tokens of its second half are others; 0
+    where the same tokens give other logits, or none but special tokens are there.
+    """
     model = inner_model(given.eval())
     ids = _documents(batch.input_ids, batch)[-1][None]
     half, special = ids.shape[1] // 2, _special_tokens(model.config)
     ordinary = [token for token in ids[0, :half].tolist() if token not in special]
     if not ordinary:
-        return
+        return 0.0
     others = torch.tensor(ordinary)[torch.arange(half, ids.shape[1]) % len(ordinary)]
     rows = ids, torch.cat([ids[:, :half], others[None]], dim=1), ids
     before, after, again = (
         given(**taken_by(model, {"input_ids": row.clone(), "use_cache": False}, alone=True)).logits[0, :half]
         for row in rows
     )
-    # No numbers at all, or others in every call: the comparison says so.
-    if torch.equal(before, again) and (error := float((after - before).norm() / before.norm())) > limit:
-        raise UserError(
-            "check",
-            f"{name}, in which other tokens change the logits of those before them by {error:.1e}",
-            f"{NOT_CAUSAL}; check: never leaves the look at it out",
-        )
+    return float((after - before).norm() / before.norm()) if torch.equal(before, again) else 0.0
 
 
 def _special_tokens(config: Any) -> set[int]:

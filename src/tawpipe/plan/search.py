@@ -56,6 +56,10 @@ HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
 """
+FAR_OVER = 1.5
+"""Multiple of the memory beyond which, if the settings that need least need so much, no others are tried while nothing
+else has fitted.
+"""
 WORTH = 0.02
 """The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
 
@@ -123,8 +127,7 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
     outlook = outlook or Outlook()
     best = _best_of(request, strategy, axis, outlook)
     spread = "sequence_ranks" not in strategy.refusals and (request.leaves_idle or not _on_device(best))
-    for ranks in request.sets if spread else ():
-        other = _best_of(request.with_ranks(ranks), strategy, axis, outlook)
+    for other in _spread(request, strategy, axis, outlook) if spread else ():
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -135,6 +138,16 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
     if best.step is not None and best.prediction and best.prediction.timeline is None:
         return replace(best, prediction=predict(request, best.step))
     return best
+
+
+def _spread(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook) -> list[Candidate]:
+    """The best with more and more ranks to a row; the most ranks alone, which need the least memory each, where even
+    those are far from fitting.
+    """
+    widest = [_best_of(request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets[-1:]]
+    if any(one.prediction and not one.fits and _far_over(request, _peak(one)) for one in widest):
+        return widest
+    return [*(_best_of(request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets[:-1]), *widest]
 
 
 def _on_device(candidate: Candidate) -> bool:
@@ -225,7 +238,7 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
     """The best settings of one way to lay a strategy out.
 
     Args:
-        most: seconds beyond which no more than ``QUICK_PLAYED`` is played.
+        most: seconds beyond which no more than ``QUICK_PLAYED`` is played; infinite while nothing has fitted.
     """
     refused = Candidate(strategy.name, None, None, False)
     base = replace(request.settings, strategy=strategy.name)
@@ -240,13 +253,14 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         bound, work = min(bound_of(request, step) for step in options), min(plays(request, step) for step in options)
         if bound > most and work > QUICK_PLAYED:
             return replace(refused, why_not=f"not looked at: computing and links alone take {span(bound)} a step")
-        best = _fastest(request, options, look=True) if _some_fit(request, options) else None
+        least = leanest(request, options[0])
+        lean = [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
+        hopeless = most == math.inf and all(_far_over(request, memory_quickly(request, step).wanted) for step in lean)
+        best = _fastest(request, options, look=True) if not hopeless and _some_fit(request, options) else None
     except UserError as error:
         return replace(refused, why_not=in_plain_words(error))
     if best is None:
-        least = leanest(request, options[0])
-        lean = [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
-        if _some_fit(request, lean, DEVICE):
+        if not hopeless and _some_fit(request, lean, DEVICE):
             options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
             best = _fastest(request, [*_offloaded(request, options), *_in_chunks(request, options)])
         if best is None:
@@ -268,6 +282,10 @@ def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> 
     ends = [*options[:1], *options[-1:]] if len(options) > 1 else options
     short = (lacking(request, memory_quickly(request, step)) for step in ends)
     return any(not (set(missing) & set(what) if what else missing) for missing in short)
+
+
+def _far_over(request: PlanRequest, needed: float) -> bool:
+    return 0 < request.memory_bytes * FAR_OVER < needed
 
 
 def _fastest(
