@@ -84,6 +84,19 @@ def test_a_save_that_never_ends_is_given_up(pipeline, tmp_path):
     saving.wait()
 
 
+def test_a_second_save_waits_for_the_first(pipeline, tmp_path):
+    injector, gate = Injector([], 0, restart=0), threading.Event()
+    injector.before_save = lambda step: gate.wait()  # type: ignore[method-assign, return-value]
+    pipeline.injector = injector
+    first = pipeline.start_saving(tmp_path / "one")
+    with pytest.raises(RunError, match=r"saving .*one has taken longer than 0 s"):
+        pipeline.start_saving(tmp_path / "two", limit_s=0.1)
+    gate.set()
+    second = pipeline.start_saving(tmp_path / "two")
+    assert first.done and not first.wait().problem
+    assert not second.wait().problem and read_manifest(tmp_path / "two")
+
+
 def test_a_disk_that_keeps_other_bytes_is_found_out(pipeline, tmp_path, monkeypatch):
     """What this machine has in its page cache is as it was written; what comes from the disk after that is not."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
+import pstats
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tawpipe import Pipeline
 from tawpipe.runtime.activations import Activations, LayerGraph
 from tawpipe.runtime.moves import copy
 from tawpipe.runtime.recompute import Saved, keep_attention, keep_graph
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import AWAY, Buffer, Kind
+from tawpipe.schedule.settings import ScheduleSettings
 
 HEADS, WIDTH = 2, 16
 
@@ -88,3 +93,25 @@ def test_what_comes_back_is_what_went(kind):
     copy(blocks, Action(Op.RELOAD, Lane.HOST, (away,), (here,), (away,), block=1, micro_batch=0), to_host=False)
     back = held.kept[here]
     assert not torch.equal(gradients(back, flat)[1], expected[1])  # it is read from there
+
+
+def test_keeping_a_graph_takes_as_long_in_a_deep_model():
+    """Python's calls in the thread that computes, a layer and micro-batch: none looks at what other layers have."""
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    counted = {}
+    for layers in (4, 12):
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2
+        )
+        schedule = ScheduleSettings(recompute="none", micro_batches_per_visit=2)
+        pipeline = Pipeline(LlamaForCausalLM(config), check="never", schedule=schedule)
+        for profile in (None, cProfile.Profile()):
+            if profile:
+                pipeline.executor.on_compute(profile.enable)
+            pipeline.step({"input_ids": ids, "labels": ids})
+            pipeline.drain()
+        assert profile is not None
+        pipeline.executor.on_compute(profile.disable)
+        pipeline.close()
+        counted[layers] = pstats.Stats(profile).total_calls / layers  # type: ignore[attr-defined]
+    assert counted[12] <= counted[4]  # the head and the embedding are shared by more layers

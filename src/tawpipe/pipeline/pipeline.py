@@ -516,12 +516,17 @@ class Pipeline:
     def start_saving(
         self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None, limit_s: float | None = None
     ) -> Saving:
-        """Copy what ``save`` writes, and write it while training goes on; one at a time in every store.
+        """Copy what ``save`` writes, and write it while training goes on; a save that is still being written is waited
+        for.
 
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
 
         Args:
-            limit_s: for homes in the host's memory, which are written before anything goes on: RunError after so many.
+            limit_s: seconds for the save before, and for homes in the host's memory, which are written before anything
+                goes on.
+
+        Raises:
+            RunError: one of them has taken longer.
         """
         return self._state.start_saving(where, run or {}, self.injector, limit_s)
 

@@ -63,8 +63,10 @@ class State:
         else:
             store, name = where, step_name(self.step_number)
         world = store.group or self._world_of_saves
+        for saving in self.savings:
+            if saving.world is world:
+                saving.join(limit_s)
         self.savings[:] = [saving for saving in self.savings if not saving.done]
-        assert all(saving.world is not world for saving in self.savings), "one save at a time"
         live = storage.in_host
         pieces = stage(list(state_pieces(storage, optimizers, saving=True)), live=live)
         content = {

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.activations import READ, SAVED, LayerGraph
@@ -44,7 +43,7 @@ def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCa
         again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, given))
         output = blocks.drawing(action, given, lambda: keep_attention(layer, leaf, again=again, saved=saved))
     # Not the output: its memory belongs to the next block's input, and goes with that.
-    held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls))
+    held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls[b - 1]))
     return output.detach()
 
 
@@ -84,8 +83,7 @@ def _keeps(action: Action, given: StepInput) -> bool:
     return stays and action.block in given.kept.get(action.micro_batch, ())
 
 
-def _alone(saved: Saved, output: Tensor, calls: tuple[LayerCall, ...]) -> Saved:
-    """Those tensors whose memory is of this layer and micro-batch alone: what all layers are called with stays."""
-    others = (leaf for leaf in tree_leaves([vars(call) for call in calls]) if isinstance(leaf, Tensor))
-    shared = {tensor.untyped_storage()._cdata for tensor in (output, *others)}
+def _alone(saved: Saved, output: Tensor, call: LayerCall) -> Saved:
+    """Those tensors whose memory is of this layer and micro-batch alone: what the layer is called with stays."""
+    shared = {tensor.untyped_storage()._cdata for tensor in (output, *call.tensors)}
     return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in shared]
