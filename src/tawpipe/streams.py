@@ -1,4 +1,4 @@
-"""Standard output and standard error as streams whose faults end nothing.
+"""Standard output and standard error as streams whose faults end nothing, and a check of text that comes in.
 
 A letter that the encoding lacks is written as an escape. Text that a full disk, or a reader that has gone, does not
 take is lost, and counted.
@@ -11,6 +11,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+from tawpipe.errors import UserError
 
 
 class Lossy:
@@ -77,3 +79,9 @@ def settle(stream: TextIO) -> None:
     except (OSError, ValueError):
         with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
             os.dup2(nothing.fileno(), stream.fileno())
+
+
+def check_text(setting: str, text: str) -> None:
+    """Raise UserError for a setting that holds bytes which are no UTF-8: no tokenizer takes them."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python reads such bytes
+        raise UserError(setting, text, "text in UTF-8")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tawpipe.cli import main
-from tawpipe.commands.chat import Conversation, model_folder
+from tawpipe.commands.chat import Conversation, model_folder, run
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 
@@ -99,6 +99,12 @@ def test_a_model_without_a_template_is_told_nothing_first(folder, loaded):
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="--system: got 'be brief'; left out: without a chat template"):
         Conversation(loaded[0], tokenizer, tokens=5).begin("be brief")
+
+
+@pytest.mark.parametrize("setting", ["--prompt", "--system"])
+def test_bytes_that_are_no_text_are_refused(setting):
+    with pytest.raises(UserError, match=rf"{setting}: got '\\udcff'; text in UTF-8"):
+        run(["nowhere", setting, "\udcff"])
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(loaded, capsys, monkeypatch):

@@ -140,6 +140,8 @@ def test_a_sample_begins_with_something() -> None:
     with pytest.raises(UserError, match=r"--sample.prompt: got \[\]"):
         validate(load_config(["--sample.prompt"]))
     validate(load_config(["--sample.prompt", "--sample.tokens", "0"]))
+    with pytest.raises(UserError, match=r"--sample\.prompt: got 'caf\\udce9'; text in UTF-8"):
+        validate(load_config(["--sample.prompt", "good", "caf\udce9"]))
 
 
 def test_the_data_is_not_looked_at_for_a_prompt_where_there_are_to_be_no_texts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.extras import install_hint
 from tawpipe.options import CommandParser
+from tawpipe.streams import check_text
 
 SETTING = "MODEL"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -198,6 +199,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--tokens", arguments.tokens, "at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
         raise UserError("--temperature", arguments.temperature, "a number from 0 on")
+    check_text("--system", arguments.system)
+    for prompt in arguments.prompt:
+        check_text("--prompt", prompt)
 
 
 def _parser() -> argparse.ArgumentParser:

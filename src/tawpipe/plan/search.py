@@ -144,10 +144,11 @@ def _spread(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outloo
     """The best with more and more ranks to a row; the most ranks alone, which need the least memory each, where even
     those are far from fitting.
     """
-    widest = [_best_of(request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets[-1:]]
-    if any(one.prediction and not one.fits and _far_over(request, _peak(one)) for one in widest):
+    best_of = [partial(_best_of, request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets]
+    widest = [find() for find in best_of[-1:]]
+    if any(least.prediction and not least.fits and _far_over(request, _peak(least)) for least in widest):
         return widest
-    return [*(_best_of(request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets[:-1]), *widest]
+    return [*(find() for find in best_of[:-1]), *widest]
 
 
 def _on_device(candidate: Candidate) -> bool:

@@ -21,6 +21,7 @@ from tawpipe.schedule.pipelines.strategy import parse_order
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import ScheduleSettings, parse_homes
 from tawpipe.schedule.strategies.table import strategies
+from tawpipe.streams import check_text
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
 
@@ -50,6 +51,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         check_page(config.report, makes_folder=inside)
     if config.sample.tokens and not config.sample.prompt:
         raise UserError("--sample.prompt", [], "the beginning of a text; or --sample.tokens 0 for none")
+    for prompt in config.sample.prompt:
+        check_text("--sample.prompt", prompt)
     check_steps(config)
     check_trackers(config.log.trackers, here=_reads_files(environ))
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
