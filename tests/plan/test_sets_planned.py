@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,19 @@ def chosen(asked: PlanRequest) -> int | None:
 
 def test_without_a_plan_a_row_is_one_devices():
     assert DEFAULT.sequence_ranks is None and step_of(asked_of(), "flat").settings.sequence_ranks == 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0, 1.3])
+def test_what_is_far_from_fitting_is_left_out_and_changes_no_plan(share, monkeypatch):
+    asked, tried = asked_of(memory=int(share * needed(asked_of(machine=FOUR), 4)), machine=FOUR), list[int]()
+    best_of = search_module._best_of
+    monkeypatch.setattr(search_module, "_best_of", lambda *given: tried.append(0) or best_of(*given))
+    short, tries = _best(asked, find("flat")), len(tried)
+    monkeypatch.setattr(search_module, "FAR_OVER", math.inf)
+    whole = _best(asked, find("flat"))
+    assert short.fits == whole.fits == (share >= 1)
+    assert not short.fits or short.step == whole.step
+    assert (tries < len(tried) - tries) == (share < 0.6)
 
 
 @pytest.mark.parametrize("machine", [None, FOUR], ids=["2x2", "1x4"])
