@@ -57,8 +57,8 @@ HOPELESS = 1.35
 gain there is, makes a step a quarter shorter.
 """
 FAR_OVER = 1.5
-"""Multiple of the memory beyond which, if the settings that need least need so much, no others are tried while nothing
-else has fitted.
+"""Where the leanest settings need more than this multiple of a device's memory, and nothing has fitted yet, no others
+are tried.
 """
 WORTH = 0.02
 """The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
@@ -141,8 +141,8 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
 
 
 def _spread(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook) -> list[Candidate]:
-    """The best with more and more ranks to a row; the most ranks alone, which need the least memory each, where even
-    those are far from fitting.
+    """Best candidates with several ranks to a row, the fewest ranks first; only the one with the most, which need the
+    least memory each, if that is far from fitting.
     """
     best_of = [partial(_best_of, request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets]
     widest = [find() for find in best_of[-1:]]
@@ -286,6 +286,7 @@ def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> 
 
 
 def _far_over(request: PlanRequest, needed: float) -> bool:
+    """True if ``needed`` bytes of a device are far more than the device with most memory has."""
     return 0 < request.memory_bytes * FAR_OVER < needed
 
 
