@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any
@@ -161,3 +162,21 @@ def test_a_field_that_no_layer_heeds_is_let_alone():
         layer.self_attn.is_causal = False
     with pytest.raises(UserError, match="LlamaForCausalLM with is_decoder=False"):
         refuse_not_causal(model, [*model.model.layers])
+
+
+class LabelsOnly(LlamaForCausalLM):
+    """Gives no logits without labels in evaluation mode."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, labels=labels, **kwargs)
+        if labels is None and not self.training:
+            raise ValueError("labels are wanted")
+        return output
+
+
+def test_a_model_that_gives_no_logits_by_itself_is_compared_all_the_same():
+    model = real_model(family_config("llama"))
+    model.__class__ = LabelsOnly
+    with closing(Pipeline(model, check="always")) as pipeline:
+        assert "2 of 3 layers checked" in pipeline.checked
+        assert "whether later tokens change logits was not seen: ValueError (labels are wanted)" in pipeline.checked

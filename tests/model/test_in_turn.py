@@ -75,8 +75,44 @@ class Summed(LlamaMLP):
         return super().forward(x) / torch.ones_like(x[..., :1]).cumsum(1)
 
 
+class Beyond(LlamaMLP):
+    """Doubles what comes after some tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.where(torch.arange(x.shape[1]) >= 3, 2.0, 1.0)[:, None]
+
+
+class Masked(LlamaMLP):
+    """Gives nothing for the first tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill((torch.arange(x.shape[1]) < 2)[:, None], 0.0)
+
+
+class Kept(LlamaMLP):
+    """Keeps factors of places in an attribute that is no buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factors[: x.shape[1], None]
+
+
+class AfterValues(ByPlace):
+    """Looks at values before it counts, which nothing on the meta device can do."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states * (1 + float(hidden_states.detach().abs().sum()) * 0), **kwargs)
+
+
 @pytest.mark.parametrize(
-    ("kind", "base"), [(ByPlace, LlamaAttention), (Learned, LlamaDecoderLayer), (Summed, LlamaMLP)]
+    ("kind", "base"),
+    [
+        (ByPlace, LlamaAttention),
+        (Learned, LlamaDecoderLayer),
+        (Summed, LlamaMLP),
+        (Beyond, LlamaMLP),
+        (Masked, LlamaMLP),
+        (Kept, LlamaMLP),
+    ],
 )
 def test_layers_that_count_places_themselves_take_documents_in_turn(kind: type[nn.Module], base: type[nn.Module]):
     model = real_model(family_config("llama"))
@@ -86,11 +122,21 @@ def test_layers_that_count_places_themselves_take_documents_in_turn(kind: type[n
             module.__class__ = kind
     for layer in model.model.layers if kind is Learned else ():
         layer.mlp.places = nn.Parameter(torch.randn(30, 32, dtype=torch.float64))
+    for layer in model.model.layers if kind is Kept else ():
+        layer.mlp.factors = torch.rand(30, dtype=torch.float64)
     plain = plain_step(model, micro_batches(PACKED))
     ours = our_step(deepcopy(model), PACKED)
     assert not differences(ours, plain, 1e-6)  # norms compute in fp32
     with pytest.raises(UserError, match="because layer 0 counts positions along the row by itself"):
         our_step(model, PACKED, sequence_chunk=12)
+
+
+def test_the_check_refuses_places_that_only_values_show():
+    model = meta_model(family_config("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = AfterValues
+    with pytest.raises(UserError, match=r"layer 0 counts positions along the row by itself, as its values show"):
+        Pipeline(model)
 
 
 def test_what_keeps_documents_apart_has_no_reason_to_take_them_in_turn():

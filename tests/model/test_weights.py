@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from model_families import FAMILIES, MORE_FAMILIES, family_config, meta_model, real_model
 from tawpipe.data.tokenizer import train_tokenizer
@@ -219,6 +220,17 @@ def test_a_model_with_values_is_its_own_source():
     chain.prepare("cpu", torch.float32)
     assert all(parameter.isnan().all() for parameter in model.parameters())
     assert_same(named(chain, source), before)
+
+
+def test_a_state_that_is_no_tensor_is_no_fact():
+    class Scaled(LlamaMLP):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"scale": 2}
+
+    model = real_model(family_config("llama"), torch.float32)
+    model.model.layers[0].mlp.__class__ = Scaled
+    facts = ModuleSource(Chain(model)).facts()
+    assert "model.layers.0.mlp.up_proj.weight" in facts and not any("extra_state" in name for name in facts)
 
 
 def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tawpipe.errors import UserError
 from tawpipe.model.attention import NAME, PackedMask, packing
 from tawpipe.model.find_mixers import Mixing, mixing_of
-from tawpipe.model.first_call import ValuesBefore, first_call
+from tawpipe.model.first_call import ValuesBefore, first_call, plain_tensors
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import NOT_CAUSAL, ApartError, refuse_not_causal, rope_settings, unsupported
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
@@ -188,7 +188,7 @@ def _follow_embedding(
     view, _ = view_with_layers(model, path, recorders)
     inputs, documents = _sample(model, alone=alone)
     followed = FollowedWeights(model)
-    counting = Counting((*model.parameters(), *model.buffers()))
+    counting = Counting((*model.parameters(), *model.buffers(), *plain_tensors(model).values()))
     counting.give(inputs["input_ids"], inputs["position_ids"])  # a count of the mask is one of the row's tokens
     hooks = torch.autograd.graph.saved_tensors_hooks(followed.pack, lambda tensor: tensor)
     try:

@@ -7,8 +7,6 @@ hidden states that nobody else holds, and everything else that it could change i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -68,14 +66,14 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
     given = hidden.clone()
     version = given._version
     shared = [(leaf, leaf._version) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    held, before = ValuesBefore(layer), _tensors(layer)
+    held, before = ValuesBefore(layer), plain_tensors(layer)
 
     output = call(layer, given)
 
     if any(tensor._version != earlier for tensor, earlier in shared):
         raise unsupported(name, "it changes a tensor in place that other layers are given too; make it copy first")
     held.check(name)
-    if kept := sorted(_tensors(layer).keys() - before.keys()):
+    if kept := sorted(plain_tensors(layer).keys() - before.keys()):
         raise unsupported(
             name,
             f"its forward pass leaves a tensor in its attribute {kept[0]}: the next call would find what belongs to "
@@ -91,11 +89,11 @@ def _alike(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def _tensors(layer: nn.Module) -> dict[str, Any]:
-    """The tensors among the plain attributes of a layer's modules."""
+def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are plain attributes of a module and of the modules in it, by their path."""
     return {
         f"{name}.{key}".lstrip("."): value
-        for name, module in layer.named_modules()
-        for key, value in vars(module).items()
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
         if isinstance(value, Tensor)
     }

@@ -162,7 +162,7 @@ class Counting(TorchDispatchMode):
         own: the code's parameters and buffers.
     """
 
-    PICKS = tuple(f"aten::{name}" for name in ("index", "_unsafe_index", "gather", "scatter", "take", "masked_"))
+    PICKS = tuple(f"aten::{n}" for n in ("index", "_unsafe_index", "gather", "scatter", "take", "masked_s"))
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
@@ -194,8 +194,9 @@ class Counting(TorchDispatchMode):
         if of_given:
             self._given.update(map(_storage, results))
         if not self._inside and (counted or self._counts(name, args, read, results)):
-            # Truths are left out: a mask that is made of places compares two of one document.
-            self._counted.update(_storage(tensor) for tensor in results if tensor.dtype != torch.bool)
+            # Truths about pairs are left out: a mask that is made of places compares two of one document.
+            pairs = [t for t in results if t.dtype == torch.bool and t.shape.count(SAMPLE_TOKENS) != 1]
+            self._counted.update(map(_storage, results) if not pairs else ())
             self.has_counted |= of_given and any(tensor.is_floating_point() for tensor in results)
         return output
 

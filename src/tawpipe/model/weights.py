@@ -64,7 +64,9 @@ class ModuleSource:
         return {}  # the chain's model has them itself
 
     def facts(self) -> Facts:
-        return value_facts({name: value for name, value in self._state.items() if not value.is_meta})
+        return value_facts(
+            {name: value for name, value in self._state.items() if isinstance(value, Tensor) and not value.is_meta}
+        )
 
 
 class InitSource:
