@@ -230,10 +230,13 @@ def test_states_without_their_manifest_are_passed_over_and_said(history, tmp_pat
         assert passed_over(disk.folder, max(left)) == tuple(f"step-000000{n}: it holds no {MARKER}" for n in lost[::-1])
 
 
-def test_newer_states_are_set_aside_when_nothing_refuses_any_more(history, tmp_path):
+@pytest.mark.parametrize("lost", [False, True])
+def test_newer_states_are_set_aside_when_nothing_refuses_any_more(history, tmp_path, lost):
     disk = Disk(history / "checkpoints", ALONE)
     chosen = choose(tmp_path, str(disk.folder / "step-00000010"), disk, None, restarts=0)
     assert len(complete_states(disk.folder)) == 3, "settings may still be refused"
+    if lost:  # or it would be passed over at every start from now on
+        (disk.folder / "step-00000030" / MARKER).unlink()
     chosen.take(tmp_path, disk)
     assert [path.name for path in complete_states(disk.folder)] == ["step-00000010"]
     assert len([*disk.folder.glob("*.abandoned")]) == 2 and (tmp_path / "history.json").exists()

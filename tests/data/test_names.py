@@ -4,13 +4,15 @@ import glob
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from found_files import find_files
-from tawpipe.data.hub import opened
+from tawpipe.data.hub import load, opened
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import find_sets
@@ -78,8 +80,22 @@ def test_a_folder_named_like_a_weight_is_that_folder_for_datasets_too(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["set [1]/a.jsonl", "set/a[1].jsonl", "what?/a.jsonl"])
-def test_a_name_that_datasets_takes_for_a_pattern_is_refused(tmp_path, name: str):
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_datasets_reads_files_whose_names_look_like_patterns(tmp_path, ending: str, streaming: bool):
+    for name in ("a[1]", "a1", "what?"):
+        frame = pandas.DataFrame({"text": [f"of {name}"]})
+        path = tmp_path / "set" / f"{name}.{ending}"
+        path.parent.mkdir(exist_ok=True)
+        writes = {"jsonl": partial(frame.to_json, orient="records", lines=True), "parquet": frame.to_parquet}
+        writes.get(ending, partial(frame.to_csv, index=False))(path)
+    (tmp_path / "set" / "README[old].md").write_text("no rows")
+    rows = load(f"hf:{tmp_path}/set", streaming, "--data")
+    assert sorted(row["text"] for row in rows) == ["of a1", "of a[1]", "of what?"]
+
+
+@pytest.mark.parametrize("name", ["set [1]/a.jsonl", "what?/a.jsonl"])
+def test_a_folder_that_datasets_takes_for_a_pattern_is_refused(tmp_path, name: str):
     folder = write(tmp_path / name).parent
     files = find_files([f"hf:{folder}"])
     with pytest.raises(UserError, match=r"for a pattern; --data .* without hf:"):

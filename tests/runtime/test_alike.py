@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from cases import llama
 from chat_families import TRAINED
-from tawpipe.model.facts import SAMPLE, WHOLE, tensor_facts
-from tawpipe.runtime.alike import LONGEST  # noqa: F401 (the module under test, which workers run)
+from tawpipe.model.facts import SAMPLE, WHOLE, Fact, Facts, tensor_facts
+from tawpipe.runtime.alike import _difference
 
 CODE = "modeling_own.py"
 
@@ -203,6 +203,14 @@ def test_other_models_of_scripts_are_refused_on_all_ranks(pool: Any, base: Path)
         assert_said(said[0][name], words)
     assert said[1]["broken"] == "raised: a disk fails"  # as it was raised there
     assert_said(said[0]["broken"], "RuntimeError: a disk fails.*; so on rank 1")
+
+
+@pytest.mark.parametrize("length", [3, 60, 79, 80, 200])
+def test_of_long_values_the_part_is_shown_that_differs(length: int) -> None:
+    ours, theirs = (Facts(paths=Fact("", "x" * length + name + "y" * 100)) for name in ("first", "second"))
+    said = _difference(ours, theirs)
+    assert re.fullmatch(r"paths is (\.\.\.)?x*firsty+\.\.\. instead of (\.\.\.)?x*secondy+\.\.\.", said), said
+    assert len(said) < 220
 
 
 @pytest.mark.parametrize("place", [0, WHOLE // 4, -1])

@@ -17,7 +17,7 @@ from tawpipe.errors import RunError
 from tawpipe.train import stopping
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.going_on import how_to_go_on
-from tawpipe.train.stopping import STOPPING, StopRequest
+from tawpipe.train.stopping import ENDING, STOPPING, StopRequest
 
 
 @pytest.fixture
@@ -60,6 +60,13 @@ def test_a_second_signal_ends_at_once(number, clock, monkeypatch, capfd):
             signal.raise_signal(number)
     assert codes == [128 + number]
     assert capfd.readouterr().err == f"tawpipe: {STOPPING}\ntawpipe: ended at once; step 4 is saved\n"
+
+
+def test_a_signal_after_the_last_step_ends_no_step(capfd: pytest.CaptureFixture[str]):
+    with StopRequest(ALONE) as stop:
+        stop.finish()
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == f"tawpipe: {ENDING}\n"
 
 
 def test_how_to_go_on_is_said_from_what_is_there(tmp_path: Path):

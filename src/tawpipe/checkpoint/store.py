@@ -134,7 +134,7 @@ class Disk:
         """Rename what is newer than what the run goes on from: it is not chosen any more, and removed when this history
         has saved.
         """
-        for path in complete_states(self.folder):
+        for path in named_states(self.folder):
             if step_of(path) > (self.resumed_step or 0):
                 shutil.rmtree(path.with_suffix(ABANDONED), ignore_errors=True)
                 path.rename(path.with_suffix(ABANDONED))

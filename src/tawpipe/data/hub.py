@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import HUB, SourceFile, match_files
+from tawpipe.data.sources import HUB, SourceFile
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,11 +82,9 @@ def load(name: str, streaming: bool, setting: str) -> Any:
     if parts is None:
         raise UserError(setting, name, "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     path, config, split = parts["path"], parts["config"], parts["split"]
-    if (local := Path(path)).is_dir():
-        files = match_files(local.resolve())[0]
-        if odd := next((file for file in (local.resolve(), *files) if glob.has_magic(str(file))), None):
-            expected = f"no * ? [ in the folder's path and its files' names, as datasets takes {odd} for a pattern"
-            raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")
+    if Path(path).is_dir() and glob.has_magic(folder := str(Path(path).resolve())):
+        expected = f"no * ? [ in the folder's path, as datasets takes {folder} for a pattern"
+        raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")
     if streaming and split and "[" in split:
         raise UserError(setting, name, "a whole split with --streaming, without [...]")
     try:

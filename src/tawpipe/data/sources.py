@@ -145,7 +145,7 @@ def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[
             names_of.setdefault(_identity(file.path), []).append(file)
     files = list[SourceFile]()
     for names in names_of.values():
-        file, *others = sorted(names, key=_preference)
+        file, *others = sorted(names, key=_preference) if names[1:] else names
         files.append(file)
         why, as_what = "read already under this or another name", f"read as {file.path}"
         left_out += [Skipped("file", other.path, why, as_what) for other in others]

@@ -91,6 +91,18 @@ def _difference(known: Mapping[str, Fact], first: Mapping[str, Fact]) -> str:
         return ""
     ours, theirs = (facts.get(odd[0], nothing) for facts in (known, first))
     words = odd[0] + (f" in {file}" if (file := ours.file or theirs.file) else "")
-    shown = [fact.shown if len(fact.shown) <= LONGEST else f"{fact.shown[:LONGEST]}..." for fact in (ours, theirs)]
+    pairs = enumerate(zip(ours.shown, theirs.shown, strict=False))
+    alike = next((at for at, (our, their) in pairs if our != their), min(len(ours.shown), len(theirs.shown)))
+    shown = [_excerpt(fact.shown, max(0, alike - LONGEST // 2)) for fact in (ours, theirs)]
     words += f" is {shown[0]} instead of {shown[1]}" if shown[0] != shown[1] else " has other content"
     return words + (f" (and {len(odd) - 1} more)" if len(odd) > 1 else "")
+
+
+def _excerpt(text: str, begin: int) -> str:
+    """``LONGEST`` letters of ``text`` from ``begin`` on, or all of it where that is no longer.
+
+    >>> _excerpt("a" * 100 + "b", 61)
+    '...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab'
+    """
+    begin = begin if len(text) > LONGEST else 0
+    return f"{'...' * (begin > 0)}{text[begin : begin + LONGEST]}{'...' * (len(text) > begin + LONGEST)}"

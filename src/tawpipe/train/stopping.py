@@ -27,6 +27,7 @@ from tawpipe.runtime.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOPPING = "stopping: the step under way ends, then a checkpoint is written; once more ends at once"
+ENDING = "ending: samples and export are written to their end; once more ends at once"
 AT_ONCE = "ended at once"
 
 
@@ -39,7 +40,7 @@ class StopRequest:
 
     def __init__(self, world: World, last_words: Callable[[], str] | None = None) -> None:
         self._world, self._last_words = world, last_words
-        self._said = False
+        self._said, self._words = False, STOPPING
         self.caught: signal.Signals | None = None
         self._caught_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -79,6 +80,7 @@ class StopRequest:
         if self._asked is not None:
             self._asked[0].wait()
             self._asked = None
+        self._words = ENDING
 
     def _catch(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -93,7 +95,7 @@ class StopRequest:
     def _say_stopping(self) -> None:
         if self._world.rank == 0 and not self._said:
             self._said = True
-            _write(STOPPING)
+            _write(self._words)
 
 
 def _write(words: str) -> None:
