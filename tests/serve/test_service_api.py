@@ -225,7 +225,7 @@ def test_an_answer_that_takes_too_long_ends_with_what_it_has() -> None:
         text = "abcdefgh" * 30
         chunks = [chunk.choices[0] for chunk in ask(service, text, stream=True)]
         said = "".join(choice.delta.content or "" for choice in chunks)
-        assert chunks[-1].finish_reason == "length" and text.startswith(said) and 5 < len(said) < len(text)
+        assert chunks[-1].finish_reason == "length" and text.startswith(said) and 0 < len(said) < len(text)
 
 
 def test_who_waits_in_vain_is_told_to_come_again() -> None:
