@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pool import WorkerPool
 from tawpipe.runtime.ahead import Ahead
+from tawpipe.runtime.transport import UNUSED_TAG
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import pooled
 from tawpipe.topology import Topology
@@ -49,7 +50,7 @@ def test_messages_of_two_counters_never_share_a_tag(monkeypatch: pytest.MonkeyPa
         tags.clear()
     assert all(len(numbers) == 2 * 256 for numbers in used)  # a header and its message
     assert not (used[0] & used[1] or used[0] & used[2] or used[1] & used[2])
-    assert all(0 < tag < 1 << 31 for numbers in used for tag in numbers)
+    assert all(0 < tag < 1 << 31 and tag != UNUSED_TAG for numbers in used for tag in numbers)
 
 
 def test_steps_of_few_rows_end_with_the_numbers_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:

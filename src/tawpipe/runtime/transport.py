@@ -58,8 +58,8 @@ BLOCK_BYTES_PER_S = 10e9
 """Rate at which one block fills a link between nodes."""
 BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
-UNUSED_TAG = 1 << 29
-"""Tag that no message has; see ``Ahead``."""
+UNUSED_TAG = 1 << 28
+"""Tag that no message has: those of ``Ahead`` begin at twice that."""
 
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
