@@ -6,10 +6,13 @@ import io
 import random
 import sys
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from cases import batches, llama
 from pipelines import make_pipeline
@@ -17,7 +20,8 @@ from processes import wait_for
 from schedules import llama as sizes
 from schedules import make
 from tawpipe import World
-from tawpipe.runtime.stalls import Standing, conclusion, messages_of
+from tawpipe.runtime import stalls
+from tawpipe.runtime.stalls import BEGINNING, Others, Standing, conclusion, messages_of
 
 
 def standing(text: str = "waits", *, failure: str = "", messages: dict[str, list[int]] | None = None) -> Standing:
@@ -68,47 +72,90 @@ def test_a_message_that_both_sides_are_at_is_waited_for_by_none() -> None:
     assert said.startswith("no rank has failed; ") and "wait for" not in said
 
 
+def test_a_step_that_goes_on_blames_nobody() -> None:
+    """What ranks said of themselves was true at different times, as anything has moved in between."""
+    circle: dict[int, Standing | None] = {rank: standing(messages={f"m{rank}": [1 - rank]}) for rank in range(2)}
+    assert "which is a fault of tawpipe's" in conclusion(circle)
+    for moved in circle:
+        said = conclusion({**circle, 2: None, moved: replace(circle[moved] or standing(), moves=True)})
+        assert said.endswith("the step goes on, slowly") and "fault" not in said and "wait" not in said
+
+
+def test_ranks_at_steps_of_different_sizes_are_no_fault_of_tawpipes() -> None:
+    said = conclusion({0: standing(messages={BEGINNING: [1]}), 1: standing(messages={"m": [0]})})
+    assert said.endswith("ranks 0, 1 wait for each other")
+
+
+class CountedStore(HashStore):
+    """Knows how often it was asked for anything but a number."""
+
+    reads = 0
+
+    def get(self, key: str) -> bytes:
+        self.reads += 1
+        return super().get(key)
+
+
+def test_ranks_tell_each_other_with_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "SETTLE_S", 0.2)
+    monkeypatch.setattr(stalls, "ANSWERS_S", 0.5)
+    store, rank_count = CountedStore(), 9
+    everyone = [Others(lambda: store, rank, rank_count) for rank in range(rank_count)]
+    assert not any(others.ask for others in everyone)
+    with ThreadPoolExecutor(rank_count) as threads:
+        answers = list(threads.map(lambda it: it.gather(lambda: standing(f"is {it._rank}"), ask=True), everyone[:-1]))
+    assert everyone[-1].ask and not any(others.ask for others in everyone[:-1])
+    for standings in answers:
+        assert [it and it.text for it in standings.values()] == [f"is {rank}" for rank in range(8)] + [None]
+    assert store.reads == len(answers)
+
+
 def test_a_rank_that_has_failed_is_said_to_have() -> None:
     said = conclusion({0: standing(messages={"m": [1]}), 1: standing("has failed: no memory", failure="no memory")})
     assert said.startswith("rank 1 has failed: no memory; ") and "no rank has failed" not in said
 
 
-def stalled(world: World, late: int, compute: bool) -> tuple[str, float]:
+NAMES = "the others wait for "
+
+
+def stalled(world: World, late: int, way: str) -> tuple[str, float]:
     """In a worker: what it says while a rank stays in its script, or in computing, until it has said so itself."""
     hold = [False]
+    compute, first = way == "computes", way == "is late to its first step"
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if hold[0] and compute and world.rank == late:
-            hold[0] = not wait_for(lambda: "all ranks: " in said.getvalue())
+            hold[0] = not wait_for(lambda: NAMES in said.getvalue())
         return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
 
     pipeline: Any = make_pipeline(llama(torch.float32), loss=loss, world=world)
     (batch,) = batches(4, 1)
-    pipeline.step(batch)
-    pipeline.drain()
+    if not first:
+        pipeline.step(batch)
+        pipeline.drain()
     before, sys.stderr = sys.stderr, io.StringIO()
     said, hold[0] = sys.stderr, True
     try:
         pipeline.executor.watchdog.limit_s = 0.5
         if world.rank == late and not compute:
-            assert wait_for(lambda: "all ranks: " in said.getvalue())
+            assert wait_for(lambda: NAMES in said.getvalue())
         value = pipeline.step(batch).loss
-        assert wait_for(lambda: "all ranks: " in said.getvalue())
+        assert wait_for(lambda: NAMES in said.getvalue())
     finally:
         sys.stderr = before
     pipeline.close()
     return said.getvalue(), value
 
 
-@pytest.mark.parametrize(("late", "compute"), [(2, False), (1, True)])
-def test_every_rank_reports_whom_all_wait_for_and_goes_on(pool: Any, late: int, compute: bool) -> None:
-    found = pool.run(f"{__name__}:stalled", 2, 2, late=late, compute=compute)
+@pytest.mark.parametrize(("late", "way"), [(2, "is in its script"), (1, "computes"), (3, "is late to its first step")])
+def test_every_rank_reports_whom_all_wait_for_and_goes_on(pool: Any, late: int, way: str) -> None:
+    found = pool.run(f"{__name__}:stalled", 2, 2, late=late, way=way)
+    compute, begins = way == "computes", way == "is late to its first step"
     assert len({value for _, value in found}) == 1
     for rank, (said, _) in enumerate(found):
-        (verdict, *_) = [line for line in said.splitlines() if "all ranks: " in line]
-        assert (
-            "no rank has failed; " in verdict and f"the others wait for rank {late}, which waits for nobody" in verdict
-        )
-        own = next(line for line in said.splitlines() if f"rank {rank} (node " in line and "all ranks" not in line)
+        (verdict, *_) = [line for line in said.splitlines() if NAMES in line]
+        assert "no rank has failed; " in verdict and f"{NAMES}rank {late}, which waits for nobody" in verdict
+        assert (f"{BEGINNING} took longer than" in verdict) == begins
+        own = next(line for line in said.splitlines() if f"rank {rank} (node " in line and "all ranks: " not in line)
         assert ("waits for nobody" in own) == (rank == late)
         assert ("processes.py" in own) == (rank == late and not compute)  # where its script is

@@ -6,8 +6,10 @@ import io
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +18,7 @@ from processes import wait_for
 from tawpipe.environment import ENDS
 from tawpipe.runtime import watchdog
 from tawpipe.runtime.lanes import Doing
+from tawpipe.runtime.stalls import BEGINNING, Others, Standing
 from tawpipe.runtime.watchdog import Watchdog, write_record
 from tawpipe.schedule.actions import Lane
 
@@ -29,6 +32,18 @@ class Never:
 
 class Now(Never):
     done = True
+
+
+class Answers(Others):
+    """Other ranks, made up."""
+
+    ask: Any = False
+
+    def __init__(self, ask: bool, gather: Callable[[Standing], dict[int, Standing | None]]) -> None:
+        self.ask, self._gathered = ask, gather
+
+    def gather(self, look: Callable[[], Standing], *, ask: bool) -> dict[int, Standing | None]:
+        return self._gathered(look())
 
 
 def test_a_step_that_takes_too_long_is_reported(monkeypatch):
@@ -123,7 +138,7 @@ def test_nothing_is_ended_in_a_debugger_or_a_notebook(monkeypatch, where):
         sys.settrace(lambda *_: None)
     else:
         other = replace(dog.standing("step 7", late=True), held="a debugger")
-        dog.others = SimpleNamespace(ask=False, gather=lambda own: {0: own, 1: other})  # type: ignore[assignment]
+        dog.hear(Answers(False, lambda own: {0: own, 1: other}))
     try:
         dog.watch("step 7", Never())
         clock.now = 11.0
@@ -143,7 +158,7 @@ def test_the_verdict_is_left_for_a_launcher_before_the_process_ends(monkeypatch)
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.5)
     said, ended = io.StringIO(), threading.Event()
     dog = Watchdog(dict, "rank 0", limit_s=0.1, stream=said, end=ended.set)
-    dog.others = SimpleNamespace(ask=False, gather=lambda own: {0: own, 1: own})  # type: ignore[assignment]
+    dog.hear(Answers(False, lambda own: {0: own, 1: own}))
     left: list[str] = []
     dog.leave_words = left.append
     dog.watch("step 7", Never())
@@ -151,17 +166,88 @@ def test_the_verdict_is_left_for_a_launcher_before_the_process_ends(monkeypatch)
     assert f"all ranks: {left[0]}" in said.getvalue()
 
 
-def test_a_rank_in_no_step_answers_and_says_where_its_script_is():
-    """All others wait for it, and it is the only one that knows why."""
+@pytest.mark.parametrize("watches", [True, False])
+def test_a_rank_in_no_step_answers_and_says_where_its_script_is(watches):
+    """All others wait for it, and it is the only one that knows why; also if no step has begun here yet."""
     said, asked = io.StringIO(), []
-    gather = lambda own: asked.append(own) or {0: own, 1: None}  # noqa: E731
-    dog = Watchdog(dict, "rank 0", limit_s=0.1, ends=False, stream=said)
-    dog.others = SimpleNamespace(ask=True, gather=gather)  # type: ignore[assignment]
-    dog.watch("step 7", Now())
+    dog = Watchdog(dict, "rank 0", limit_s=3600.0, ends=False, stream=said)
+    dog.hear(Answers(True, lambda own: asked.append(own) or {0: own, 1: None}))
+    if watches:
+        dog.watch("step 7", Now())
     assert wait_for(lambda: "all ranks: " in said.getvalue())
     dog.close()
     assert "rank 0: no step, " in said.getvalue() and "processes.py" in said.getvalue()
     assert not asked[0].waits and not asked[0].late and "rank 1, which does not answer" in said.getvalue()
+
+
+def test_an_answer_is_no_report_of_this_ranks_own(monkeypatch):
+    """Of a step that has just begun, whatever the limit; it does not put off the report of the step."""
+    clock, said = given_time(monkeypatch), io.StringIO()
+    others = Answers(True, lambda own: {0: own, 1: own})
+    dog = Watchdog(dict, "rank 0", limit_s=1000.0, ends=False, stream=said)
+    dog.watch("step 7", Never())
+    dog.hear(others)
+    assert wait_for(lambda: "step 7, 0 s; " in said.getvalue())
+    others.ask, clock.now = False, 1001.0
+    assert wait_for(lambda: "step 7, 1001 s, the limit is 1000 s" in said.getvalue())
+    dog.close()
+
+
+class DeafStore:
+    """Of a process that has stopped: no call returns."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting_and_ending(monkeypatch, ends):
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
+    said, ended, store = io.StringIO(), threading.Event(), DeafStore()
+    dog = Watchdog(dict, "rank 1", limit_s=0.1, ends=ends, stream=said, end=ended.set)
+    dog.hear(Others(lambda: store, 1, 2))
+    assert wait_for(lambda: store.calls > 0)
+    dog.watch("step 7", Never())
+    assert wait_for(lambda: said.getvalue().count("rank 1: step 7, ") == (1 if ends else 3), 20)
+    assert ended.wait(20) if ends else not ended.is_set()
+    dog.close()
+
+
+def test_a_store_that_has_gone_is_asked_once(monkeypatch):
+    """Torch prints each time that it has gone; and that other ranks have ended is no news to a healthy one."""
+    clock, said, store = given_time(monkeypatch), io.StringIO(), Mock()
+    store.add.side_effect = RuntimeError("gone")
+    dog = Watchdog(dict, "rank 1", limit_s=10.0, ends=False, stream=said)
+    dog.hear(Others(lambda: store, 1, 2))
+    dog._listener.join(20)
+    dog.watch("step 7", Never())
+    clock.now = 11.0
+    assert wait_for(lambda: "rank 1: step 7, " in said.getvalue())
+    dog.close()
+    assert store.add.call_count == 1 and "could not be asked" not in said.getvalue()
+
+
+def test_what_moves_between_two_looks_is_said_to_the_others():
+    doing = {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False), Lane.INTER_W: None}
+    dog = Watchdog(lambda: doing, "rank 0", limit_s=10.0)
+    before = dog._at()
+    doing[Lane.COMPUTE] = Doing("FORWARD b3", 5.0, False)
+    assert not dog.standing("step 1", late=True, before=before).moves
+    doing[Lane.INTER_W] = Doing("EXCHANGE", 0.0, True)
+    assert dog.standing("step 1", late=True, before=before).moves
+
+
+def test_a_rank_at_the_beginning_of_a_step_waits_for_those_that_have_not_come():
+    dog = Watchdog(dict, "rank 0", limit_s=10.0)
+    dog._others = Others(Mock, 0, 3)
+    standing = dog.standing(BEGINNING, late=True)
+    assert standing.waits and standing.messages == {BEGINNING: [1, 2]}
+    assert standing.text == "waits: not all ranks have come to the beginning of a step"
 
 
 def test_a_step_that_ends_in_time_is_not_reported(monkeypatch):

@@ -223,7 +223,8 @@ class Pipeline:
         self._rows = LocalRows(shared, self._schedules, world, bin_tokens, self.work, cuts)
         self._costs = StepCosts(wiring)
         self._limits = Limits(wiring, self._rows, timeout)
-        self.executor.watchdog.others = Others(world_of_saves.store, world.rank, world.size) if world.size > 1 else None
+        if world.size > 1:
+            self.executor.watchdog.hear(Others(world_of_saves.store, world.rank, world.size))
         self.limit = self._limits.step
         """Limit of a step's time; until ``set_timeout`` it ends communication alone."""
         self._results = Results(wiring, self._limits, skip_limit)

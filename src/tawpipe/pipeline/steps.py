@@ -19,8 +19,10 @@ from tawpipe.runtime.home_actions import UpdateRule
 from tawpipe.runtime.measures import Measure
 from tawpipe.runtime.moves import make_places
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.stalls import BEGINNING
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.step_result import StepResult
+from tawpipe.runtime.watchdog import LastEvents
 from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.step import Schedule
 
@@ -108,7 +110,12 @@ class Steps:
         """
         if count in self._agreed:
             return
-        everyone = self._wiring.world.gather_numbers(float(count))
+        self._wiring.executor.watchdog.watch(BEGINNING, come := LastEvents({}))
+        try:
+            self._wiring.world.wait_patiently()  # for ranks that come later: how long they may take, the watchdog knows
+            everyone = self._wiring.world.gather_numbers(float(count))
+        finally:
+            come.issued = True
         if len({*everyone}) > 1:
             numbers = ", ".join(f"{each:.0f}" for each in everyone)
             given = f"global batches of different sizes on different ranks: {numbers} micro-batches"

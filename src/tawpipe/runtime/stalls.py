@@ -3,6 +3,9 @@
 Ranks tell each other through the store in which they met, as the lanes wait. The first rank whose step is late asks;
 the others look now and then, and answer also if they are in no step. A rank waits for the peers of a message that is
 under way on its side and not on theirs.
+
+Ranks do not answer at the same time. So each looks twice, and for as long between the looks that all ranks have looked
+once by then: if nothing has moved anywhere, what they say was all true at one time.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from tawpipe.topology import Topology
 
 ASKED = "asked"
 """Key of the number of reports that were asked for."""
-SETTLE_S = 0.6
-"""Seconds after which ranks that ask at about the same time have seen each other's numbers."""
-ANSWERS_S = 1.5
+SETTLE_S = 1.5
+"""Seconds between a rank's two looks, after which all ranks have seen that one asks."""
+ANSWERS_S = 2.5
 """Seconds that a rank waits for the other ranks' answers."""
+BEGINNING = "the beginning of a step"
+"""Name of what all ranks come to before they issue a step of a form that is new."""
 MOST_NAMED = 4
 """Ranks that a conclusion describes."""
 
@@ -38,6 +43,7 @@ class Standing:
         messages: for the name of every message under way, which is the same on all its ends, the ranks at the others.
         failure: error of an action, or "".
         held: the debugger or interactive session that the process is in, or "".
+        moves: whether anything has begun or ended here between the two looks.
     """
 
     text: str
@@ -46,6 +52,7 @@ class Standing:
     messages: Mapping[str, Sequence[int]]
     failure: str
     held: str
+    moves: bool = False
 
 
 def messages_of(label: object, topology: Topology, rank: int) -> dict[str, list[int]]:
@@ -72,11 +79,14 @@ def conclusion(standings: Mapping[int, Standing | None]) -> str:
     awaited = set[int]().union(*ahead.values())
     causes = [rank for rank in standings if not ahead.get(rank) and (rank in awaited or rank not in known)]
     named = [f"rank {r}, which {known[r].text if r in known else 'does not answer'}" for r in causes]
-    if named:
+    if any(it.moves for it in known.values()):
+        who = "the step goes on, slowly"
+    elif named:
         who = "the others wait for " + "; and for ".join(named[:MOST_NAMED])
         who += f"; and for {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
     elif awaited:
-        who = f"ranks {', '.join(map(str, sorted(awaited)))} wait for each other, which is a fault of tawpipe's"
+        fault = ", which is a fault of tawpipe's" * all(BEGINNING not in messages for messages in waiting.values())
+        who = f"ranks {', '.join(map(str, sorted(awaited)))} wait for each other{fault}"
     else:
         who = "; ".join(f"rank {rank} {it.text}" for rank, it in [*known.items()][:MOST_NAMED])
     failed = [f"rank {rank} has failed: {it.failure}" for rank, it in known.items() if it.failure]
@@ -95,24 +105,29 @@ class Others:
 
     def __init__(self, connect: Callable[[], Any], rank: int, size: int) -> None:
         self._store, self._rank, self._size = cache(connect), rank, size
-        self._answered = 0
+        self.ranks, self._answered = [other for other in range(size) if other != rank], 0
 
     @property
     def ask(self) -> bool:
         """True if some rank has asked since this one answered last."""
         return self._store().add(ASKED, 0) > self._answered
 
-    def gather(self, own: Standing) -> dict[int, Standing | None]:
-        """The standings of all ranks; ask for them, unless another rank has. None for those that do not answer."""
+    def gather(self, look: Callable[[], Standing], *, ask: bool) -> dict[int, Standing | None]:
+        """The standings of all ranks, None for those that do not answer.
+
+        Args:
+            look: gives this rank's, at the second look.
+            ask: whether this rank asks for them unless another has.
+        """
         store = self._store()
-        if not self.ask:
+        if ask and not self.ask:
             store.add(ASKED, 1)
         time.sleep(SETTLE_S)
         self._answered = number = store.add(ASKED, 0)
-        keys = [f"{number}/{rank}" for rank in range(self._size)]
-        store.set(keys[self._rank], json.dumps(asdict(own)))
+        store.append(f"{number}", json.dumps([self._rank, asdict(look())]) + "\n")
+        store.add(f"{number} answers", 1)
         end = time.monotonic() + ANSWERS_S
-        while not store.check(keys) and time.monotonic() < end:
+        while store.add(f"{number} answers", 0) < self._size and time.monotonic() < end:
             time.sleep(0.1)
-        texts = [store.get(key) if store.check([key]) else "null" for key in keys]
-        return {rank: Standing(**it) if (it := json.loads(text)) else None for rank, text in enumerate(texts)}
+        known = {rank: Standing(**it) for rank, it in map(json.loads, store.get(f"{number}").splitlines())}
+        return {rank: known.get(rank) for rank in range(self._size)}

@@ -12,6 +12,9 @@ for. ``torchfrtrace FOLDER --prefix rank_`` compares those of all ranks.
 The watchdog is Python, which stands still while another thread keeps the interpreter's lock in a call that does not
 return, and it asks CUDA, which may not answer. So where it may end the process, it keeps putting off a timer of C,
 which does so if that stops (``faulthandler``, of which a process has one).
+
+The store may not answer either: the process that has it may have stopped, and a call waits as long as it does. So no
+thread asks it on which a report or an end depends.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TextIO
@@ -34,13 +38,14 @@ import torch
 
 from tawpipe.environment import ENDS, EVERYONE, STUCK
 from tawpipe.runtime.lanes import Doing, Event
-from tawpipe.runtime.stalls import Others, Standing, conclusion
+from tawpipe.runtime.stalls import BEGINNING, Others, Standing, conclusion
 from tawpipe.runtime.threads import use_device
 from tawpipe.schedule.actions import Lane
 
 LOOK_S = 0.25
-LAST_WORDS_S = 3.0
-"""Seconds after the report, so that every rank has printed its own before connections break."""
+"""Seconds between two looks at the steps. Whether others ask is asked a fourth as often, so within ``SETTLE_S``."""
+LAST_WORDS_S = 5.0
+"""Seconds after the report, so that every rank has printed its own, and its verdict, before connections break."""
 DEAF_S = 30.0
 """Seconds beyond a step's limit for which the watchdog may fail to run before the timer of C ends the process."""
 MOST_LETTERS = 160
@@ -107,8 +112,8 @@ class Watchdog:
         self._doing, self._where, self._stream = doing, where, stream
         self._messages, self._failure, self._own_end = messages, failure, end
         self.limit_s, self.ends = limit_s, ends
-        self.others: Others | None = None
-        """The other ranks, which are asked for their standings."""
+        self._others: Others | None = None
+        """The other ranks, which are asked for their standings, as long as the store is there."""
         self.last_words: Callable[[str], str] = lambda step: ""
         """Called with the step after the report, for at most ``LAST_WORDS_S``; what it returns is said, too."""
         self.leave_words: Callable[[str], object] = lambda verdict: None
@@ -116,25 +121,38 @@ class Watchdog:
         self._steps: list[tuple[str, StepView]] = []
         self._since, self._reports = time.monotonic(), 0
         """Time at which the step before the present one ended, and reports since then."""
-        self._armed = False
+        self._armed = self._asked = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._begin = cache(threading.Thread(target=self._run, name="watchdog", daemon=True).start)
+        self._listener = threading.Thread(target=self._listen, name="questions", daemon=True)
 
     def watch(self, step: str, ended: StepView) -> None:
-        """A step begins, which is over when ``ended`` is."""
+        """A step, or ``BEGINNING``, begins, which is over when ``ended`` is."""
         if not self.limit_s:
             return
         with self._lock:
             if not self._steps:
                 self._since, self._reports = time.monotonic(), 0
             self._steps.append((step, ended))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-            self._thread.start()
+        self._begin()
+
+    def hear(self, others: Others) -> None:
+        """Answer from now on when one of ``others`` asks, and ask them when a step is late."""
+        self._others = others
+        self._listener.start()
+        self._begin()
 
     def close(self) -> None:
         self._closed.set()
+        if self._listener.is_alive():  # an interpreter must not go down under a thread that is inside the store
+            self._listener.join(4 * LOOK_S)
+
+    def _listen(self) -> None:
+        with suppress(Exception):  # the store has gone with its process
+            while self._others is not None and not self._closed.wait(4 * LOOK_S):
+                self._asked = self._others.ask
+        self._others = None
 
     def _run(self) -> None:
         use_device(self._device)
@@ -150,9 +168,10 @@ class Watchdog:
                     self._since, self._reports = now, 0
                 step = self._steps[0][0] if self._steps else ""
             seconds, limit = now - self._since, self.limit_s * 2**self._reports
-            late = bool(step) and seconds > limit
-            if late or (seconds > limit / 4 and self._is_asked()):
-                self._reports += 1
+            asked, self._asked = self._asked, False
+            late = bool(step) and seconds + LAST_WORDS_S * asked > limit  # so that ranks report, and end, together
+            if late or asked:
+                self._reports += late
                 self._tell(step, seconds, late=late)
         self._arm(0.0)
 
@@ -164,34 +183,26 @@ class Watchdog:
         if self._armed:
             faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
-    def _is_asked(self) -> bool:
-        """True if another rank asks what this one does."""
-        try:
-            return self.others is not None and self.others.ask
-        except Exception:  # the store has gone with its process
-            self.others = None
-            return False
-
     def _tell(self, step: str, seconds: float, *, late: bool) -> None:
         """Report, and end the process where it is to end."""
-        standing, held = self.standing(step, late=late), threading.Event()
+        standing, held = (look := partial(self.standing, step, late=late, before=self._at()))(), threading.Event()
         ends = late and self.ends and not standing.held
         options = "--timeouts.step-s, for the first step --timeouts.first-step-s" if self.ends else "timeout"
         limit = f", the limit is {self.limit_s:.0f} s ({options}, or ten times a step)" if late else ""
         self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{limit}{ENDS * ends}; {standing.text}")
         if ends:  # by a thread of C, should the last words hang and keep Python's lock
             self._arm(LAST_WORDS_S + 2)
-        threading.Thread(target=self._conclude, args=(step, standing, held), name="last words", daemon=True).start()
+        threading.Thread(target=self._conclude, args=(step, look, held, late), name="last words", daemon=True).start()
         if not self._closed.wait(LAST_WORDS_S) and ends and not held.is_set():
             (self._own_end or partial(os._exit, EXIT_CODE))()
             self.close()
         self._arm(self.limit_s + DEAF_S)
 
-    def _conclude(self, step: str, standing: Standing, held: threading.Event) -> None:
+    def _conclude(self, step: str, look: Callable[[], Standing], held: threading.Event, late: bool) -> None:
         """Say what follows from the standings of all ranks, then the last words; note whether a debugger holds one."""
         use_device(self._device)
         try:
-            standings = self.others.gather(standing) if self.others is not None else {}
+            standings = others.gather(look, ask=late) if (others := self._others) is not None else {}
         except Exception as error:
             self._say(f"{self._where}: the other ranks could not be asked ({error})")
         else:
@@ -199,7 +210,7 @@ class Watchdog:
                 held.set()
             if standings:
                 self._say(EVERYONE + (verdict := conclusion(standings)))
-                if standing.late and self.ends:
+                if late and self.ends:
                     self.leave_words(verdict)
         if step and (words := self.last_words(step)):
             self._say(f"{self._where}: {words}")
@@ -207,17 +218,25 @@ class Watchdog:
     def _say(self, line: str) -> None:
         print(STUCK + line, file=self._stream or sys.stderr, flush=True)
 
-    def standing(self, step: str, *, late: bool) -> Standing:
+    def _at(self) -> object:
+        """What is under way, to see whether it is still the same later."""
+        return self._steps[:1], [work and (lane, work.label, work.waits) for lane, work in self._doing().items()]
+
+    def standing(self, step: str, *, late: bool, before: object = None) -> Standing:
         """Describe what this rank does, for itself and for others.
 
         Args:
             step: under way, or "".
+            before: what ``_at`` gave at the first look.
         """
         doing = {lane: work for lane, work in self._doing().items() if work is not None}
-        messages = {lane: self._messages(work.label) for lane, work in doing.items() if not work.waits}
+        messages = {str(lane): self._messages(work.label) for lane, work in doing.items() if not work.waits}
+        if step == BEGINNING and (others := self._others) is not None:
+            messages[step] = {step: others.ranks}
         waits = bool(step and messages) and all(messages.values())
         failure = textwrap.shorten(str(self._failure() or ""), MOST_LETTERS, placeholder=" ...")
-        places = []
+        words = f"not all ranks have come to {step}" if step else f"it is in no step, its script is {place_of_script()}"
+        places = [words] if step in ("", BEGINNING) else []
         for lane, work in doing.items():
             if not work.waits or lane is Lane.COMPUTE:
                 label = textwrap.shorten(str(work.label).removeprefix(f"{lane} "), MOST_LETTERS, placeholder=" ...")
@@ -225,8 +244,6 @@ class Watchdog:
                 among = f" with rank {', '.join(map(str, peers))}" if peers else ""
                 state = "waits to begin" if work.waits else "is in"
                 places.append(f"{lane} {state} {label}{among}, {work.seconds:.0f} s")
-        if not step:
-            places = [f"it is in no step, its script is {place_of_script()}"]
         text = ("waits: " if waits else "waits for nobody: ") + ("; ".join(places) or "nothing is under way here")
         return Standing(
             f"has failed: {failure}" if failure else text,
@@ -235,6 +252,7 @@ class Watchdog:
             messages={name: ranks for named in messages.values() for name, ranks in named.items()},
             failure=failure,
             held=held_by(),
+            moves=before is not None and self._at() != before,
         )
 
 

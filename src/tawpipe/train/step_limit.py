@@ -15,7 +15,7 @@ class FollowedLimit:
     Args:
         limit: of the pipeline's steps.
         setting_s: ``timeouts.step_s``, the least that the limit may be.
-        set_timeout: is given the limit whenever it has changed.
+        set_timeout: is given their limit whenever it has changed.
         notice: is given the line for the user.
     """
 
@@ -34,7 +34,7 @@ class FollowedLimit:
         """To be called where the limit may have changed."""
         if self._limit.seconds != self._told_s:
             self._told_s = self._limit.seconds
-            self._set_timeout(timedelta(seconds=self._told_s))
+            self._set_timeout(timedelta(seconds=self._told_s + 30))  # the watchdog is first: it says more
         lasting_s = FACTOR * self._limit.lasting_s
         if not self._said and lasting_s > self._setting_s:
             self._said = True
