@@ -236,14 +236,14 @@ def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):
     assert executor.asked == 0
 
 
-def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_after):
+def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_after, capsys):
     executor, pipeline = Busy(), Pipeline()
     saving = SimpleNamespace(done=False)
     look_after(pipeline, executor, saving)
     (one,) = looked_after.values()
     assert not one.end(failing=True) and not executor.closed  # given up: the script has failed, peers may be gone
     executor.failure = executor.untold = RuntimeError("in a lane")
-    assert not one.end(failing=False)
+    assert not one.end(failing=False) and "the last step was not finished: in a lane" in capsys.readouterr().err
     executor.failure = executor.untold = None
     threading.Timer(0.1, lambda: (setattr(saving, "done", True), setattr(executor, "idle", True))).start()
     assert one.end(failing=False) and executor.closed  # more than the patience: nothing has failed

@@ -61,20 +61,22 @@ class _Running:
     def end(self, *, failing: bool) -> bool:
         """Wait until nothing is under way, and judge the last steps; True if that is so and they were good."""
         given_up_at: float | None = None
-        closed = [False]
+        closed, ended = [False], True
         while not all(closed) or any(not saving.done for saving in self.savings):
             if given_up_at is None and (failing or self.executor.failure is not None):
                 given_up_at = time.monotonic() + PATIENCE_S
             if given_up_at is not None and time.monotonic() > given_up_at:
-                return False
+                ended = False
+                break
             closed = self.executor.end_lanes(0.05)
-        self.executor.watchdog.close()
+        if ended:
+            self.executor.watchdog.close()
         if failing:  # the script's error says more
-            return True
+            return ended
         if (error := self.executor.untold) is not None:
             print(f"tawpipe: the last step was not finished: {error}", file=sys.stderr)
-        if self.executor.failure is not None:
-            return error is None
+        if not ended or self.executor.failure is not None:
+            return ended and error is None
         try:
             self.steps.end()
         except Exception as error:
