@@ -232,6 +232,35 @@ def test_memory_rules_strategies_out(found):
         plan.text()
 
 
+def test_what_does_not_fit_is_played_in_the_end_and_only_where_that_is_quick(monkeypatch):
+    tight, played = plan_request(memory=1, global_batch=17), list[str]()
+    real = searching.predict
+    monkeypatch.setattr(
+        searching, "predict", lambda asked, step: played.append(step.strategy.name) or real(asked, step)
+    )
+    weights = ("tawpipe-spread", "flat", "tawpipe-whole", "weipipe")
+    quick = search_only(tight, *weights)
+    assert sorted(played) == sorted(weights), "once each, however many places its homes may have"
+    monkeypatch.setattr(searching, "QUICK_PLAYED", 0)
+    long = search_only(tight, *weights)
+    assert len(played) == len(weights)
+    sizes = [{one.strategy: one.prediction and one.prediction.peak_bytes for one in found} for found in (quick, long)]
+    assert sizes[0] == sizes[1], "of all ranks"
+    row = Plan.of(tight, long).row(long[0])
+    assert row["step_seconds"] is row["idle_s"] is None and row["peak_gib"] > 0 and not row["fits"]
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+def test_one_rank_needs_no_more_than_all_and_says_soon_what_does_not_fit(rows):
+    asked = plan_request(global_batch=rows)
+    for name in ("tawpipe-spread", "flat", "hsdp", "tawpipe-striped", "tawpipe-whole", "weipipe", "1f1b"):
+        step = step_of(asked, name)
+        some, every = (memory_quickly(asked, step, part=part).wanted for part in (True, False))
+        assert 0 < some <= every
+        for memory in (some - 1, every - 1, every):
+            assert feasible.holds(replace(asked, memory_bytes=memory), step) == (memory >= every)
+
+
 def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
     machine = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
     (free,) = search_only(plan_request(machine), "tawpipe-spread")

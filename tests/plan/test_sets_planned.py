@@ -79,6 +79,17 @@ def test_what_is_far_from_fitting_is_left_out_and_changes_no_plan(share, monkeyp
     assert (tries < len(tried) - tries) == (share < 0.6)
 
 
+def test_lean_settings_that_cannot_be_had_refuse_no_usual_ones(monkeypatch):
+    def leanest(*_: object) -> None:
+        raise UserError("schedule.look_ahead", 1, "more")
+
+    asked = asked_of(memory=2**40, machine=FOUR)
+    usual = _best(asked, find("flat"))
+    monkeypatch.setattr(search_module, "leanest", leanest)
+    lean = _best(asked, find("flat"))
+    assert usual.fits and lean.fits and lean.step == usual.step
+
+
 @pytest.mark.parametrize("machine", [None, FOUR], ids=["2x2", "1x4"])
 def test_devices_that_would_have_no_row_compute_one_together(machine):
     assert [chosen(asked_of(rows, machine=machine)) for rows in (16, 4)] == [1, 1]

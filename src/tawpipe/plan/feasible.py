@@ -35,12 +35,22 @@ LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
 MOST_COMPARED = 2_000
 """Ranks of a node, times blocks, up to which it is found out which strategies do the same there."""
-DEVICE, HOST, FILES = "device memory", "host memory", "disk"
+DEVICE, HOST, FILES = MEMORY = "device memory", "host memory", "disk"
 
 
 def fits(request: PlanRequest, needs: Needs) -> bool:
     """True if so much memory is there, on every device, host and disk, as far as it is known."""
     return not lacking(request, needs)
+
+
+def holds(request: PlanRequest, step: StepSpec, *what: str) -> bool:
+    """True if a step fits; rank 0 is looked at first, where ``memory_quickly`` can.
+
+    Args:
+        what: the memory that is looked at; all by default.
+    """
+    needed = (memory_quickly(request, step, part=part) for part in (True, False)[bool(step.strategy.axis) :])
+    return not any({*lacking(request, needs)} & {*(what or MEMORY)} for needs in needed)
 
 
 def lacking(request: PlanRequest, needs: Needs) -> list[str]:
@@ -64,7 +74,7 @@ def whole_rows_fit(request: PlanRequest) -> bool:
         with suppress(UserError):
             lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
             step = request.step(lean, strategy)
-            if not too_large(request, played(request, step)) and fits(request, memory_quickly(request, step)):
+            if not too_large(request, played(request, step)) and holds(request, step):
                 return True
     return False
 
@@ -90,7 +100,7 @@ def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
                 with suppress(UserError):
                     least = leanest(asked, asked.step(replace(asked.settings, strategy=strategy.name), way))
                     here = {least, with_settings(least, offloaded_layers=0)}
-                    if not unplayed(asked, least) and any(fits(asked, memory_quickly(asked, step)) for step in here):
+                    if not unplayed(asked, least) and any(holds(asked, step) for step in here):
                         return True
     return False
 

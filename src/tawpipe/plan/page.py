@@ -97,7 +97,7 @@ def _sections(plan: Plan) -> Iterator[Section]:
     names = [candidate.strategy for candidate in shown]
     predictions = [candidate.prediction for candidate in shown if candidate.prediction is not None]
     parts = {
-        "computing": [prediction.step_seconds - prediction.idle_s for prediction in predictions],
+        "computing": [each.step_seconds - each.idle_s if each.timeline else 0.0 for each in predictions],
         "waiting for transfers": [prediction.exposed_communication_s for prediction in predictions],
         "idle otherwise": [
             max(0.0, prediction.idle_s - prediction.exposed_communication_s) for prediction in predictions

@@ -151,7 +151,7 @@ class Plan:
         devices = request.topology.world_size
         tokens = sum(request.dealt) or request.global_batch * request.sequence_length
         peak = request.peak_flops
-        return row | {
+        row |= {
             "step_seconds": prediction.step_seconds,
             "tokens_per_second_per_device": tokens / prediction.step_seconds / devices,
             "mfu": request.flops / (prediction.step_seconds * devices * peak) if peak and request.flops else None,
@@ -163,6 +163,8 @@ class Plan:
             "host_gib": prediction.needs.host / 2**30,
             "files_gib": prediction.needs.files / 2**30,
         }
+        known = candidate.fits or prediction.timeline  # of others the memory alone
+        return row | dict.fromkeys(name for name in COLUMNS if not known and name != "peak_gib")
 
     def as_json(self) -> dict[str, Any]:
         """The contract of ``--json``."""

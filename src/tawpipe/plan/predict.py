@@ -237,20 +237,28 @@ def state_bytes(request: PlanRequest, step: StepSpec) -> int:
     return round(max(most.values(), default=0))
 
 
-def memory_quickly(request: PlanRequest, step: StepSpec) -> Needs:
-    """``memory_of`` without the whole schedule."""
-    return memory_of(request, short_schedule(request, step))
+def memory_quickly(request: PlanRequest, step: StepSpec, *, part: bool = False) -> Needs:
+    """``memory_of`` without the whole schedule.
+
+    Args:
+        part: look at rank 0 alone, which needs no more than all: on many devices that do not all do alike, all take
+            seconds. Of a pipeline all are looked at.
+    """
+    return memory_of(request, short_schedule(request, step, (0,) if part and not step.strategy.axis else ()))
 
 
-def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
+def short_schedule(request: PlanRequest, step: StepSpec, some: tuple[int, ...] = ()) -> Schedule:
     """A schedule that holds as much as the whole step's: two rounds hold as much as many, and of ranks that do alike
     one has a program.
+
+    Args:
+        some: ranks that have one where they do not all do alike.
     """
     rounds = PLAYED_ROUNDS if step.strategy.axis else 2  # several are under way where ranks divide the blocks
     short, _, _ = shortened(request, step, rounds)
     if not request.absent and foldable(short, replace(request.costs, between_of={}, compute_factor={})):
         return _built(short, stand_ins(short))  # unequal links or speeds change nothing of what ranks hold
-    return _built(short, None if request.absent else short.strategy.fullest(short))
+    return _built(short, some or (None if request.absent else short.strategy.fullest(short)))
 
 
 def shortened(request: PlanRequest, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:

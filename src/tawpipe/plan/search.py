@@ -25,7 +25,7 @@ from tawpipe.plan.feasible import (
     MOST_PLAYED,
     QUICK_PLAYED,
     fits,
-    lacking,
+    holds,
     leanest,
     plays,
     relieved,
@@ -110,9 +110,14 @@ def search(
     outlook.leave(REST)
     for i, candidate in enumerate(candidates):
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        near = candidate.seconds < outlook.ahead * HOPELESS and not outlook.over()
-        if candidate.fits and candidate.step is not None and candidate.prediction and near:
-            asked = request.with_homes(candidate.step.settings.host_homes or "none")
+        if candidate.step is None or candidate.prediction is None or outlook.over():
+            continue
+        asked = request.with_homes(candidate.step.settings.host_homes or "none")
+        if not candidate.fits and candidate.prediction.timeline is None:
+            quick = plays(asked, candidate.step) <= QUICK_PLAYED  # of others the memory is shown, and no time
+            known = replace(candidate.prediction, needs=memory_quickly(asked, candidate.step))
+            candidates[i] = replace(candidate, prediction=predict(asked, candidate.step) if quick else known)
+        elif candidate.fits and candidate.seconds < outlook.ahead * HOPELESS:
             step, prediction = improve(asked, candidate.step, candidate.prediction, outlook)
             candidates[i] = coded(asked, settle(asked, replace(candidate, step=step, prediction=prediction)))
     return sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.seconds))
@@ -135,7 +140,8 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
         else:
             better = _peak(other) < _peak(best)
         best = other if better else best
-    if best.step is not None and best.prediction and best.prediction.timeline is None:
+    # Seconds of what does not fit are asked for in ``_best_pipeline`` alone, and played in the end where that is quick.
+    if strategy.axis and outlook.ahead < math.inf and best.step and best.prediction and not best.prediction.timeline:
         return replace(best, prediction=predict(request, best.step))
     return best
 
@@ -254,20 +260,18 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         bound, work = min(bound_of(request, step) for step in options), min(plays(request, step) for step in options)
         if bound > most and work > QUICK_PLAYED:
             return replace(refused, why_not=f"not looked at: computing and links alone take {span(bound)} a step")
-        least = leanest(request, options[0])
-        lean = [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
-        hopeless = most == math.inf and all(_far_over(request, memory_quickly(request, step).wanted) for step in lean)
+        hopeless = most == math.inf and _hopeless(request, options)
         best = _fastest(request, options, look=True) if not hopeless and _some_fit(request, options) else None
     except UserError as error:
         return replace(refused, why_not=in_plain_words(error))
     if best is None:
-        if not hopeless and _some_fit(request, lean, DEVICE):
+        least, *others = _lean(request, options)
+        if not hopeless and _some_fit(request, [least, *others], DEVICE):
             options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
             best = _fastest(request, [*_offloaded(request, options), *_in_chunks(request, options)])
         if best is None:
-            if fits(request, needs := memory_quickly(request, least)):
+            if fits(request, needs := memory_quickly(request, least, part=hopeless)):
                 return Candidate(strategy.name, least, predict(request, least), True)
-            # Of several that do not fit, only the one that needs least is played, in ``_best``.
             bound = bound_of(request, least)
             return replace(refused, step=least, prediction=Prediction(bound, 0.0, 0.0, 0, needs, bound))
     return Candidate(strategy.name, *best, True)
@@ -280,9 +284,20 @@ def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> 
     Args:
         what: the memory that is looked at; all by default.
     """
-    ends = [*options[:1], *options[-1:]] if len(options) > 1 else options
-    short = (lacking(request, memory_quickly(request, step)) for step in ends)
-    return any(not (set(missing) & set(what) if what else missing) for missing in short)
+    return any(holds(request, step, *what) for step in dict.fromkeys((options[0], options[-1])))
+
+
+def _lean(request: PlanRequest, options: Sequence[StepSpec]) -> list[StepSpec]:
+    """The settings that need the least memory, with the fewest micro-batches per visit and with the most."""
+    least = leanest(request, options[0])
+    return [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
+
+
+def _hopeless(request: PlanRequest, steps: Sequence[StepSpec]) -> bool:
+    """True if the lean settings are far from fitting; an error in these says nothing of the usual ones."""
+    with suppress(UserError):
+        return all(_far_over(request, memory_quickly(request, way, part=True).wanted) for way in _lean(request, steps))
+    return False
 
 
 def _far_over(request: PlanRequest, needed: float) -> bool:
@@ -302,7 +317,7 @@ def _fastest(
     for bound, step in sorted(((bound_of(request, step), step) for step in steps), key=lambda pair: pair[0]):
         if best is not None and bound >= best[1].step_seconds * (1 - GAIN):
             break
-        if look and not fits(request, memory_quickly(request, step)):
+        if look and not holds(request, step):
             continue
         prediction = predict(request, step)
         if best is None or prediction.step_seconds < best[1].step_seconds * (1 - GAIN):
@@ -337,7 +352,7 @@ def _offloaded(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[St
         step = with_settings(option, offloaded_layers=layers)
         if layers in over and option.rounds > 1:  # see ``_some_fit``
             continue
-        if fits(request, memory_quickly(request, step)):
+        if holds(request, step):
             yield step
         else:
             over.add(layers)
