@@ -59,13 +59,23 @@ def check(
     texts: Wanted | None = None,
     dealt: tuple[int, ...] = (),
     soon: Sequence[tuple[int, ...]] = (),
+    **rest: Any,
 ) -> memory.Needs | None:
     machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
     asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure", dealt=dealt)
     planning = Planning(ALONE, chain, asked)
     others = lambda short: WouldFit(short, CONFIG, no_other)  # noqa: E731
-    return memory.check_memory(planning, schedule, BATCH, others=others, texts=texts, soon=soon)[0]
+    return memory.check_memory(planning, schedule, BATCH, others=others, texts=texts, soon=soon, **rest)[0]
+
+
+def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
+    real, lines = Planning.ask, list[str]()
+    untimed = lambda *args, timed=True, **rest: (None, "no times") if timed else real(*args, timed=timed, **rest)  # noqa: E731
+    monkeypatch.setattr(Planning, "ask", untimed)
+    with pytest.raises(UserError, match="memory: got"):
+        check(monkeypatch, chain, memory_bytes=2**20, tell=lines.append)
+    assert [line for line in lines if line] == ["what would fit is said without measured times: no times"]
 
 
 def test_a_step_to_come_may_hold_more_than_the_typical_one_and_is_what_is_said(monkeypatch, chain):

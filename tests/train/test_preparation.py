@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from tawpipe.cli import main
 from tawpipe.console import Console
+from tawpipe.errors import REPORT
 from tawpipe.model.chain import Chain
 from tawpipe.plan.measure import Asked, request_of
 from tawpipe.plan.predict import memory_quickly
@@ -22,7 +23,7 @@ from tawpipe.train import prepare as preparing
 from tawpipe.train import run_model
 from tawpipe.train.config import load_config
 from tawpipe.train.dry_run import _checkpoint
-from tawpipe.train.planned import MEMORY
+from tawpipe.train.planned import MEMORY, Planning
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = ["--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4", "--device", "cpu"]
@@ -85,6 +86,13 @@ def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatc
     assert "ZeroDivisionError: division by zero" in warning.splitlines()[0] and "please report it" in warning
     assert "in search" in warning and "1 / len" in warning and "would run:" in said
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("problem", "sign"), [(f"division by zero; {REPORT}", "\n\nwarning: "), ("none here", "\n")])
+def test_a_fault_of_ours_in_the_memory_check_stands_out(problem: str, sign: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Planning, "ask", lambda *_, **__: (None, problem))
+    assert main(["train", *SMALL, "--model", "model", "--nproc", "1", "--plan", "none", "--dry-run"]) == 0
+    assert f"{sign}memory is not checked before the first step: {problem}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

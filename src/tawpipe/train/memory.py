@@ -105,7 +105,8 @@ def check_memory(
         needs = replace(needs, parts=parts)
     if _lacks(world, machine, measured, needs):
         if request is None:
-            timed, _ = planning.ask(planning.measure(world))
+            timed, problem = planning.ask(planning.measure(world))
+            tell("" if timed else f"what would fit is said without measured times: {problem}")
             measured = timed or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     if texts is not None:

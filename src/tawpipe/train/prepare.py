@@ -18,6 +18,7 @@ from tawpipe.checkpoint.store import memory_root
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
+from tawpipe.errors import REPORT
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel
 from tawpipe.model.chain import Chain
@@ -239,7 +240,7 @@ def prepare(
         request=followed.request,
         copies=_copies_in_memory(config, world),
         texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
-        tell=console.notice,
+        tell=lambda line: (console.warning if REPORT in line else console.notice)(line),
     )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
