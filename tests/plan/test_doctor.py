@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tawpipe.errors import RunError
 from tawpipe.plan import doctor, interfaces
 from tawpipe.plan.doctor import probe_machine, software
 from tawpipe.plan.machine import Device, Machine, save_machine, uniform
 from tawpipe.plan.probe import Probe, Rates
+from tawpipe.runtime import host_memory
+from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
@@ -33,6 +36,14 @@ def test_versions_are_said_and_what_is_missing_too(monkeypatch: pytest.MonkeyPat
     assert found["torch"].startswith("2.") and "not installed" not in found.values() and "python" in found
     monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package-here"))
     assert dict(software())["no-such-package-here"] == "not installed"
+
+
+def test_what_a_jobs_limits_leave_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter((4000.0 * 2**20, float("inf")))
+    for module in (doctor, host_memory):
+        monkeypatch.setattr(module, "memory_left", lambda: next(left))
+    rows = dict(doctor._machine(World(Topology.grid(1, 1), 0, torch.device("cpu"), None)))
+    assert rows["free memory"].endswith(" GiB, within the limits of this job's control groups") and len([*left]) == 1
 
 
 def test_links_that_are_there_are_said_with_their_rates() -> None:

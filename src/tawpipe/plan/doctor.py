@@ -115,8 +115,8 @@ def _machine(world: World) -> Iterator[tuple[str, str]]:
             )
     else:
         yield "device", f"CPU, {processors()} of {os.cpu_count()} processors"
-    free = free_memory()
-    limited = ", within the limits of this job's control groups" if memory_left() <= free else ""
+    free = free_memory(left := memory_left())
+    limited = ", within the limits of this job's control groups" if left <= free else ""
     yield "free memory", f"{free / 2**30:.1f} GiB{limited}"
     yield (
         "shared memory",

@@ -88,9 +88,12 @@ def lock_limit(wanted: float) -> int:
     return 0
 
 
-def free_memory() -> int:
+def free_memory(left: float | None = None) -> int:
     """Return the bytes that this machine could give to this process now, within the limits of its job; 0 where that is
     not known.
+
+    Args:
+        left: bytes that these limits leave; read if it is not given.
     """
     try:
         with Path("/proc/meminfo").open(encoding="ascii") as file:
@@ -101,4 +104,4 @@ def free_memory() -> int:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, AttributeError):
             return 0
-    return int(max(1, min(free, memory_left())))
+    return int(max(1, min(free, memory_left() if left is None else left)))
