@@ -30,14 +30,7 @@ from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
-from tawpipe_lab.bounds import (
-    Bounds,
-    activation_sizes,
-    schedule_bounds,
-    shipped_bounds,
-    workload_costs,
-    workload_model,
-)
+from tawpipe_lab.bounds import Bounds, activation_sizes, schedule_bounds, shipped_bounds, workload_costs, workload_model
 from tawpipe_lab.bounds_real import LinkBounds, real_bounds
 from tawpipe_lab.cluster.cluster import Cluster
 from tawpipe_lab.cluster.links import Links

@@ -122,11 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, words in (
         ("list", _list, "size, time and position of every checkpoint"),
         ("verify", _verify, "compare every file with its checksum; exit code 1 if one is damaged"),
-        (
-            "prune",
-            _prune,
-            "remove older checkpoints but the best, while no run is writing there, if a sound one stays",
-        ),
+        ("prune", _prune, "remove older checkpoints but the best, while no run is writing there, if a sound one stays"),
     ):
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("folder", metavar="FOLDER", help="the output folder of a run, or a checkpoint")

@@ -237,11 +237,7 @@ class ChatRenderer:
             return ""
 
     def _apply(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
     ) -> str:
         return _refusals_named(
             lambda: self._tokenizer.apply_chat_template(

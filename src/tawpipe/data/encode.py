@@ -71,11 +71,7 @@ class Encoder:
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         return encoded["input_ids"]  # pyright: ignore[reportReturnType]
 

@@ -18,15 +18,7 @@ from tawpipe.data.lengths import DEVICES, Balance, Dealing, padding_share
 from tawpipe.data.mixture import Mixture, sample_shares
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.render import Document
-from tawpipe.data.report import (
-    ENOUGH_DOCUMENTS,
-    ENOUGH_TOKENS,
-    DataReport,
-    PartReport,
-    ReadCounts,
-    SetSize,
-    too_small,
-)
+from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
 from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
 from tawpipe.data.sources import STDLIB, SourceFile, SourceSet, find_sets
@@ -382,10 +374,7 @@ class _Preparation:
         rows, total = sum(size.rows for size in sizes), sum(self._weights)
         return tuple(
             PartReport(
-                source.name,
-                weight / total,
-                None if self.settings.streaming else float(share) * rows / size.rows,
-                size,
+                source.name, weight / total, None if self.settings.streaming else float(share) * rows / size.rows, size
             )
             for source, weight, share, size in zip(self.sets, self._weights, shares, sizes, strict=True)
         )

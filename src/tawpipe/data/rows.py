@@ -91,12 +91,7 @@ def take(lengths: Iterator[int], tokens: int) -> list[int]:
 
 
 def cut_row(
-    corpus: Corpus,
-    documents: Int64s,
-    segments: Sequence[Segment],
-    sequence_length: int,
-    pad_id: int,
-    longest: int,
+    corpus: Corpus, documents: Int64s, segments: Sequence[Segment], sequence_length: int, pad_id: int, longest: int
 ) -> MicroBatch:
     """Copy the segments' tokens into one row.
 
@@ -182,14 +177,7 @@ class PackedDataset:
 
     @classmethod
     def of_learnable(
-        cls,
-        corpus: Corpus,
-        documents: Int64s,
-        sequence_length: int,
-        *,
-        seed: int,
-        packing: Packed,
-        pad_id: int,
+        cls, corpus: Corpus, documents: Int64s, sequence_length: int, *, seed: int, packing: Packed, pad_id: int
     ) -> PackedDataset | None:
         """The rows of those documents of which something is learned; None if there is none.
 

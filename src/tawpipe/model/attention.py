@@ -150,12 +150,7 @@ def register() -> None:
 
 
 def packed_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: MaskFunction,
-    local_size: int | None = None,
-    **_: object,
+    *, q_length: int, kv_length: int, mask_function: MaskFunction, local_size: int | None = None, **_: object
 ) -> PackedMask:
     """The mask function: the packing in force, with the window of the layer type that asks."""
     documents = _packing.get()

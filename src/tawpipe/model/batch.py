@@ -58,11 +58,7 @@ class MicroBatch:
 
     @classmethod
     def from_rows(
-        cls,
-        input_ids: Tensor,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        cls, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> MicroBatch:
         """Build from rows in the Hugging Face convention, on the CPU. What is given is copied.
 

@@ -77,12 +77,7 @@ def takes(query: Tensor, value: Tensor) -> bool:
 
 
 def attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    parts: Sequence[Part],
-    scale: float,
-    sinks: Tensor | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part], scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output [b, heads, n, d_v] and log-sum-exp [b, heads, n] of queries [b, heads, n, d].
 
@@ -219,14 +214,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float)
 
 
 def _kernel_gradients(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    part: Part,
-    scale: float,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, part: Part, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = sums.contiguous()  # CUDA's kernel asks for no strides: it reads on from the first element
     if not on_cuda(query):

@@ -13,9 +13,7 @@ from tawpipe.plan import pipelines
 from tawpipe.plan.feasible import gib
 from tawpipe.plan.place import Homes
 from tawpipe.plan.plan_file import settings_of
-from tawpipe.plan.predict import (
-    Prediction,
-)
+from tawpipe.plan.predict import Prediction
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.step import StepSpec, Strategy
 

@@ -176,10 +176,7 @@ def _sections(dealt: DealFound) -> Iterator[Section]:
     marked = [i for i, row in enumerate(strategies[1:]) if row[0] == dealt.chosen]
     yield Section(dealt.chosen or "Nothing fits", reason(dealt), Table(strategies[0], strategies[1:], marked))
     histogram = dealt.lengths.histogram
-    shares = {
-        "share of documents": list(histogram.documents),
-        "share of tokens": list(histogram.tokens),
-    }
+    shares = {"share of documents": list(histogram.documents), "share of tokens": list(histogram.tokens)}
     figure = stacked_bars([f"up to {up_to:,}" for up_to in histogram.edges], shares, unit="", side_by_side=True)
     yield Section("Lengths of documents", "; ".join(list(corpus(dealt))[-2:]), figures=[figure])
     if dealt.best is None:
@@ -198,10 +195,6 @@ def _times(deal: DealTried) -> Section:
     times = [row[:SHOWN_RANKS] for row in deal.bins.times]
     taker, part = ("pipeline", "bin") if deal.bins.positions > 1 else ("rank", "round")
     parts = {f"{part} {number}": row for number, row in enumerate(times)}
-    figure = stacked_bars(
-        [f"{taker} {rank}" for rank in range(len(times[0]))],
-        parts,
-        unit="s, modelled",
-    )
+    figure = stacked_bars([f"{taker} {rank}" for rank in range(len(times[0]))], parts, unit="s, modelled")
     words = f"Seconds that every {taker} computes: {deal.over_mean:.3f} of the mean, {part} by {part}."
     return Section(f"Time per rank: {deal.words}", words, figures=[figure])

@@ -9,14 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.predict import (
-    LARGEST_WORK,
-    PLAYED_ROUNDS,
-    Needs,
-    memory_quickly,
-    played,
-    shortened,
-)
+from tawpipe.plan.predict import LARGEST_WORK, PLAYED_ROUNDS, Needs, memory_quickly, played, shortened
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.spec import ModelSpec

@@ -220,9 +220,7 @@ def _request_of(
             model=chain.spec,
             profile=profile,
             machine=replace(
-                machine,
-                host_bytes=int(machine.host_bytes * USABLE),
-                files_bytes=int(machine.files_bytes * USABLE),
+                machine, host_bytes=int(machine.host_bytes * USABLE), files_bytes=int(machine.files_bytes * USABLE)
             ),
             global_batch=asked.global_batch,
             micro_batch=asked.micro_batch,
@@ -336,13 +334,7 @@ def _affordable(chain: Chain, asked: Asked, devices: int) -> int:
 
 
 def _profile(
-    chain: Chain,
-    machine: Machine,
-    how: str,
-    row: int,
-    tokens: int,
-    peak: float | None,
-    measuring: dict[str, Any],
+    chain: Chain, machine: Machine, how: str, row: int, tokens: int, peak: float | None, measuring: dict[str, Any]
 ) -> Profile:
     if how not in ("auto", "measure", "estimate"):
         raise UserError("--profile", how, "auto, measure or estimate")

@@ -119,10 +119,7 @@ def _weigh_embedding(bench: Bench, case: Case) -> dict[str, float]:
 
     parts = [forward, backward] if spec.needs_backward else [forward]
     first, *rest = _steady([*parts, held.clear], bench.device)[:-1]
-    weighed: dict[str, float] = {
-        "forward full": first.most - first.after,
-        "ctx": first.after - case.hidden.nbytes,
-    }
+    weighed: dict[str, float] = {"forward full": first.most - first.after, "ctx": first.after - case.hidden.nbytes}
     if rest:
         weighed["backward full"] = rest[0].most - rest[0].before
     return weighed

@@ -244,12 +244,7 @@ def _with_chunks(
 
 
 def estimate(
-    chain: Chain,
-    *,
-    dtype: torch.dtype,
-    flops: float,
-    chunk_tokens: int = 1024,
-    optimizer: OptimizerFactory = USUAL,
+    chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024, optimizer: OptimizerFactory = USUAL
 ) -> Profile:
     """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
@@ -322,10 +317,7 @@ class Clock:
     """Times blocks on a bench."""
 
     def __init__(
-        self,
-        bench: Bench,
-        tell: Callable[[str], None] = lambda _: None,
-        now: Callable[[], float] = time.perf_counter,
+        self, bench: Bench, tell: Callable[[str], None] = lambda _: None, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self.bench, self.device, self._now = bench, bench.device, now
         self.tell, self._doing, self._is_hot = tell, "", False

@@ -13,12 +13,7 @@ from tawpipe.plan import pipelines
 from tawpipe.plan.candidate import GAIN, LATE, Candidate, Outlook
 from tawpipe.plan.feasible import QUICK_PLAYED, fits, plays, with_settings
 from tawpipe.plan.place import find_homes
-from tawpipe.plan.predict import (
-    Prediction,
-    bound_of,
-    memory_quickly,
-    predict,
-)
+from tawpipe.plan.predict import Prediction, bound_of, memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import spell_homes

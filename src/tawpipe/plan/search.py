@@ -35,14 +35,7 @@ from tawpipe.plan.feasible import (
     with_settings,
 )
 from tawpipe.plan.place import homes_by_memory
-from tawpipe.plan.predict import (
-    Prediction,
-    bound_of,
-    memory_of,
-    memory_quickly,
-    predict,
-    short_schedule,
-)
+from tawpipe.plan.predict import Prediction, bound_of, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.refine import coded, improve, settle
 from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest

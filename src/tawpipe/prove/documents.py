@@ -19,14 +19,7 @@ from typing import Any
 import torch
 import torch.nn.attention as library
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from tawpipe.model.attention_kernel import FIXED
 from tawpipe.model.batch import tokens_of

@@ -224,11 +224,7 @@ def order(world: World) -> Outcome:
 
 
 def _step(
-    world: World,
-    count: int,
-    *,
-    dtype: torch.dtype = torch.float64,
-    **settings: Any,
+    world: World, count: int, *, dtype: torch.dtype = torch.float64, **settings: Any
 ) -> tuple[Numbers, list[str]]:
     """Loss, and on rank 0 gradients, of one step of the small model; and its operators of attention."""
     config = small()

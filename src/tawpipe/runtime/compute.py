@@ -22,14 +22,7 @@ from tawpipe.runtime.repeated import check_new, sums_when_new
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import (
-    Buffer,
-    Kind,
-    block_input,
-    context,
-    input_gradient,
-    linear,
-)
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, linear
 
 
 class Compute(Blocks):

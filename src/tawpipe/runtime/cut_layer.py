@@ -19,15 +19,7 @@ from tawpipe.runtime.rows import OnDevice, Rows
 from tawpipe.runtime.sets import LayerInSet
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import (
-    KEPT,
-    OUTSIDE,
-    Buffer,
-    context,
-    input_gradient,
-    key_gradients,
-    keys,
-)
+from tawpipe.schedule.buffers import KEPT, OUTSIDE, Buffer, context, input_gradient, key_gradients, keys
 
 
 def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:

@@ -17,12 +17,7 @@ from tawpipe.runtime.repeated import check_new
 from tawpipe.runtime.sliced import calls_of
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import (
-    Buffer,
-    Kind,
-    context,
-    input_gradient,
-)
+from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient
 
 
 def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tensor] | None) -> None:

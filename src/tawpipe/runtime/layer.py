@@ -14,12 +14,7 @@ from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.recompute import Saved, keep_attention, keep_graph
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import (
-    Kind,
-    block_input,
-    input_gradient,
-    linear,
-)
+from tawpipe.schedule.buffers import Kind, block_input, input_gradient, linear
 
 
 def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:

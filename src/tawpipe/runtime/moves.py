@@ -16,10 +16,7 @@ from tawpipe.runtime.rows import GrowingRoom
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import (
-    Buffer,
-    Kind,
-)
+from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.footprint import TRAVELLING
 
 ALIGNED = 512

@@ -246,9 +246,7 @@ def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
 
 
 def check_elementwise(
-    factory: OptimizerFactory,
-    pieces: Sequence[PlaceOfPiece] = PROBE,
-    known: dict[str, int] | None = None,
+    factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROBE, known: dict[str, int] | None = None
 ) -> Tried:
     """Try the optimizer on small parameters with the names and shapes of real ones, whole and cut in two, and compare.
 

@@ -88,17 +88,9 @@ TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT, Kind.IDS})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
-AWAY = {
-    Kind.INPUT: Kind.OFFLOADED,
-    Kind.ATTENTION: Kind.OFFLOADED_ATTENTION,
-    Kind.GRAPH: Kind.OFFLOADED_GRAPH,
-}
+AWAY = {Kind.INPUT: Kind.OFFLOADED, Kind.ATTENTION: Kind.OFFLOADED_ATTENTION, Kind.GRAPH: Kind.OFFLOADED_GRAPH}
 """What a layer keeps for its backward pass -> the same in the host's memory."""
-BACK = {
-    Kind.INPUT: Kind.RELOADED,
-    Kind.ATTENTION: Kind.RELOADED_ATTENTION,
-    Kind.GRAPH: Kind.RELOADED_GRAPH,
-}
+BACK = {Kind.INPUT: Kind.RELOADED, Kind.ATTENTION: Kind.RELOADED_ATTENTION, Kind.GRAPH: Kind.RELOADED_GRAPH}
 """The same -> what it is where it has come back, under strategies whose blocks take turns in two places."""
 OUTSIDE = frozenset(AWAY.values())
 """Activations that are not on the device."""

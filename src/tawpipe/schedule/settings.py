@@ -116,14 +116,7 @@ class ScheduleSettings:
 
 
 DEFAULT = ScheduleSettings()
-UNPLANNED = (
-    "early_updates",
-    "reuse",
-    "reduce_dtype",
-    "loss_chunk_tokens",
-    "offload_dir",
-    "keep_mib",
-)
+UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens", "offload_dir", "keep_mib")
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(setting.name for setting in fields(ScheduleSettings) if setting.name not in UNPLANNED)
 """Settings that a plan chooses."""

@@ -364,12 +364,7 @@ def train_options() -> Options[TrainConfig]:
     head = (TrainConfig.__doc__ or "").strip()
     choices = {"schedule.strategy": {name: strategy.summary for name, strategy in strategies().items()}}
     return Options(
-        TrainConfig,
-        prog="tawpipe train",
-        description=head,
-        choices=choices,
-        leading=LEADING,
-        elsewhere=ELSEWHERE,
+        TrainConfig, prog="tawpipe train", description=head, choices=choices, leading=LEADING, elsewhere=ELSEWHERE
     )
 
 

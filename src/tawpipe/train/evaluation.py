@@ -171,10 +171,7 @@ def check_best(config: TrainConfig, *, validation: bool) -> None:
     Args:
         validation: whether documents are held out.
     """
-    wanted = {
-        "--checkpoint.best": config.checkpoint.best,
-        "--evaluation.patience": config.evaluation.patience,
-    }
+    wanted = {"--checkpoint.best": config.checkpoint.best, "--evaluation.patience": config.evaluation.patience}
     for name, value in wanted.items():
         if value and not config.evaluation.every:
             raise UserError(name, value, "--evaluation.every above 0: what is best is told by the validation loss")

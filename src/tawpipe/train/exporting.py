@@ -108,12 +108,7 @@ def _exported(run: Path, checkpoint: Path, *, merge: bool, format: str | None, f
     chain.load_buffers(buffers)
     with SavedParameters(checkpoint, chain.units, master_dtype(computed)) as saved:
         exported = export_hugging_face(
-            chain,
-            folder,
-            saved.parameter,
-            **vars(form),
-            is_writer=True,
-            tokenizer=tokenizer,
+            chain, folder, saved.parameter, **vars(form), is_writer=True, tokenizer=tokenizer
         )
     return exported, f"{checkpoint}, step {state.step}"
 

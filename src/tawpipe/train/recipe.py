@@ -51,10 +51,7 @@ ADDS_TO_GRADIENT = ("adam", "sgd", "rmsprop")
 
 
 def settle(
-    config: TrainConfig,
-    start: str,
-    steps_in: Callable[[int], int | None],
-    earlier: Mapping[str, Any] | None = None,
+    config: TrainConfig, start: str, steps_in: Callable[[int], int | None], earlier: Mapping[str, Any] | None = None
 ) -> tuple[TrainConfig, str]:
     """The settings with nothing left open, and a line that says what was chosen, and why; empty if nothing was.
 

@@ -38,12 +38,7 @@ class Tracking:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        run: TrackedRun,
-        tell: Callable[[str, str], None],
-        *,
-        closing_s: float = CLOSING_S,
+        self, names: Sequence[str], run: TrackedRun, tell: Callable[[str, str], None], *, closing_s: float = CLOSING_S
     ) -> None:
         self.outcome: Outcome = "finished"
         self._tell, self._closing_s = tell, closing_s

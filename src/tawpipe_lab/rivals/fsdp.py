@@ -139,14 +139,7 @@ def _shared_by_all(workload: Known, topology: Topology, per_gather: int) -> Time
 class _Sharded:
     origin = "shipped"
 
-    def __init__(
-        self,
-        name: str,
-        workload: Known,
-        topology: Topology,
-        rank: int,
-        settings: ShardedSettings,
-    ) -> None:
+    def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: ShardedSettings) -> None:
         self.name, self.settings = name, settings
         self.knobs: dict[str, object] = asdict(settings)
         shared = name == CONTEXT_PARALLEL

@@ -258,10 +258,7 @@ def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
 
 
 def play(
-    layout: Layout,
-    order: Order,
-    costs: PipelineCosts,
-    slower: Callable[[Work], float] = lambda _: 1,
+    layout: Layout, order: Order, costs: PipelineCosts, slower: Callable[[Work], float] = lambda _: 1
 ) -> dict[Work, tuple[float, float]]:
     """(start, end) of every work.
 

@@ -46,12 +46,7 @@ FINALISTS = 4
 
 @lru_cache(maxsize=64)
 def generate(
-    costs: PipelineCosts,
-    positions: int,
-    micro_batches: int,
-    *,
-    split: bool = True,
-    budget: int = BUDGET,
+    costs: PipelineCosts, positions: int, micro_batches: int, *, split: bool = True, budget: int = BUDGET
 ) -> Layout:
     """The layout of the shortest step that a search finds; its order is ``arrange(layout, costs, micro_batches)``.
 
