@@ -17,6 +17,7 @@ from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.errors import UserError
 from tawpipe.plan import search as search_module
 from tawpipe.plan.bench import Bench
+from tawpipe.plan.candidate import Outlook
 from tawpipe.plan.longest import Longest, limit_of
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import Asked, machine_of
@@ -77,6 +78,18 @@ def test_what_is_far_from_fitting_is_left_out_and_changes_no_plan(share, monkeyp
     assert short.fits == whole.fits == (share >= 1)
     assert not short.fits or short.step == whole.step
     assert (tries < len(tried) - tries) == (share < 0.6)
+
+
+def test_what_fits_with_whole_rows_sets_the_limit_of_a_search_for_more_ranks(monkeypatch):
+    best_of, tried = search_module._best_of, list[int | None]()
+    watch = lambda asked, *rest: tried.append(asked.settings.sequence_ranks) or best_of(asked, *rest)  # noqa: E731
+    monkeypatch.setattr(search_module, "_best_of", watch)
+    asked = asked_of(rows=1, machine=FOUR)
+    assert asked.leaves_idle
+    _best(asked, find("flat"))
+    free = tried[:]
+    _best(asked, find("flat"), outlook=Outlook(most_s=lambda _: 0.0))
+    assert free == [None, *asked.sets] and tried[len(free) :] == [None], "the fewest first"
 
 
 def test_lean_settings_that_cannot_be_had_refuse_no_usual_ones(monkeypatch):

@@ -125,7 +125,7 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
     outlook = outlook or Outlook()
     best = _best_of(request, strategy, axis, outlook)
     spread = "sequence_ranks" not in strategy.refusals and (request.leaves_idle or not _on_device(best))
-    for other in _spread(request, strategy, axis, outlook) if spread else ():
+    for other in _spread(request, strategy, axis, outlook, best) if spread else ():
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -139,15 +139,19 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
     return best
 
 
-def _spread(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook) -> list[Candidate]:
+def _spread(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook, best: Candidate) -> list[Candidate]:
     """Best candidates with several ranks to a row, the fewest ranks first; only the one with the most, which need the
     least memory each, if that is far from fitting.
+
+    Args:
+        best: the candidate with one rank to a row; if it fits, the limits of a search with something that fits hold.
     """
     best_of = [partial(_best_of, request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets]
-    widest = [find() for find in best_of[-1:]]
+    outlook.ahead = min(outlook.ahead, best.seconds if best.fits else math.inf)
+    widest = [] if best.fits else [find() for find in best_of[-1:]]
     if any(least.prediction and not least.fits and _far_over(request, _peak(least)) for least in widest):
         return widest
-    return [*(find() for find in best_of[:-1]), *widest]
+    return [*(find() for find in best_of[: len(best_of) - len(widest)] if not outlook.over(LOOKING)), *widest]
 
 
 def _on_device(candidate: Candidate) -> bool:
