@@ -93,7 +93,8 @@ class Kept(LlamaMLP):
     """Keeps factors of places in an attribute that is no buffer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.factors[: x.shape[1], None]
+        factors: Any = self.factors
+        return super().forward(x) * factors[: x.shape[1], None]
 
 
 class AfterValues(ByPlace):
