@@ -73,7 +73,7 @@ def test_a_message_that_both_sides_are_at_is_waited_for_by_none() -> None:
 
 
 def test_a_step_that_goes_on_blames_nobody() -> None:
-    """What ranks said of themselves was true at different times, as anything has moved in between."""
+    """Standings of ranks that move were true at different times, so no rank is named."""
     circle: dict[int, Standing | None] = {rank: standing(messages={f"m{rank}": [1 - rank]}) for rank in range(2)}
     assert "which is a fault of tawpipe's" in conclusion(circle)
     for moved in circle:

@@ -181,7 +181,7 @@ def test_a_rank_in_no_step_answers_and_says_where_its_script_is(watches):
 
 
 def test_an_answer_is_no_report_of_this_ranks_own(monkeypatch):
-    """Of a step that has just begun, whatever the limit; it does not put off the report of the step."""
+    """A rank answers in a step that has just begun, and its own report of that step comes no later for it."""
     clock, said = given_time(monkeypatch), io.StringIO()
     others = Answers(True, lambda own: {0: own, 1: own})
     dog = Watchdog(dict, "rank 0", limit_s=1000.0, ends=False, stream=said)
@@ -194,7 +194,7 @@ def test_an_answer_is_no_report_of_this_ranks_own(monkeypatch):
 
 
 class DeafStore:
-    """Of a process that has stopped: no call returns."""
+    """Store whose process has stopped: no call returns."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -162,7 +162,8 @@ class Counting(TorchDispatchMode):
         own: the code's parameters and buffers.
     """
 
-    PICKS = tuple(f"aten::{n}" for n in ("index", "_unsafe_index", "gather", "scatter", "take", "masked_s"))
+    PICKED = "index", "_unsafe_index", "gather", "scatter", "take", "masked_select", "masked_scatter"
+    PICKS = tuple(f"aten::{name}" for name in PICKED)
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()

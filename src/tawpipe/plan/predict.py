@@ -241,8 +241,8 @@ def memory_quickly(request: PlanRequest, step: StepSpec, *, part: bool = False) 
     """``memory_of`` without the whole schedule.
 
     Args:
-        part: look at rank 0 alone, which needs no more than all: on many devices that do not all do alike, all take
-            seconds. Of a pipeline all are looked at.
+        part: look at rank 0 alone, for a lower bound: where devices differ, looking at all of many takes seconds. Of a
+            pipeline all are looked at.
     """
     return memory_of(request, short_schedule(request, step, (0,) if part and not step.strategy.axis else ()))
 
@@ -252,7 +252,7 @@ def short_schedule(request: PlanRequest, step: StepSpec, some: tuple[int, ...] =
     one has a program.
 
     Args:
-        some: ranks that have one where they do not all do alike.
+        some: ranks to make a program for if the ranks differ; those with the most memory in use if it is empty.
     """
     rounds = PLAYED_ROUNDS if step.strategy.axis else 2  # several are under way where ranks divide the blocks
     short, _, _ = shortened(request, step, rounds)

@@ -50,9 +50,7 @@ HOPELESS = 1.35
 gain there is, makes a step a quarter shorter.
 """
 FAR_OVER = 1.5
-"""Where the leanest settings need more than this multiple of a device's memory, and nothing has fitted yet, no others
-are tried.
-"""
+"""Multiple of a device's memory: while nothing has fitted, no other settings are tried if the leanest need more."""
 WORTH = 0.02
 """The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
 
@@ -103,14 +101,15 @@ def search(
     outlook.leave(REST)
     for i, candidate in enumerate(candidates):
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        if candidate.step is None or candidate.prediction is None or outlook.over():
+        if candidate.step is None or candidate.prediction is None:
             continue
         asked = request.with_homes(candidate.step.settings.host_homes or "none")
         if not candidate.fits and candidate.prediction.timeline is None:
-            quick = plays(asked, candidate.step) <= QUICK_PLAYED  # of others the memory is shown, and no time
+            # The memory is shown for all, the time where it is known soon.
+            quick = plays(asked, candidate.step) <= QUICK_PLAYED and not outlook.over()
             known = replace(candidate.prediction, needs=memory_quickly(asked, candidate.step))
             candidates[i] = replace(candidate, prediction=predict(asked, candidate.step) if quick else known)
-        elif candidate.fits and candidate.seconds < outlook.ahead * HOPELESS:
+        elif candidate.fits and candidate.seconds < outlook.ahead * HOPELESS and not outlook.over():
             step, prediction = improve(asked, candidate.step, candidate.prediction, outlook)
             candidates[i] = coded(asked, settle(asked, replace(candidate, step=step, prediction=prediction)))
     return sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.seconds))

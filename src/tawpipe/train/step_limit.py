@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from tawpipe.console import duration
 from tawpipe.runtime.limits import FACTOR, StepLimit
+from tawpipe.runtime.watchdog import DEAF_S
 
 
 class FollowedLimit:
@@ -34,7 +35,7 @@ class FollowedLimit:
         """To be called where the limit may have changed."""
         if self._limit.seconds != self._told_s:
             self._told_s = self._limit.seconds
-            self._set_timeout(timedelta(seconds=self._told_s + 30))  # the watchdog is first: it says more
+            self._set_timeout(timedelta(seconds=self._told_s + DEAF_S))  # the watchdog is first: it says more
         lasting_s = FACTOR * self._limit.lasting_s
         if not self._said and lasting_s > self._setting_s:
             self._said = True
