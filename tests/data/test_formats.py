@@ -317,7 +317,7 @@ def test_a_tokenizer_that_pads_or_cuts_on_the_left_makes_no_difference(tokenizer
 def test_faulty_rows_are_told_apart(tokenizer, row, why):
     raw = Columns().row("a.jsonl, line 3", row)
     assert isinstance(raw, RawRow)
-    skipped = Renderer(tokenizer).render(raw)
+    (skipped,) = Renderer(tokenizer).render(raw)
     assert isinstance(skipped, Skipped) and skipped.where == "a.jsonl, line 3"
     assert re.search(why, str(skipped))
 
@@ -332,7 +332,7 @@ def test_tools_that_a_template_would_leave_out_are_not_lost_in_silence(tokenizer
         ({"messages": CALLS}, "with tool calls, which"),
         ({"messages": [CALLS[0], *CHAT]}, "with a turn that the chat template leaves out"),
     ):
-        skipped = Renderer(simple).render(RawRow("here", "chat", row))
+        (skipped,) = Renderer(simple).render(RawRow("here", "chat", row))
         assert isinstance(skipped, Skipped) and why in skipped.why
 
 

@@ -54,7 +54,7 @@ def with_template(tokenizer, template):
 
 def counted_text(tokenizer, kind, **columns) -> tuple[str, str]:
     """The whole row as text, and the text of its tokens that count."""
-    document = Renderer(tokenizer).render(RawRow("here", kind, columns))
+    (document,) = Renderer(tokenizer).render(RawRow("here", kind, columns))
     assert isinstance(document, Document), document
     (tokens,) = Encoder(tokenizer).encode([document])
     return tokenizer.decode(tokens.ids), tokenizer.decode(tokens.ids[tokens.counts])
@@ -129,7 +129,7 @@ def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
     ],
 )
 def test_rows_without_what_belongs_there_are_skipped(tokenizer, kind, columns, reason):
-    found = Renderer(tokenizer).render(RawRow("line 3", kind, columns))
+    (found,) = Renderer(tokenizer).render(RawRow("line 3", kind, columns))
     assert isinstance(found, Skipped) and found.kind == reason and found.where == "line 3"
 
 

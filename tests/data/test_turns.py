@@ -34,7 +34,7 @@ def test_a_turn_of_weight_0_is_not_learned(tokenizer, kind):
     for weights, why in (([0, 0], "without an answer to learn"), ([0.5], "answer whose weight is other than 0 and 1")):
         raw = Columns().row("here", {kind: turns(*weights)})
         assert isinstance(raw, RawRow)
-        skipped = Renderer(tokenizer).render(raw)
+        (skipped,) = Renderer(tokenizer).render(raw)
         assert isinstance(skipped, Skipped) and re.search(why, str(skipped))
 
 

@@ -15,7 +15,7 @@ def with_own(tokenizer, template):
 
 
 def tokens_of(renderer: Renderer, encoder: Encoder, row: RawRow) -> Tokens:
-    document = renderer.render(row)
+    (document,) = renderer.render(row)
     assert isinstance(document, Document), document
     return encoder.encode([document])[0]
 

@@ -138,12 +138,12 @@ class Corpus:
 def render_counted(rows: Iterable[RawRow | Skipped], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
     """The documents of the rows; ``counts`` takes in how many there are and what was left out."""
     for row in rows:
-        document = row if isinstance(row, Skipped) else renderer.render(row)
-        if isinstance(document, Skipped):
-            counts.add_skipped(document)
-        else:
-            counts.add_document(document.kind)
-            yield document
+        for document in [row] if isinstance(row, Skipped) else renderer.render(row):
+            if isinstance(document, Skipped):
+                counts.add_skipped(document)
+            else:
+                counts.add_document(document.kind)
+                yield document
 
 
 def write_corpus(

@@ -59,8 +59,15 @@ class Renderer:
     ) -> None:
         self._chats, self._names, self._as_chat = ChatRenderer(tokenizer), names or {}, as_chat
 
-    def render(self, row: RawRow) -> Document | Skipped:
-        """The row's document, or ``Skipped``: ``empty`` where no token would count, ``row`` where it is malformed."""
+    def render(self, row: RawRow) -> list[Document | Skipped]:
+        """Make the documents of a row, and name what of the row is left out.
+
+        A ``Skipped`` of kind ``row`` means that the row is malformed, ``empty`` that nothing of it counts, ``answer``
+        that one of its answers is not learned, ``note`` that something of it is used otherwise than it may seem.
+        """
+        return [self._document(row)]
+
+    def _document(self, row: RawRow) -> Document | Skipped:
         try:
             match row.kind:
                 case "text":

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tawpipe.report.lengths import Histogram
 
 
-Left = Literal["file", "folder", "row", "empty"]
+Left = Literal["file", "folder", "row", "empty", "answer", "note"]
+"""Kinds of things that are left out; a ``note`` leaves nothing out and is said once, with a count."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Skipped:
     def __str__(self) -> str:
         return f"{self.where}: {self.why}" + (f" ({self.detail})" if self.detail else "")
 
+    @property
+    def sentence(self) -> str:
+        return str(self) if self.kind == "note" else f"left out {self}"
+
 
 @dataclass
 class Trouble:
@@ -45,6 +50,8 @@ class Trouble:
 
     @property
     def line(self) -> str:
+        if self.kind == "note":
+            return f"{self.number:,} row{'s' if self.number > 1 else ''} {self.why}; the first: {self.first}"
         noun = "document" if self.kind == "empty" else self.kind
         return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} left out, {self.why}; the first: {self.first}"
 
@@ -67,6 +74,8 @@ class ReadCounts:
     """Files and folders left out, or left off at the place that cannot be read."""
     bad_rows: int = 0
     """Rows left out."""
+    bad_answers: int = 0
+    """Answers that are not learned, of rows whose other answers are."""
     troubles: list[Trouble] = field(default_factory=list)
     """The same by reason, in the order of the first of each."""
     longest: int = 0
@@ -96,7 +105,9 @@ class ReadCounts:
             self.empty += 1
         elif skipped.kind == "row":
             self.bad_rows += 1
-        else:
+        elif skipped.kind == "answer":
+            self.bad_answers += 1
+        elif skipped.kind != "note":
             self.bad_files += 1
         for trouble in self.troubles:
             if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
@@ -116,7 +127,7 @@ class ReadCounts:
         if len(parts) == 1:
             return parts[0]
         total = cls()
-        for name in ("files", "text", "chat", "instruction", "empty", "bad_files", "bad_rows"):
+        for name in ("files", "text", "chat", "instruction", "empty", "bad_files", "bad_rows", "bad_answers"):
             setattr(total, name, sum(getattr(part, name) for part in parts))
         for trouble in (entry for part in parts for entry in part.troubles):
             same = [known for known in total.troubles if (known.kind, known.why) == (trouble.kind, trouble.why)]

@@ -207,16 +207,16 @@ class StreamedDataset:
             if example is None:
                 break
             row = example["row"]
-            document = row if isinstance(row, Skipped) else self._text.renderer.render(row)
-            if isinstance(document, Skipped):
-                if self.counts.add_skipped(document) and self._tell:
-                    log.warning("left out %s; others like it are counted, and not said again", document)
-                continue
-            self.counts.add_document(document.kind)
-            if self._is_held_out(document):
-                continue
-            documents.append(document)
-            characters += sum(len(piece.text) for piece in document.pieces)
+            for document in [row] if isinstance(row, Skipped) else self._text.renderer.render(row):
+                if isinstance(document, Skipped):
+                    if self.counts.add_skipped(document) and self._tell:
+                        log.warning("%s; others like it are counted, and not said again", document.sentence)
+                    continue
+                self.counts.add_document(document.kind)
+                if self._is_held_out(document):
+                    continue
+                documents.append(document)
+                characters += sum(len(piece.text) for piece in document.pieces)
         return documents
 
     def _is_held_out(self, document: Document) -> bool:
