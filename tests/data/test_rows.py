@@ -54,10 +54,10 @@ def with_template(tokenizer, template):
 
 def counted_text(tokenizer, kind, **columns) -> tuple[str, str]:
     """The whole row as text, and the text of its tokens that count."""
-    (document,) = Renderer(tokenizer).render(RawRow("here", kind, columns))
-    assert isinstance(document, Document), document
-    (tokens,) = Encoder(tokenizer).encode([document])
-    return tokenizer.decode(tokens.ids), tokenizer.decode(tokens.ids[tokens.counts])
+    documents = Renderer(tokenizer).render(RawRow("here", kind, columns))
+    assert all(isinstance(document, Document) for document in documents), documents
+    tokens = Encoder(tokenizer).encode(documents)
+    return tokenizer.decode(tokens[0].ids), "".join(tokenizer.decode(each.ids[each.counts]) for each in tokens[::-1])
 
 
 def test_of_an_instruction_row_the_completion_counts(tokenizer):
@@ -81,24 +81,24 @@ def test_of_three_columns_the_output_counts(tokenizer):
 
 def test_of_a_chat_what_the_assistant_says_counts(tokenizer):
     whole, counted = counted_text(tokenizer, "chat", messages=CHAT)
-    assert counted == "Four.<|endoftext|>\nSeven.<|endoftext|>\n"
+    assert counted == "Four.<|endoftext|>Seven.<|endoftext|>"
     assert whole.startswith("<|system|>\nBe brief.\n<|user|>\nTwo and two?\n<|assistant|>\nFour.<|endoftext|>\n")
 
 
 def test_the_tokenizers_chat_template_is_used_where_there_is_one(tokenizer):
     whole, counted = counted_text(with_template(tokenizer, CHATML), "chat", messages=CHAT)
-    assert counted == "Four.<|im_end|>\nSeven.<|im_end|>\n"
+    assert counted == "Four.<|im_end|>Seven.<|im_end|>"
     assert whole == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
 
 
-def test_a_template_that_rewrites_earlier_turns_still_masks_the_prompt(tokenizer):
+def test_a_template_that_rewrites_earlier_turns_learns_each_as_it_is_asked(tokenizer):
     _, counted = counted_text(with_template(tokenizer, THINKING), "chat", messages=CHAT)
-    assert counted == "Four.<|im_end|><think>\n\n</think>\n\nSeven.<|im_end|>\n"
+    assert counted == "".join(f"<think>\n\n</think>\n\n{number}.<|im_end|>" for number in ("Four", "Seven"))
 
 
 def test_a_prompt_and_completion_of_messages_count_the_completion_only(tokenizer):
     _, counted = counted_text(tokenizer, "instruction", prompt=CHAT[:4], completion=CHAT[4:])
-    assert counted == "Seven.<|endoftext|>\n"
+    assert counted == "Seven.<|endoftext|>"
 
 
 def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():

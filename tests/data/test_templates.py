@@ -2,48 +2,37 @@
 learned, the token that ends each turn included, and no other.
 """
 
-import json
-
+import numpy as np
 import pytest
 
 from chat_families import FAMILIES, byte_level
-from chats import learned
-
-
-def answers(parts: list[str], end: str) -> list[str]:
-    """What is learned of each turn, without line breaks that a template may or may not have behind its end."""
-    return [part.rstrip("\n") if end.endswith("\n") else part for part in parts]
+from chats import documents_of, learned
+from tawpipe.data.columns import RawRow
+from tawpipe.data.encode import Encoder
+from tawpipe.data.render import Renderer
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize("system", [False, True])
-def test_every_turn_is_learned_with_the_token_that_ends_it(name, system):
-    tokenizer, end, thought, plain = FAMILIES[name]
+def test_every_answer_is_learned_behind_the_tokens_that_ask_for_it(name, system):
+    """R1's prompts begin a thought, so its answers have one here; gpt-oss has them in a field."""
+    tokenizer, end = FAMILIES[name]
     chat = [{"role": "system", "content": "Be brief."}] if system else []
-    for word in ("One.", "Two."):
-        chat += [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": word}]
-    thoughts = {"gpt-oss": {"content": "Four.", "thinking": "Sum."}}
-    thoughts |= {key: {"content": "<think>\nSum.\n</think>\n\nFour."} for key in ("qwen3", "r1")}
-    said = thoughts.get(name, {"content": "Four."})
-    for last, expected in ((said, thought), ({"content": "Five."}, plain)):
-        whole, parts = learned(
-            tokenizer, {"messages": [*chat, {"role": "user", "content": "And?"}, {"role": "assistant", **last}]}
-        )
-        before = {"gpt-oss": "<|channel|>final<|message|>", "mistral": " "}.get(name, "")
-        assert answers(parts, end) == answers([*(before + word + end for word in ("One.", "Two.")), expected], end)
-        assert whole.count("Be brief.") == system
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_an_answer_stands_behind_what_the_model_is_asked_with(name):
-    """The tokens before the last answer are those of the same chat as a question, but for a thought that is asked
-    for."""
-    tokenizer, *_ = FAMILIES[name]
-    asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "One."}]
-    asked.append({"role": "user", "content": "And?"})
-    question = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    whole, parts = learned(tokenizer, {"messages": json.dumps([*asked, {"role": "assistant", "content": "Five."}])})
-    assert whole.removesuffix(parts[-1]) == question.removesuffix("<think>\n" if name == "r1" else "")
+    expected = {}
+    for number, word in enumerate(("One.", "Two.", "Four.")):
+        chat.append({"role": "user", "content": f"Which, {number}?"})
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        thought = {"r1": f"<think>\nSum {number}.\n</think>\n\n"}.get(name, "")
+        said = {"role": "assistant", "content": thought + word}
+        expected[tuple(prompt)] = word + end
+        chat.append(said | ({"reasoning_content": "Sum."} if name == "gpt-oss" else {}))
+    (row,) = [RawRow("here", "chat", {"messages": chat})]
+    for tokens in Encoder(tokenizer).encode(documents_of(Renderer(tokenizer), row)):
+        for begin in np.flatnonzero(tokens.counts & ~np.append(False, tokens.counts[:-1])):
+            text = expected.pop(tuple(tokens.ids[:begin].tolist()))
+            answer = tokens.ids[begin:][: np.argmin(np.append(tokens.counts[begin:], False))]
+            assert tokenizer.decode(answer.tolist()).endswith(text)
+    assert not expected
 
 
 def test_a_call_may_end_otherwise_than_an_answer():
@@ -58,5 +47,5 @@ def test_a_call_may_end_otherwise_than_an_answer():
     chat = [{"role": "user", "content": "When?"}, call, {"role": "tool", "content": "9"}]
     chat.append({"role": "assistant", "content": "Nine."})
     whole, parts = learned(tokenizer, {"messages": chat})
-    assert parts == ["now<|call|>", "!Nine.<|end|>"]
+    assert parts == ["!now<|call|>", "!Nine.<|end|>"]
     assert tokenizer.convert_tokens_to_ids("<|call|>") in tokenizer(whole)["input_ids"]

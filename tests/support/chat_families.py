@@ -121,12 +121,10 @@ def sentence_piece(template: str, special: list[str], *, before: bool, **named: 
 
 
 TRAINED = train_tokenizer(["the answer to every question is a number of the house " * 20], 300)
-FAMILIES: dict[str, tuple[Any, str, str, str]] = {
+FAMILIES: dict[str, tuple[Any, str]] = {
     "qwen3": (
         byte_level(QWEN3, ["<|im_start|>", "<|im_end|>"], eos_token="<|endoftext|>"),
-        "<|im_end|>\n",
-        "<think>\nSum.\n</think>\n\nFour.<|im_end|>\n",
-        "<think>\n\n</think>\n\nFive.<|im_end|>\n",
+        "<|im_end|>",
     ),
     "r1": (
         byte_level(
@@ -136,16 +134,12 @@ FAMILIES: dict[str, tuple[Any, str, str, str]] = {
             eos_token="<｜end▁of▁sentence｜>",
         ),
         "<｜end▁of▁sentence｜>",
-        "Four.<｜end▁of▁sentence｜>",
-        "Five.<｜end▁of▁sentence｜>",
     ),
     "gpt-oss": (
         byte_level(
             GPT_OSS, ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"], eos_token="<|return|>"
         ),
-        "<|end|>",
-        "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
-        "<|channel|>final<|message|>Five.<|return|>",
+        "<|return|>",
     ),
     "llama3": (
         byte_level(
@@ -155,8 +149,6 @@ FAMILIES: dict[str, tuple[Any, str, str, str]] = {
             eos_token="<|endoftext|>",
         ),
         "<|eot_id|>",
-        "Four.<|eot_id|>",
-        "Five.<|eot_id|>",
     ),
     "gemma3": (
         sentence_piece(
@@ -166,15 +158,11 @@ FAMILIES: dict[str, tuple[Any, str, str, str]] = {
             bos_token="<bos>",
             eos_token="<eos>",
         ),
-        "<end_of_turn>\n",
-        "Four.<end_of_turn>\n",
-        "Five.<end_of_turn>\n",
+        "<end_of_turn>",
     ),
     "mistral": (
         sentence_piece(MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], before=True, bos_token="<s>", eos_token="</s>"),
         "</s>",
-        " Four.</s>",
-        " Five.</s>",
     ),
 }
-"""Tokenizer, what ends an earlier turn, a last turn with a thought (where the family has such) and one without."""
+"""Tokenizer, and the token that ends an answer."""

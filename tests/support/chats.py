@@ -14,22 +14,29 @@ def with_own(tokenizer, template):
     return other
 
 
+def documents_of(renderer: Renderer, row: RawRow) -> list[Document]:
+    """The documents of a row of which nothing is left out."""
+    documents = renderer.render(row)
+    assert all(isinstance(document, Document) for document in documents), documents
+    return [document for document in documents if isinstance(document, Document)]
+
+
 def tokens_of(renderer: Renderer, encoder: Encoder, row: RawRow) -> Tokens:
-    (document,) = renderer.render(row)
-    assert isinstance(document, Document), document
-    return encoder.encode([document])[0]
+    return encoder.encode(documents_of(renderer, row))[0]
 
 
 def learned(tokenizer, row: dict, *names: str, as_chat=False) -> tuple[str, list[str]]:
-    """The row as text, and the texts between what does not count."""
+    """The row's first document as text, and all that is learned of the row, in the order of a chat."""
     columns = Columns.of(settings := DataSettings(columns=list(names)))
     raw = columns.row("here", row)
     assert isinstance(raw, RawRow), raw
-    tokens = tokens_of(Renderer(tokenizer, settings.column_names(), as_chat=as_chat), Encoder(tokenizer), raw)
-    parts, last = [], False
-    for token, counts in zip(tokens.ids.tolist(), tokens.counts.tolist(), strict=True):
-        if counts:
-            parts = parts if last else [*parts, []]
-            parts[-1].append(token)
-        last = counts
+    documents = documents_of(Renderer(tokenizer, settings.column_names(), as_chat=as_chat), raw)
+    parts: list[list[int]] = []
+    for tokens in Encoder(tokenizer).encode(documents)[::-1]:
+        last = False
+        for token, counts in zip(tokens.ids.tolist(), tokens.counts.tolist(), strict=True):
+            if counts:
+                parts = parts if last else [*parts, []]
+                parts[-1].append(token)
+            last = counts
     return tokenizer.decode(tokens.ids.tolist()), [tokenizer.decode(part) for part in parts]

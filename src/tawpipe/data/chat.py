@@ -1,15 +1,18 @@
-"""Chats through a template, in pieces of which those that the assistant says are learned."""
+"""Chats through a template: what a model has to write behind a prompt is learned, and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tawpipe.data.messages import ASSISTANT, KNOWN_ROLES, Malformed
+from tawpipe.data.settings import Answers
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,11 +60,20 @@ NAMED = {"chatml": CHATML, "plain": PLAIN}
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A mark around what the assistant says, which some templates have."""
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which templates look for the thought of a turn."""
+
+SWITCH = re.compile(r"\b(?!\w*(?:preserve|truncate|history|clear|keep|effort|budget))\w*(?:think|reason)\w*\b")
+"""Names of variables by which templates turn thinking on and off."""
+
+OPENED = re.compile(r"<(\w+)>\s*$")
+"""A tag that a prompt leaves open, so that the model goes on with a thought."""
+
 MARK = "\ue000"
 """A content that no message has."""
 
-ALIKE = 8
-"""Letters by which the place is known at which a model is asked."""
+Message = Mapping[str, Any]
+Tools = list[dict[str, Any]] | None
 
 
 class ChatText(NamedTuple):
@@ -105,149 +117,465 @@ def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = 
         changed.eos_token = CHATML_TOKENS[1]
     try:
         chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-        ChatRenderer(changed).pieces(chat)
+        ChatRenderer(changed).chat(chat)
     except Malformed as error:
         raise UserError(setting, name, f"a Jinja template of a chat ({error.why}: {error.detail})") from error
     return changed
 
 
-class ChatRenderer:
-    """Maker of pieces from messages.
+class Chat(NamedTuple):
+    """What a row's chat becomes.
 
-    Args:
-        tokenizer: the one whose chat template they go through; its fallback where it has none.
+    Attributes:
+        documents: the pieces of each; an answer is learned in one of them.
+        lost: answers that are not learned, each with the reason and its number among the messages.
+        said: what else a reader of the data should know, a reason for each.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    documents: list[tuple[ChatText, ...]]
+    lost: list[Malformed]
+    said: list[Malformed]
+
+
+class Answer(NamedTuple):
+    """What a model is asked with, what it has to write behind that, and what a template puts after it."""
+
+    prompt: str
+    learned: str
+    rest: str = ""
+    said: tuple[str, ...] = ()
+
+
+class ChatRenderer:
+    """Renders chats as a model will be asked, through the chat template of its tokenizer.
+
+    For answer n of a chat, P is the prompt: the messages before it, rendered with a generation prompt. R is the chat
+    up to the answer, rendered without. What is learned is the part of R that the model has to write behind P, with the
+    token that ends the turn, and nothing else.
+
+    Args:
+        tokenizer: its chat template is used, or a built-in one where it has none.
+        answers: ``each`` learns every answer as it will be asked for, in a document of its own where the template
+            shows the history otherwise than the answer; ``last`` learns the last one alone; ``shown`` makes one
+            document of a chat and learns what the template shows of each answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: Answers = "each") -> None:
         self._tokenizer = tokenizer
+        self._answers: Answers = answers
         self._fallback = None if tokenizer.chat_template else NAMED[fallback_template(tokenizer)]
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
+    def special(self) -> re.Pattern[str]:
         """Any special token; those that end a turn may have no name in the configuration, but in tokenizer.json."""
         added = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def pieces(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
-    ) -> tuple[ChatText, ...]:
-        """The chat as a whole, where what the assistant says from message ``first`` on counts, but for weights of 0.
+    @property
+    def end_of_text(self) -> str:
+        """The token that ends a text, or ``""``."""
+        return str(self._tokenizer.eos_token or "")
 
-        Raises:
-            Malformed: the template refuses it or leaves something out.
-        """
-        template = self._fallback or self._tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
-        self._check(template, messages, tools)
-        said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        learned = [number for number in said if number >= first and messages[number].get("weight", 1) != 0]
-        if GENERATION.search(template):
-            whole, turns = self._marked(template, messages, tools)
-            if learned != said and len(turns) != len(said):
-                raise Malformed("of whose answers not all are learned, and the chat template does not mark each")
-            turns = turns if learned == said else [turns[said.index(number)] for number in learned]
-        else:
-            whole = self._apply(messages, tools)
-            turns = self._found(whole, messages, tools, learned)
-        for message in messages:
-            if message["role"] in ("system", "user") and message["content"].strip() not in whole:
-                raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
-        pieces, done = list[ChatText](), 0
-        for begin, end in turns:
-            pieces += [ChatText(whole[done:begin], False), ChatText(whole[begin:end], True)]
-            done = end
-        return tuple(piece for piece in [*pieces, ChatText(whole[done:], False)] if piece.text)
+    def template(self, tools: Tools = None) -> str:
+        """The text of the chat template."""
+        return self._fallback or self._tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
 
     def question(self, text: str) -> str:
-        """What a user says, as a model sees it that shall answer.
+        """The prompt for a user's message, ready for the model to answer.
 
         Raises:
             Malformed: the template refuses it.
         """
-        return self._apply([{"role": "user", "content": text}], None, add_generation_prompt=True)
+        return self.apply([{"role": "user", "content": text}], None, {}, asks=True)
 
-    def _check(self, template: str, messages: Sequence[dict[str, Any]], tools: object) -> None:
-        for message in messages:
-            role = message["role"]
-            if role not in KNOWN_ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        options: Mapping[str, Any] | None = None,
+        first: int = 0,
+    ) -> Chat:
+        """The documents of a chat.
+
+        Args:
+            tools: JSON schemas of the tools that the model may call.
+            options: more variables for the template.
+            first: the number of the first message that may be learned.
+
+        Raises:
+            Malformed: nothing of it can be learned, or the template leaves out what the model should see.
+        """
+        template, best, refused = self.template(tools), None, None
+        for role in (message["role"] for message in messages):
+            if role not in (*KNOWN_ROLES, "developer") and f"'{role}'" not in template and f'"{role}"' not in template:
                 roles = "human, gpt, observation, function_call"
                 raise Malformed(f"with a role that is neither {', '.join(KNOWN_ROLES)} nor {roles}", repr(role))
-        if tools and "tools" not in template:
-            raise Malformed("with tools, which the chat template does not show (--chat-template chatml does)")
-        if "tool_calls" not in template and any("tool_calls" in message for message in messages):
-            raise Malformed("with tool calls, which the chat template does not show (--chat-template chatml does)")
+        for form in _forms(template, messages):
+            try:
+                chat = _OneForm(self, form, tools, dict(options or {}), template).read(first, self._answers)
+            except Malformed as error:
+                refused = refused or error
+                continue
+            if best is None or len(chat.lost) < len(best.lost):
+                best = chat
+            if not best.lost:
+                break
+        if best is None:
+            raise refused or Malformed("without an answer to learn")
+        if not best.documents and best.lost:
+            raise best.lost[0]
+        return best
 
-    def _marked(
-        self, template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The chat, and begin and end of what the template itself says is the assistant's."""
+    def marked(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Begin and end of what the template itself marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, "conversations": [messages], "tools": tools}
-        arguments |= {"chat_template": template, "return_assistant_tokens_mask": True}
-        (whole,), (turns,) = _refusals_named(lambda: render_jinja_template(**arguments))
-        return whole, turns
+        arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options, "tools": tools}
+        arguments |= {"conversations": [messages], "chat_template": self.template(tools)}
+        return _refusals_named(lambda: render_jinja_template(**arguments, return_assistant_tokens_mask=True))[1][0]
 
-    def _found(
-        self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, learned: list[int]
-    ) -> list[tuple[int, int]]:
-        """Begin and end of what the assistant says in these messages, each between two beginnings of the chat."""
-        turns, done = list[tuple[int, int]](), 0
-        for number in learned:
-            turns.append(self._turn(whole, messages, tools, number, done))
-            done = turns[-1][1]
-        return turns
+    def apply(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], *, asks: bool) -> str:
+        """Render messages; ``asks`` adds the generation prompt.
 
-    def _turn(
-        self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, number: int, done: int
-    ) -> tuple[int, int]:
-        """Begin and end in ``whole`` of the assistant's message ``number``, its end-of-turn token included."""
-        asked = self._beginning(messages[:number], tools, add_generation_prompt=True)
-        said = self._beginning(messages[: number + 1], tools, add_generation_prompt=False)
-        is_prefix = bool(asked) and whole.startswith(asked)
-        if is_prefix and said and whole.startswith(said) and done <= len(asked) < len(said):
-            return len(asked), len(said)
-        # Some templates write earlier turns otherwise than the last one (they drop what the model thought), so that
-        # the beginning of a chat is no prefix of it. The turn is then what differs if it says something else.
-        other = self._apply([*messages[:number], {"role": ASSISTANT, "content": MARK}, *messages[number + 1 :]], tools)
-        begin = _alike(whole, other)
-        end = len(whole) - _alike(whole[begin:][::-1], other[begin:][::-1])
-        if is_prefix:
-            begin = len(asked)
-        elif asked and whole[:begin].rstrip().endswith(asked.rstrip()[-ALIKE:]):
-            # A space that only the template's answers have in front of them is the model's to write.
-            begin -= max(0, _space_behind(whole[:begin]) - _space_behind(asked))
-        for token in self._special.finditer(whole, done):
-            if token.start() < begin < token.end():
-                begin = token.start()
-            if begin <= token.start() <= end < token.end():  # what ends the turn
-                end = token.end()
-                break
-        if other == whole or not done <= begin < end:
-            raise Malformed("in which the chat template does not show what the assistant says")
-        return begin, end
-
-    def _beginning(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
-    ) -> str:
-        """The messages alone; empty where there are none or the template refuses them."""
-        try:
-            return self._apply(messages, tools, add_generation_prompt=add_generation_prompt) if messages else ""
-        except Malformed:
-            return ""
-
-    def _apply(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
-    ) -> str:
+        Raises:
+            Malformed: the template refuses them.
+        """
         return _refusals_named(
             lambda: self._tokenizer.apply_chat_template(
-                messages,
+                messages,  # pyright: ignore[reportArgumentType]
                 tools=tools,  # pyright: ignore[reportArgumentType]
                 chat_template=self._fallback,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=asks,
                 tokenize=False,
+                **options,
             )
         )
+
+
+class _OneForm:
+    """One form of the messages of a chat, as a template shows it."""
+
+    def __init__(
+        self, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools, options: dict[str, Any], template: str
+    ) -> None:
+        self._renderer, self._messages, self._tools = renderer, messages, tools
+        self._options, self._template = options, template
+        self._rendered: dict[tuple[object, ...], str] = {}
+
+    def read(self, first: int, answers: Answers) -> Chat:
+        messages = self._messages
+        said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        learned = [number for number in said if number >= first and messages[number].get("weight", 1) != 0]
+        learned = learned[-1:] if answers == "last" else learned
+        texts, lost, notes = list[tuple[str, dict[int, int]]](), list[Malformed](), list[Malformed]()
+        last = -1
+        for number in reversed(learned):
+            try:
+                answer = self._shown(number) if answers == "shown" else self._answer(number)
+                answer = self._check_answer(number, answer)
+            except Malformed as error:
+                lost.append(
+                    Malformed(error.why, f"message {number + 1}" + (f": {error.detail}" if error.detail else ""))
+                )
+                continue
+            notes += [Malformed(why, f"message {number + 1}") for why in answer.said]
+            learned_text = answer.prompt + answer.learned
+            spans = next((spans for text, spans in texts if text.startswith(learned_text)), None)
+            if spans is None:
+                last, spans = max(last, number), {}
+                texts.append((learned_text + answer.rest, spans))
+            spans[len(answer.prompt)] = len(learned_text)
+        if texts:
+            try:
+                self._check_given(messages[:last], texts[0][0])
+            except Malformed as error:
+                raise lost[0] if lost else error from error
+            if any(message["role"] != ASSISTANT for message in messages[last:]) and answers != "shown":
+                notes.append(Malformed("end with turns that no answer follows, which are left out"))
+        return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes)
+
+    def _answer(self, number: int) -> Answer:
+        """What has to be written behind the prompt of an answer.
+
+        Raises:
+            Malformed: the template refuses the messages, or shows the answer behind no prompt.
+        """
+        prompt, shown = self._asked(number), self._said(number)
+        if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
+            begin, end = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)[-1]
+            return Answer(shown[:begin], shown[begin:end], shown[end:])
+        if shown.startswith(prompt):
+            return self._ended(number, prompt, shown, {})
+        for switch in self._switches():
+            with contextlib.suppress(Malformed):
+                other_prompt, other = self._asked(number, **switch), self._said(number, **switch)
+                if other.startswith(other_prompt):
+                    ((name, value),) = switch.items()
+                    way = f"{name}={str(value).lower()}"
+                    said = f"have answers that follow only the prompt of {way}, and are learned there"
+                    return self._ended(number, other_prompt, other, switch)._replace(said=(said,))
+        if (opened := OPENED.search(prompt)) is not None:
+            return self._thought_through(number, prompt, shown, opened)
+        behind = self._behind_header(number, prompt, shown)
+        if behind is None:
+            raise Malformed("with an answer that the chat template shows behind no prompt")
+        return self._ended(number, prompt, prompt + behind, {})
+
+    def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Answer:
+        """The answer behind a prompt that begins a thought, where the template shows no thoughts."""
+        tag, asked = opened[1], prompt[: opened.start()]
+        body = shown[len(asked) :] if shown.startswith(asked) else self._behind_header(number, asked, shown)
+        message = self._messages[number]
+        tagged = re.match(rf"\s*<{tag}>(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
+        thought, space = (tagged[1], tagged[2]) if tagged else (message.get(THOUGHTS[0]), "\n\n")
+        if body is None or thought is None:
+            why = (
+                f"with an answer without a thought, which the prompt of the chat template begins ({opened[0].strip()})"
+            )
+            raise Malformed(
+                f"{why}; <{tag}></{tag}> is an empty one, and --answers shown takes what the template shows"
+            )
+        begun = prompt[opened.end(1) + 1 :]
+        inner = thought.removeprefix(begun) if tagged and thought.startswith(begun) else thought.lstrip()
+        close = f"</{tag}>" if tagged else f"\n</{tag}>"
+        return self._ended(number, prompt, prompt + inner + close + ("" if body[:1].isspace() else space) + body, {})
+
+    def _behind_header(self, number: int, prompt: str, shown: str) -> str | None:
+        """What ``shown`` has behind the header of its last turn; None where no header is seen.
+
+        The history before it may be shown otherwise than in the prompt.
+        """
+        header = prompt.removeprefix(self._said(number - 1)) if number else prompt
+        other = self._render([*self._messages[:number], {"role": ASSISTANT, "content": MARK}], asks=False)
+        place = shown[: _alike(shown, other)].rfind(header) if header != prompt and header.strip() else -1
+        return None if place < 0 else shown[place + len(header) :]
+
+    def _ended(self, number: int, prompt: str, shown: str, switch: dict[str, Any]) -> Answer:
+        """The answer through the token that ends its turn: the last special one, or the next speaker's marker."""
+        behind = shown[len(prompt) :]
+        if end := _last_end(self._renderer.special, behind):
+            return Answer(prompt, behind[:end], behind[end:])
+        if marker := self._next_marker(number, switch):
+            return Answer(prompt, behind.rstrip() + marker)
+        if self._renderer.end_of_text:
+            return Answer(prompt, behind + self._renderer.end_of_text)
+        return Answer(prompt, behind, said=("have answers that end without a token to stop at",))
+
+    def _next_marker(self, number: int, switch: dict[str, Any]) -> str:
+        """The token with which the next speaker's turn begins, and white space before it; or ``""``.
+
+        The chat is looked at without its thoughts, which a template may drop once a turn follows.
+        """
+        following: Message = {"role": "tool" if self._messages[number].get("tool_calls") else "user", "content": MARK}
+        if number + 1 < len(self._messages) and self._messages[number + 1]["role"] != ASSISTANT:
+            following = self._messages[number + 1]
+        before = [_without_thought(message) for message in self._messages[: number + 1]]
+        try:
+            alone = self._render(before, asks=False, **switch).rstrip()
+            more = self._render([*before, following], asks=False, **switch)
+        except Malformed:
+            return ""
+        marker = self._renderer.special.search(more, len(alone)) if more.startswith(alone) else None
+        between = more[len(alone) : marker.start()] if marker else "-"
+        return "" if marker is None or between.strip() else between + marker[0]
+
+    def _shown(self, number: int) -> Answer:
+        """The answer as the whole chat shows it, as far as it is shown there."""
+        whole, prompt, message = self._said(len(self._messages) - 1), self._asked(number), self._messages[number]
+        header = prompt.removeprefix(self._said(number - 1)) if number else prompt
+        if opened := OPENED.search(header):
+            header = header[: opened.start()]
+        other = [*self._messages]
+        other[number] = {"role": ASSISTANT, "content": MARK}
+        place = whole[: _alike(whole, self._render(other, asks=False))].rfind(header)
+        if place < 0:
+            raise Malformed("with an answer that the chat template shows behind no header")
+        begin = place + len(header)
+        alone = self._said(number)
+        end = _end_of_words(message, whole, begin)
+        ending = alone[_end_of_words(message, alone, alone.rfind(header) + len(header)) :].rstrip()
+        if ending and whole.startswith(ending, end):
+            end += len(ending)
+        elif token := self._renderer.special.search(whole, end):
+            end = token.end()
+        else:
+            end = len(whole)
+        return Answer(whole[:begin], whole[begin:end], whole[end:])
+
+    def _check_answer(self, number: int, answer: Answer) -> Answer:
+        """The answer, with what the template leaves out of it.
+
+        Raises:
+            Malformed: words or calls of it are not shown.
+        """
+        message, text = self._messages[number], answer.learned
+        thought, words = _thought_and_words(message)
+        calls = message.get("tool_calls") or []
+        if words not in text:
+            beside = "words beside a call, which the chat template leaves out"
+            raise Malformed(f"with {beside}" if calls else "with an answer that the chat template leaves out")
+        for call in calls:
+            function = call["function"]
+            arguments = function.get("arguments")
+            missing = [leaf for leaf in _leaves(call) if not any(form in text for form in _spelled(leaf))]
+            if isinstance(arguments, dict) and str(arguments) in text and str(arguments) != json.dumps(arguments):
+                missing = [f"{arguments} as JSON"]
+            if missing:
+                why = "with tool calls, which the chat template does not show"
+                raise Malformed(f"{why} (--chat-template chatml does)", missing[0])
+        if calls and words and text.find(words) > text.find(calls[0]["function"]["name"]):
+            raise Malformed("with words beside a call, which the chat template shows behind it")
+        if thought and thought not in text:
+            return answer._replace(said=(*answer.said, "have answers whose thought the chat template leaves out"))
+        return answer
+
+    def _check_given(self, before: Sequence[Message], text: str) -> None:
+        """Refuse a chat of which the model would not see a turn or the tools before its last answer."""
+        for message in before:
+            shown = (message["content"] or "").strip()
+            if message["role"] != ASSISTANT and not any(form in text for form in _spelled(shown)):
+                raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
+        for tool in self._tools or []:
+            name = tool.get("function", tool).get("name")
+            if isinstance(name, str) and name not in text:
+                raise Malformed("with tools, which the chat template does not show (--chat-template chatml does)")
+
+    def _switches(self) -> Iterator[dict[str, bool]]:
+        """Settings of the variables by which the template turns thinking on and off."""
+        names = dict.fromkeys(SWITCH.findall(self._template))
+        for name in sorted(names.keys() - set(THOUGHTS) - self._options.keys(), key=lambda name: (len(name), name)):
+            yield from ({name: True}, {name: False})
+
+    def _asked(self, number: int, **switch: Any) -> str:
+        """The prompt for message ``number``; before a first one, what the template shows before an answer."""
+        if number:
+            return self._first_ones(number, asks=True, **switch)
+        asked = [{"role": "user", "content": MARK}]
+        header = self._render(asked, asks=True, **switch).removeprefix(self._render(asked, asks=False, **switch))
+        shown = self._said(0, **switch)
+        other = self._render([{"role": ASSISTANT, "content": MARK}], asks=False, **switch)
+        place = shown[: _alike(shown, other)].rfind(header)
+        if place < 0:
+            raise Malformed("with an answer that the chat template shows behind no prompt")
+        return shown[: place + len(header)]
+
+    def _said(self, number: int, **switch: Any) -> str:
+        """The chat through message ``number``."""
+        return self._first_ones(number + 1, asks=False, **switch)
+
+    def _first_ones(self, number: int, *, asks: bool, **switch: Any) -> str:
+        key = (number, asks, *switch.items())
+        if key not in self._rendered:
+            self._rendered[key] = self._render(self._messages[:number], asks=asks, **switch)
+        return self._rendered[key]
+
+    def _render(self, messages: Sequence[Message], *, asks: bool, **switch: Any) -> str:
+        return self._renderer.apply(messages, self._tools, self._options | switch, asks=asks)
+
+
+def _forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The messages in the forms that a template may want: thoughts under the name that it reads, the arguments of calls
+    as an object or as its JSON, no content beside a call as null or as an empty text.
+    """
+    reads = next((name for name in THOUGHTS if re.search(rf"[.'\"]{name}\b", template)), THOUGHTS[0])
+    roles = {} if re.search(r"['\"]developer['\"]", template) else {"developer": "system"}
+
+    def form(message: Message, as_text: bool, empty: bool) -> Message:
+        changed = {**message, "role": roles.get(message["role"], message["role"])}
+        thought = changed.pop("reasoning_content", None)
+        if thought:
+            changed[reads] = thought
+        if calls := changed.get("tool_calls"):
+            changed["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in calls]
+            if empty and not changed["content"]:
+                changed["content"] = "" if changed["content"] is None else None
+        return changed
+
+    if not any(message.get("tool_calls") for message in messages):
+        yield [form(message, False, False) for message in messages]
+        return
+    for empty in (False, True):
+        for as_text in (False, True):
+            yield [form(message, as_text, empty) for message in messages]
+
+
+def _without_thought(message: Message) -> Message:
+    changed = {key: value for key, value in message.items() if key not in THOUGHTS}
+    return {**changed, "content": _thought_and_words(message)[1] or message["content"]}
+
+
+def _with_arguments(call: Message, *, as_text: bool) -> Message:
+    arguments = call["function"].get("arguments", {})
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _thought_and_words(message: Message) -> tuple[str, str]:
+    """The thought of a turn, from its field or in tags, and what it says besides."""
+    content = message["content"] or ""
+    tagged, close, words = content.rpartition("</think>")
+    thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
+    if close:
+        thought = thought or tagged.rpartition("<think>")[2]
+    return thought.strip(), words.strip()
+
+
+def _leaves(call: Message) -> Iterator[str]:
+    """The name of a call, and the keys, texts and numbers of its arguments."""
+    function = call["function"]
+    waiting: list[Any] = [function["name"], function.get("arguments")]
+    if isinstance(waiting[1], str):
+        with contextlib.suppress(ValueError):
+            waiting[1] = json.loads(waiting[1])
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting[:0] = [part for item in value.items() for part in item]
+        elif isinstance(value, list):
+            waiting[:0] = value
+        elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            yield str(value).strip()
+
+
+def _spelled(text: str) -> tuple[str, ...]:
+    """The ways in which a template may write a text: as it is, or as in JSON."""
+    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _end_of_words(message: Message, text: str, begin: int) -> int:
+    """The place in ``text`` behind the words and calls of a turn that begins at ``begin``."""
+    leaves = [
+        _thought_and_words(message)[1],
+        *(leaf for call in message.get("tool_calls") or [] for leaf in _leaves(call)),
+    ]
+    end = begin
+    for leaf in leaves:
+        places = [(place, len(form)) for form in _spelled(leaf) if (place := text.find(form, end)) >= 0]
+        end = sum(min(places)) if places else end
+    return end
+
+
+def _last_end(special: re.Pattern[str], text: str) -> int:
+    """The end of the last special token, if nothing but white space is behind it; else 0."""
+    ends = [token.end() for token in special.finditer(text)]
+    return ends[-1] if ends and not text[ends[-1] :].strip() else 0
+
+
+def _pieces(text: str, spans: Mapping[int, int]) -> Iterator[ChatText]:
+    """The text in pieces that count and do not."""
+    done = 0
+    for begin, end in sorted(spans.items()):
+        yield from (
+            piece for piece in (ChatText(text[done:begin], False), ChatText(text[begin:end], True)) if piece.text
+        )
+        done = end
+    if done < len(text):
+        yield ChatText(text[done:], False)
 
 
 def _alike(text: str, other: str) -> int:
@@ -256,15 +584,10 @@ def _alike(text: str, other: str) -> int:
     return next((number for number, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-def _space_behind(text: str) -> int:
-    """Letters of white space at the end."""
-    return len(text) - len(text.rstrip())
-
-
 def _refusals_named(render: Callable[[], Any]) -> Any:
     from jinja2.exceptions import TemplateError
 
     try:
         return render()
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise Malformed("which the chat template refuses", str(error)) from error

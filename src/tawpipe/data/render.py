@@ -65,9 +65,10 @@ class Renderer:
         A ``Skipped`` of kind ``row`` means that the row is malformed, ``empty`` that nothing of it counts, ``answer``
         that one of its answers is not learned, ``note`` that something of it is used otherwise than it may seem.
         """
-        return [self._document(row)]
+        documents = self._documents(row)
+        return documents if isinstance(documents, list) else [documents]
 
-    def _document(self, row: RawRow) -> Document | Skipped:
+    def _documents(self, row: RawRow) -> list[Document | Skipped] | Document | Skipped:
         try:
             match row.kind:
                 case "text":
@@ -84,7 +85,7 @@ class Renderer:
             return Skipped("empty", row.where, "without text" if row.kind == "text" else "without an answer to learn")
         return document
 
-    def _chat(self, row: RawRow) -> Document | Skipped:
+    def _chat(self, row: RawRow) -> list[Document | Skipped] | Skipped:
         chats = {name: read_messages(row.columns.get(name), self._names) for name in CHATS}
         messages = chats[self._meant(chats)]
         if not any(message["role"] == ASSISTANT for message in messages):
@@ -93,11 +94,16 @@ class Renderer:
             messages = [{"role": "system", "content": system}, *messages]
         return self._rendered(row, messages)
 
-    def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> Document:
-        pieces = self._chats.pieces(messages, read_tools(row.columns.get("tools")), first)
-        return Document("chat", pieces, complete=True, where=row.where)
+    def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> list[Document | Skipped]:
+        """The documents of a chat, and what is to be said of it."""
+        chat = self._chats.chat(messages, read_tools(row.columns.get("tools")), first=first)
+        if not chat.documents:
+            return [_without_answer(row)]
+        documents = [Document("chat", pieces, complete=True, where=row.where) for pieces in chat.documents]
+        said = [("answer", lost) for lost in chat.lost] + [("note", note) for note in chat.said]
+        return [*documents, *(Skipped(kind, row.where, why.why, why.detail) for kind, why in said)]
 
-    def _instruction(self, row: RawRow) -> Document | Skipped:
+    def _instruction(self, row: RawRow) -> list[Document | Skipped] | Document | Skipped:
         """The prompt as it is written and then the completion; other names than completion in paragraphs."""
         columns = row.columns
         prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))

@@ -10,6 +10,7 @@ from tawpipe.errors import UserError
 Packed = Literal["split", "fit", "balanced", "none"]
 Packing = Literal["auto", "split", "fit", "balanced", "none"]
 Rows = Literal["auto", "text", "chat", "instruction"]
+Answers = Literal["each", "last", "shown"]
 
 TEXT, CHATS = ("text",), ("messages", "conversations")
 PROMPTS, ANSWERS = ("prompt", "instruction"), ("completion", "response", "output")
