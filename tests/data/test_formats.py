@@ -324,10 +324,10 @@ def test_tools_that_a_template_would_leave_out_are_not_lost_in_silence(tokenizer
     )
     for row, why in (
         ({"messages": CHAT, "tools": [TOOL]}, "with tools, which"),
-        ({"messages": [*CALLS[:3], *CALLS[6:]]}, "with tool calls, which"),
+        ({"messages": [*CALLS[1:3], *CALLS[6:]]}, "with tool calls, which"),
         ({"messages": [CALLS[0], *CHAT]}, "with a turn that the chat template leaves out"),
     ):
-        (skipped,) = Renderer(simple).render(RawRow("here", "chat", row))
+        *_, skipped = Renderer(simple).render(RawRow("here", "chat", row))
         assert isinstance(skipped, Skipped) and why in skipped.why
 
 

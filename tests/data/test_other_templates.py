@@ -12,12 +12,13 @@ import importlib.util
 import json
 import re
 from collections import Counter, defaultdict
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat_families import byte_level
 from chat_shapes import SHAPES
@@ -64,6 +65,12 @@ def templates() -> dict[str, Any]:
     return made
 
 
+def rendered(tokenizer: Any, messages: list[dict], asks: bool, **given: Any) -> str:
+    """The messages as transformers renders them, nulls included, which apply_chat_template takes away."""
+    given |= {"chat_template": tokenizer.chat_template, "add_generation_prompt": asks}
+    return render_jinja_template([messages], **given, **tokenizer.special_tokens_map)[0][0]
+
+
 def in_every_form(messages: list[dict]) -> list[list[dict]]:
     """Thoughts under every name, arguments as an object and as text, no content as null and as an empty text."""
     forms = []
@@ -90,9 +97,7 @@ def expected(tokenizer: Any, messages: list[dict], tools: Any, number: int) -> s
     for switch, form in product(switches, in_every_form(messages)):
         if pairs and switch:
             break
-        render = lambda some, asks, switch=switch: tokenizer.apply_chat_template(  # noqa: E731
-            some, tools=tools, tokenize=False, add_generation_prompt=asks, **switch
-        )
+        render = partial(rendered, tokenizer, tools=tools, **switch)
         try:
             prompt, shown = render(form[:number], True), render(form[: number + 1], False)
         except Exception:  # a template may raise anything
@@ -118,9 +123,7 @@ def prompts_of(tokenizer: Any, messages: list[dict], tools: Any, number: int) ->
     prompts = []
     for form in in_every_form(messages):
         with contextlib.suppress(Exception):
-            prompts.append(
-                tokenizer.apply_chat_template(form[:number], tools=tools, tokenize=False, add_generation_prompt=True)
-            )
+            prompts.append(rendered(tokenizer, form[:number], True, tools=tools))
     return prompts
 
 

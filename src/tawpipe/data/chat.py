@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,7 +67,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 SWITCH = re.compile(r"\b(?!\w*(?:preserve|truncate|history|clear|keep|effort|budget))\w*(?:think|reason)\w*\b")
 """Names of variables by which templates turn thinking on and off."""
 
-OPENED = re.compile(r"<(\w+)>\s*$")
+OPENED = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$")
 """A tag that a prompt leaves open, so that the model goes on with a thought."""
 
 MARK = "\ue000"
@@ -116,8 +117,9 @@ def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = 
     if name == "chatml" and CHATML_TOKENS[1] in tokenizer.get_vocab():
         changed.eos_token = CHATML_TOKENS[1]
     try:
-        chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-        ChatRenderer(changed).chat(chat)
+        said = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "<think>\nc\n</think>\n\nb"}]
+        if lost := ChatRenderer(changed).chat(said).lost:
+            raise lost[0]
     except Malformed as error:
         raise UserError(setting, name, f"a Jinja template of a chat ({error.why}: {error.detail})") from error
     return changed
@@ -130,11 +132,13 @@ class Chat(NamedTuple):
         documents: the pieces of each; an answer is learned in one of them.
         lost: answers that are not learned, each with the reason and its number among the messages.
         said: what else a reader of the data should know, a reason for each.
+        hidden: calls before the last answer that the template does not show.
     """
 
     documents: list[tuple[ChatText, ...]]
     lost: list[Malformed]
     said: list[Malformed]
+    hidden: int = 0
 
 
 class Answer(NamedTuple):
@@ -207,6 +211,8 @@ class ChatRenderer:
             Malformed: nothing of it can be learned, or the template leaves out what the model should see.
         """
         template, best, refused = self.template(tools), None, None
+        if tools and not re.search(r"\b(tools|tool_calls)\b", template):
+            raise Malformed("with tools, which the chat template does not show (--chat-template chatml does)")
         for role in (message["role"] for message in messages):
             if role not in (*KNOWN_ROLES, "developer") and f"'{role}'" not in template and f'"{role}"' not in template:
                 roles = "human, gpt, observation, function_call"
@@ -217,14 +223,12 @@ class ChatRenderer:
             except Malformed as error:
                 refused = refused or error
                 continue
-            if best is None or len(chat.lost) < len(best.lost):
+            if best is None or (len(chat.lost), chat.hidden) < (len(best.lost), best.hidden):
                 best = chat
-            if not best.lost:
+            if not best.lost and not best.hidden:
                 break
         if best is None:
             raise refused or Malformed("without an answer to learn")
-        if not best.documents and best.lost:
-            raise best.lost[0]
         return best
 
     def marked(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -241,15 +245,12 @@ class ChatRenderer:
         Raises:
             Malformed: the template refuses them.
         """
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        # apply_chat_template would take away nulls, which some templates ask for.
+        given = {**self._tokenizer.special_tokens_map, "documents": None, "add_generation_prompt": asks, **options}
         return _refusals_named(
-            lambda: self._tokenizer.apply_chat_template(
-                messages,  # pyright: ignore[reportArgumentType]
-                tools=tools,  # pyright: ignore[reportArgumentType]
-                chat_template=self._fallback,
-                add_generation_prompt=asks,
-                tokenize=False,
-                **options,
-            )
+            lambda: _compile_jinja_template(self.template(tools)).render(messages=messages, tools=tools, **given)
         )
 
 
@@ -287,13 +288,14 @@ class _OneForm:
                 texts.append((learned_text + answer.rest, spans))
             spans[len(answer.prompt)] = len(learned_text)
         if texts:
-            try:
-                self._check_given(messages[:last], texts[0][0])
-            except Malformed as error:
-                raise lost[0] if lost else error from error
+            self._check_given(messages[:last], texts[0][0])
+            if self._tools and not re.search(r"\btools\b", self._template):
+                notes.append(Malformed("have tools whose definitions the chat template does not show"))
             if any(message["role"] != ASSISTANT for message in messages[last:]) and answers != "shown":
                 notes.append(Malformed("end with turns that no answer follows, which are left out"))
-        return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes)
+        calls = [call for message in messages[:last] for call in message.get("tool_calls") or []] if texts else []
+        hidden = sum(bool(_missing(call, texts[0][0])) for call in calls)
+        return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, hidden)
 
     def _answer(self, number: int) -> Answer:
         """What has to be written behind the prompt of an answer.
@@ -302,6 +304,10 @@ class _OneForm:
             Malformed: the template refuses the messages, or shows the answer behind no prompt.
         """
         prompt, shown = self._asked(number), self._said(number)
+        for call in self._messages[number].get("tool_calls") or []:
+            if missing := _missing(call, shown):
+                why = "with tool calls, which the chat template does not show"
+                raise Malformed(f"{why} (--chat-template chatml does)", missing)
         if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
             begin, end = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)[-1]
             return Answer(shown[:begin], shown[begin:end], shown[end:])
@@ -318,9 +324,14 @@ class _OneForm:
         if (opened := OPENED.search(prompt)) is not None:
             return self._thought_through(number, prompt, shown, opened)
         behind = self._behind_header(number, prompt, shown)
-        if behind is None:
-            raise Malformed("with an answer that the chat template shows behind no prompt")
-        return self._ended(number, prompt, prompt + behind, {})
+        if behind is not None:
+            return self._ended(number, prompt, prompt + behind, {})
+        before = self._said(number - 1) if number else ""
+        header = self._renderer.special.match(prompt.removeprefix(before).lstrip())
+        if header and shown.startswith(before) and not shown[len(before) :].lstrip().startswith(header[0]):
+            said = ("have answers that the chat template shows without a header, and are learned as they stand",)
+            return self._ended(number, before, shown, {})._replace(said=said)
+        raise Malformed("with an answer that the chat template shows behind no prompt")
 
     def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Answer:
         """The answer behind a prompt that begins a thought, where the template shows no thoughts."""
@@ -415,15 +426,8 @@ class _OneForm:
         if words not in text:
             beside = "words beside a call, which the chat template leaves out"
             raise Malformed(f"with {beside}" if calls else "with an answer that the chat template leaves out")
-        for call in calls:
-            function = call["function"]
-            arguments = function.get("arguments")
-            missing = [leaf for leaf in _leaves(call) if not any(form in text for form in _spelled(leaf))]
-            if isinstance(arguments, dict) and str(arguments) in text and str(arguments) != json.dumps(arguments):
-                missing = [f"{arguments} as JSON"]
-            if missing:
-                why = "with tool calls, which the chat template does not show"
-                raise Malformed(f"{why} (--chat-template chatml does)", missing[0])
+        if any(_missing(call, text) for call in calls):
+            raise Malformed("with tool calls, which the chat template shows elsewhere than in the answer")
         if calls and words and text.find(words) > text.find(calls[0]["function"]["name"]):
             raise Malformed("with words beside a call, which the chat template shows behind it")
         if thought and thought not in text:
@@ -436,10 +440,6 @@ class _OneForm:
             shown = (message["content"] or "").strip()
             if message["role"] != ASSISTANT and not any(form in text for form in _spelled(shown)):
                 raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
-        for tool in self._tools or []:
-            name = tool.get("function", tool).get("name")
-            if isinstance(name, str) and name not in text:
-                raise Malformed("with tools, which the chat template does not show (--chat-template chatml does)")
 
     def _switches(self) -> Iterator[dict[str, bool]]:
         """Settings of the variables by which the template turns thinking on and off."""
@@ -481,23 +481,21 @@ def _forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]
     reads = next((name for name in THOUGHTS if re.search(rf"[.'\"]{name}\b", template)), THOUGHTS[0])
     roles = {} if re.search(r"['\"]developer['\"]", template) else {"developer": "system"}
 
-    def form(message: Message, as_text: bool, empty: bool) -> Message:
+    def form(message: Message, as_text: bool, as_null: bool) -> Message:
         changed = {**message, "role": roles.get(message["role"], message["role"])}
         thought = changed.pop("reasoning_content", None)
         if thought:
             changed[reads] = thought
         if calls := changed.get("tool_calls"):
             changed["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in calls]
-            if empty and not changed["content"]:
-                changed["content"] = "" if changed["content"] is None else None
+            changed["content"] = changed["content"] or (None if as_null else "")
         return changed
 
     if not any(message.get("tool_calls") for message in messages):
         yield [form(message, False, False) for message in messages]
         return
-    for empty in (False, True):
-        for as_text in (False, True):
-            yield [form(message, as_text, empty) for message in messages]
+    for as_null, as_text in product((False, True), repeat=2):
+        yield [form(message, as_text, as_null) for message in messages]
 
 
 def _without_thought(message: Message) -> Message:
@@ -540,6 +538,14 @@ def _leaves(call: Message) -> Iterator[str]:
             waiting[:0] = value
         elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
             yield str(value).strip()
+
+
+def _missing(call: Message, text: str) -> str:
+    """What a text lacks of a call, or ``""``; arguments as Python writes an object are no JSON."""
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, dict) and str(arguments) in text and str(arguments) != json.dumps(arguments):
+        return f"{arguments} as JSON"
+    return next((leaf for leaf in _leaves(call) if not any(form in text for form in _spelled(leaf))), "")
 
 
 def _spelled(text: str) -> tuple[str, ...]:

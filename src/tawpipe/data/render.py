@@ -97,6 +97,8 @@ class Renderer:
     def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> list[Document | Skipped]:
         """The documents of a chat, and what is to be said of it."""
         chat = self._chats.chat(messages, read_tools(row.columns.get("tools")), first=first)
+        if chat.lost and not chat.documents:
+            raise chat.lost[0]
         if not chat.documents:
             return [_without_answer(row)]
         documents = [Document("chat", pieces, complete=True, where=row.where) for pieces in chat.documents]
