@@ -138,6 +138,7 @@ class Corpus:
 def render_counted(rows: Iterable[RawRow | Skipped], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
     """The documents of the rows; ``counts`` takes in how many there are and what was left out."""
     for row in rows:
+        counts.rows += not isinstance(row, Skipped) or row.kind in ("row", "empty")
         for document in [row] if isinstance(row, Skipped) else renderer.render(row):
             if isinstance(document, Skipped):
                 counts.add_skipped(document)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -358,6 +359,7 @@ class _Preparation:
             padding=padding,
             balance=balance,
             parts=parts,
+            example=_example(known, self.text.tokenizer) if read.masked else (),
         )
         window = settings.stream_window if settings.streaming else None
         held_out = ""
@@ -392,8 +394,17 @@ def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
         cut=dataset.num_cut,
         left_out=(documents or kept) - kept,
         padding=dataset.num_padding,
+        torn=dataset.num_torn,
         usual=_usual(shown),
     )
+
+
+def _example(sets: Sequence[PackedDataset], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, bool], ...]:
+    """The first document of the first set that is learned in part, in pieces that are learned and are not."""
+    firsts = [dataset.document(0) for dataset in sets]
+    tokens, learned = next((first for first in firsts if not first[1][1:].all()), firsts[0])
+    edges = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), len(tokens)]
+    return tuple((str(tokenizer.decode(tokens[a:b].tolist())), bool(learned[a])) for a, b in pairwise(edges))
 
 
 def _usual(lengths: np.ndarray) -> tuple[int, int, int]:

@@ -62,6 +62,8 @@ class ReadCounts:
 
     files: int = 0
     """Files that matched the globs."""
+    rows: int = 0
+    """Rows that were read, those left out included."""
     text: int = 0
     """Documents of plain text."""
     chat: int = 0
@@ -91,6 +93,15 @@ class ReadCounts:
     def masked(self) -> bool:
         """True if some tokens do not count, as in chat and instruction rows."""
         return self.chat + self.instruction > 0
+
+    @property
+    def mostly_left_out(self) -> str:
+        """A warning if more than one row in ten is left out, or ``""``."""
+        out = self.bad_rows + self.empty
+        if 10 * out <= self.rows:
+            return ""
+        worst = max(self.troubles, key=lambda trouble: trouble.number * (trouble.kind in ("row", "empty")))
+        return f"{out:,} of {self.rows:,} rows are left out, {worst.number:,} of them {worst.why}: {worst.first}"
 
     def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
@@ -127,7 +138,7 @@ class ReadCounts:
         if len(parts) == 1:
             return parts[0]
         total = cls()
-        for name in ("files", "text", "chat", "instruction", "empty", "bad_files", "bad_rows", "bad_answers"):
+        for name in ("files", "rows", "text", "chat", "instruction", "empty", "bad_files", "bad_rows", "bad_answers"):
             setattr(total, name, sum(getattr(part, name) for part in parts))
         for trouble in (entry for part in parts for entry in part.troubles):
             same = [known for known in total.troubles if (known.kind, known.why) == (trouble.kind, trouble.why)]
@@ -163,6 +174,8 @@ class SetSize:
     """Documents that ``balanced`` and ``none`` cut into pieces."""
     padding: int = 0
     """Tokens of an epoch that fill up rows."""
+    torn: int = 0
+    """Pieces of documents that lack their beginning."""
     usual: tuple[int, int, int] = (0, 0, 0)
     """Tokens that half of the documents have at most, that nine of ten have at most, and of the longest; when rows cut
     them off, of what is shown.
@@ -190,6 +203,9 @@ class SetSize:
         out = f", {self.left_out:,} left out as no answer begins before that" if self.left_out else ""
         return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}{out}"
 
+
+PIECES_SHOWN = 6
+"""Pieces of the first document on the console."""
 
 ENOUGH_DOCUMENTS, ENOUGH_TOKENS = 100, 10_000
 """Held-out documents, and tokens of them that count, below which a loss is mostly noise: means of documents spread by
@@ -269,12 +285,28 @@ class DataReport:
     """How evenly the first steps are dealt under ``balanced``."""
     parts: tuple[PartReport, ...] = ()
     """The data sets of a mixture."""
+    example: tuple[tuple[str, bool], ...] = ()
+    """The first document of chats or instructions in pieces, and which of them are learned."""
 
     @property
     def longest(self) -> tuple[int, str]:
         """Tokens of the longest document, before any is cut, and where it stands."""
         longest = max((self.read, self.validation_read or self.read), key=lambda counts: counts.longest)
         return longest.longest, longest.longest_where
+
+    def example_lines(self, most: int | None = None) -> list[str]:
+        """The example with learned text marked; given ``most``, six pieces of about so many letters."""
+
+        def shortened(text: str) -> str:
+            cut = most is not None and len(text) > most
+            return f"{text[: most // 2]} ... {text[-(most // 2) :]}" if cut and most else text
+
+        if not self.example:
+            return []
+        pieces = self.example[: PIECES_SHOWN if most else None]
+        text = "".join(f">>>{shortened(text)}<<<" if learned else shortened(text) for text, learned in pieces)
+        text += " ..." if len(pieces) < len(self.example) else ""
+        return ["the first document, what is learned between >>> and <<<:", *(f"  {line}" for line in text.split("\n"))]
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -301,6 +333,9 @@ class DataReport:
             lines.append(f"the longest document, cut into pieces, has {self.longest[0]:,} tokens: {where}")
         if self.histogram is not None:
             lines += ["lengths of the training documents:", *self.histogram.lines()]
+        if self.read.masked and self.train.torn:
+            torn = f"{self.train.torn:,} pieces of documents lack their beginning"
+            lines.append(f"{torn}: a larger --sequence-length, or --packing balanced, keeps documents whole")
         if self.padding is not None:
             lines.append(f"padding: {self.padding:.1%} of the tokens that the first steps compute")
         if (balance := self.balance) is not None and balance.processes > 1:

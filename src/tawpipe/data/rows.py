@@ -238,6 +238,14 @@ class PackedDataset:
         return 0 if self._pieces is None else self._num_longer
 
     @property
+    def num_torn(self) -> int:
+        """Pieces of documents that are learned without what stands before them."""
+        if self._pieces is not None:
+            return int((self._pieces.starts > 0).sum())
+        plan = self._plan(0)
+        return len(plan.inner_cuts()[0]) if isinstance(plan, SplitPlan) else 0
+
+    @property
     def _num_longer(self) -> int:
         return int((self._lengths > self.sequence_length).sum())
 
@@ -271,6 +279,12 @@ class PackedDataset:
     def step_lengths(self, first: int, tokens: int) -> list[int]:
         """Tokens of the documents of a step, without reading them."""
         return take(map(self.length, count(first)), tokens)
+
+    def document(self, number: int) -> tuple[NDArray, NDArray[np.bool_]]:
+        """Tokens of a document, and which of them are learned; nothing predicts the first."""
+        tokens, counts = self._corpus.read(int(self.documents[number]), 0, int(self._lengths[number]))
+        learned = np.ones(len(tokens), np.bool_) if counts is None else counts
+        return tokens, np.append(np.zeros(1, np.bool_), learned[1:])[: len(tokens)]
 
     def text(self, document: int, tokens: int, without: Sequence[int]) -> Int64s:
         """So many tokens of the documents end to end, from the beginning of one on, over and over; none where nothing

@@ -64,6 +64,7 @@ def write_run_page(
         Section("Result", table=Table(("", ""), [list(row) for row in after if row[0] != "sample"])),
         Section("Setting", table=Table(("", ""), [list(row) for row in before])),
         *_lengths(data),
+        *_learned(data),
         *_plan(folder, rows),
         *_curves(rows),
         *_by_position(rows),
@@ -170,6 +171,13 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
         said = rows[-1].get("predicted_memory_gib")
         cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB" + (f", {said:.2f} GiB were said" if said else "")])
     return cells
+
+
+def _learned(data: DataReport | None) -> Iterator[Section]:
+    """What is learned of the first document, and what was left out or not read."""
+    if data is not None and data.example:
+        said = [*data.read.lines("training files"), *data.example_lines()]
+        yield Section("What is learned", lines="\n".join(said))
 
 
 def _lengths(data: DataReport | None) -> Iterator[Section]:

@@ -113,9 +113,15 @@ def documents_of(config: TrainConfig, model: RunModel, world: World, console: Co
     files = {"tokenizer": config.tokenizer or str(model.folder or "")}
     facts = {f"the data's {part}": Fact(files.get(part, ""), "", digest) for part, digest in parts}
     read_alike(world, "--data", " ".join(config.data), SAME_FILES, lambda: data, lambda _: facts)
-    for line in data.report.lines():
+    for line in [*data.report.lines(), *data.report.example_lines(None if config.dry_run else SHOWN)]:
         console.line(line)
+    if warning := data.report.read.mostly_left_out:
+        console.warning(warning)
     return data
+
+
+SHOWN = 160
+"""Letters of a piece of the first document that a run shows; ``--dry-run`` shows all."""
 
 
 def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
