@@ -43,7 +43,8 @@ class Leaf:
 
     def text(self, value: Any) -> str:
         """A value of the setting in YAML, on one line."""
-        value = None if isinstance(value, Open) else value
+        if isinstance(value, Open):
+            return value.word
         value = list(value) if self.is_list else value
         text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
         return text.removesuffix("...\n").strip()
@@ -54,7 +55,7 @@ class Leaf:
         if choices := self.metadata.get("choices"):
             return f"one of {', '.join(choices)}"
         words = describe(self.hint, describe_bounds(self.metadata))
-        return f"{words} or null" if isinstance(self.default, Open) else words
+        return f"{words} or {self.default.word}" if isinstance(self.default, Open) else words
 
     def read(self, value: object) -> Any:
         """The setting's value from what a file or a word of the command line says.
@@ -62,7 +63,7 @@ class Leaf:
         Raises:
             UserError: it is of another type. Bounds are not looked at.
         """
-        if isinstance(self.default, Open) and value in (None, "null"):
+        if isinstance(self.default, Open) and value in (None, "null", self.default.word):
             return self.default
         if self.is_list:
             with contextlib.suppress(ValueError, OverflowError):

@@ -9,9 +9,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 
 class Open:
-    """A number that nobody has set: ``null`` for the user, and for whoever computes with it what is usual, until the
-    run knows what suits.
+    """A number that nobody has set: ``null`` or ``auto`` for the user, and for whoever computes with it what is usual,
+    until the run knows what suits.
     """
+
+    word = "null"
+    """The value as the user writes it."""
 
 
 class _OpenInt(Open, int):
@@ -22,13 +25,18 @@ class _OpenFloat(Open, float):
     pass
 
 
-def open_number(usual: Any) -> Any:
+def open_number(usual: Any, word: str = "null") -> Any:
     """The default of a setting that the run chooses where it is not set; a number like ``usual``.
 
-    >>> open_number(60) + 1, isinstance(open_number(60), Open)
-    (61, True)
+    >>> open_number(60) + 1, isinstance(open_number(60), Open), open_number(512, "auto").word
+    (61, True, 'auto')
+
+    Args:
+        word: the value as the user writes it.
     """
-    return (_OpenFloat if isinstance(usual, float) else _OpenInt)(usual)
+    number = (_OpenFloat if isinstance(usual, float) else _OpenInt)(usual)
+    number.word = word
+    return number
 
 
 def bounded(
