@@ -79,7 +79,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, befo
     assert config.optimizer.eps == TrainConfig().optimizer.eps
 
 
-@pytest.mark.parametrize("name", ["global_batch", "plan", "inject", "dtype", "validation_fraction"])
+@pytest.mark.parametrize("name", ["micro_batch", "plan", "inject", "dtype", "validation_fraction"])
 def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"{name}: null\n")

@@ -123,8 +123,9 @@ class PlanWords:
     """write the choice for `tawpipe train --plan FILE`"""
 
     def given(self, name: str) -> Any:
-        """The value of a setting at the top; None if nobody has said one."""
-        return getattr(self.config, name) if (name,) in self.said else None
+        """The value of a setting at the top; None if nobody has said one, or left it to the run."""
+        value = getattr(self.config, name)
+        return value if (name,) in self.said and not isinstance(value, Open) else None
 
     @property
     def of_corpus(self) -> bool:

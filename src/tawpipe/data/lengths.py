@@ -1,4 +1,4 @@
-"""How evenly steps of documents are dealt, by the model of time.
+"""Lengths of documents: how long the data lets them be, and how evenly steps of them are dealt, by the model of time.
 
 What ``auto`` decides by it must not depend on how many processes there are: a run that goes on with others has to see
 the same documents. So the gain is that on a fixed number of devices.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tawpipe.schedule.balance import USUAL_BIN, Bins, LayerTime, deal
 from tawpipe.schedule.unbalanced import in_turn
@@ -18,6 +19,65 @@ DEVICES = 8
 """Devices for which ``auto`` looks at the gain."""
 STEPS, DOCUMENTS = 4, 2000
 """First steps that are looked at: so many, or as many as have so many documents."""
+
+USUAL_LENGTH = 512
+"""Tokens of a row that a length which follows from the data does not fall below: short documents share a row."""
+USUAL_STEP = 8 * USUAL_LENGTH
+"""Tokens of a step, where nothing says how many."""
+STEP = "the tokens of a step"
+MOST_STREAMED = 8192
+"""Tokens of a document of a stream, whose longest one nobody knows."""
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """Limits of a length that follows from the documents.
+
+    Args:
+        most: tokens of any document.
+        why: what sets ``most``, in words.
+        text: tokens of a text document: those of a step.
+        dealing: makes the steps of the run for a length.
+        looks: only the first documents are read, and the longest of them stands for all.
+    """
+
+    most: int
+    why: str
+    text: int
+    dealing: Callable[[int], Dealing] | None = None
+    looks: bool = False
+
+    def of(self, lengths: NDArray[np.int64], *, masked: bool) -> int:
+        """Tokens of the longest of these documents, within the limits.
+
+        Args:
+            masked: there are chat or instruction rows among them, which stay whole.
+        """
+        return min(int(lengths.max()), self.within(masked=masked))
+
+    def within(self, *, masked: bool) -> int:
+        """Tokens that a document may have."""
+        return self.most if masked else min(self.most, self.text)
+
+    def at_least_usual(self, length: int) -> int:
+        """Return the length, or the usual one if that is longer and within the limits."""
+        return max(length, min(USUAL_LENGTH, self.most))
+
+    def words(self, length: int, lengths: NDArray[np.int64]) -> str:
+        """The reason for a length.
+
+        Args:
+            lengths: of all documents.
+        """
+        longer = int((lengths > length).sum())
+        if not longer:
+            return "the longest document" if int(lengths.max()) == length else "no document is longer"
+        many = "1 document is longer" if longer == 1 else f"{longer:,} documents are longer"
+        return f"{self.bound(length)}; {many}"
+
+    def bound(self, length: int) -> str:
+        """The limit that a length has reached."""
+        return self.why if length == self.most else STEP
 
 
 @dataclass(frozen=True)

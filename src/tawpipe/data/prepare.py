@@ -15,7 +15,7 @@ from tawpipe.data.cache import cache_root, content_hash, leader_first
 from tawpipe.data.chat import fallback_template, with_template
 from tawpipe.data.corpus import Corpus, held_out, in_shares, render_counted, split_documents
 from tawpipe.data.hub import opened
-from tawpipe.data.lengths import DEVICES, Balance, Dealing, padding_share
+from tawpipe.data.lengths import DEVICES, MOST_STREAMED, Balance, Dealing, LengthLimits, padding_share
 from tawpipe.data.mixture import Mixture, sample_shares
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.render import Document
@@ -45,7 +45,7 @@ WORTH = 1.05
 def prepare_data(
     settings: DataSettings,
     *,
-    sequence_length: int,
+    sequence_length: int | LengthLimits,
     seed: int,
     max_document: int | None = None,
     dealing: Dealing | None = None,
@@ -59,7 +59,7 @@ def prepare_data(
     Every process calls this, with the same arguments but for ``leader``.
 
     Args:
-        sequence_length: tokens of a row, S.
+        sequence_length: tokens of a row, S; or the limits within which it follows from the documents.
         max_document: tokens of a document at most, under ``balanced``; S by default.
         dealing: the steps of the run, by which ``auto`` chooses and the report says how even they are.
         seed: decides the order of the samples and which documents are held out.
@@ -73,7 +73,7 @@ def prepare_data(
         UserError: in every process, if the settings cannot work or nothing in the files is a document.
     """
     settings.check_data()
-    if sequence_length < 2:
+    if isinstance(sequence_length, int) and sequence_length < 2:
         raise UserError("--sequence-length", sequence_length, "at least 2: the first token of a row is never predicted")
     if seed < 0:
         raise UserError("--seed", seed, "a number from 0 on")
@@ -83,17 +83,15 @@ def prepare_data(
         raise UserError("--validation-data", weighted[0], "no weights: all of it is looked at")
     validation = held_out_sets[0] if held_out_sets else SourceSet("", None, ())
     root = cache_root(settings.cache_dir)
-    lengths: dict[Packed, int] = {
-        "split": sequence_length,
-        "fit": sequence_length,
-        "balanced": max_document or sequence_length,
-        "none": sequence_length,
-    }
-    preparation = _Preparation(
-        settings, sets, validation, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
-    )
+    preparation = _Preparation(settings, sets, validation, root, seed, tokenizer, model, leader=leader, dealing=dealing)
+    if isinstance(sequence_length, LengthLimits):
+        preparation.limits = sequence_length
+        asked = [sequence_length.most, sequence_length.text]
+    else:
+        preparation.use(sequence_length, max_document)
+        asked = [sequence_length, max_document or sequence_length]
     files = [file for source in sets for file in source.files]
-    request = content_hash(asdict(settings), stamps([*files, *validation.files]), model, *lengths.values(), seed)
+    request = content_hash(asdict(settings), stamps([*files, *validation.files]), model, *asked, seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
 
@@ -110,16 +108,26 @@ class _Preparation:
     validation: SourceSet
     """The files of ``validation_data``, none without such."""
     root: Path
-    lengths: dict[Packed, int]
-    """Tokens of a row under every packing; under ``balanced`` of a document at most."""
     seed: int
     tokenizer: PreTrainedTokenizerBase | None
     model: str | None
     leader: bool
     dealing: Dealing | None = None
+    limits: LengthLimits | None = None
+    """The limits of a length that follows from the documents; None where it is given."""
+    lengths: dict[Packed, int] = field(default_factory=dict)
+    """Tokens of a row under every packing; under ``balanced`` of a document at most."""
+    why_length: str = ""
+    """The reason for a length that follows from the documents."""
     why: str = ""
     """The reason for the packing that ``auto`` chose."""
     notes: list[str] = field(default_factory=list)
+
+    def use(self, length: int, max_document: int | None = None) -> None:
+        """Take so many tokens for a row."""
+        self.lengths = {"split": length, "fit": length, "balanced": max_document or length, "none": length}
+        if self.limits is not None and self.limits.dealing is not None:
+            self.dealing = self.limits.dealing(length)
 
     def run(self) -> PreparedData:
         begin = time.perf_counter()
@@ -147,6 +155,10 @@ class _Preparation:
         if fraction > 0 and not any(len(out) for _, out in split):
             self.notes.append("no validation: too few distinct documents to hold one out")
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
+        if self.limits is not None:
+            files = self.validation.files
+            beside = [self.text.corpus(files, "--validation-data")[0]] if files else []
+            self._follow([*corpora, *beside], self.limits)
         first = corpora[0], split[0][0]
         packing = self._packing(read, lambda: self._packed(*first, "balanced"))
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
@@ -168,6 +180,8 @@ class _Preparation:
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         looks = [self._first_look(source, fraction) for source in self.sets]
         read = ReadCounts.merged([counts for counts, _ in looks])
+        if self.limits is not None:
+            self._follow_stream(read, fraction, self.limits)
         first = self.sets[0].files
         packing = self._packing(read, lambda: self._stream(first, "balanced", fraction).first_window())
         validation, validation_read = self._validation_files(packing)
@@ -188,6 +202,26 @@ class _Preparation:
             _size(window, window.num_documents + stream.left_out) for window, stream in zip(windows, train, strict=True)
         ]
         return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read)
+
+    def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits) -> None:
+        """Take the length of the longest document, within the limits."""
+        longest = max(limits.of(corpus.lengths, masked=bool(corpus.counts.masked)) for corpus in corpora)
+        self.use(length := limits.at_least_usual(longest))
+        self.why_length = limits.words(length, np.concatenate([corpus.lengths for corpus in corpora]))
+
+    def _follow_stream(self, read: ReadCounts, fraction: float, limits: LengthLimits) -> None:
+        """Take the longest document that a stream may have; of a look at the first documents the longest of them."""
+        within = limits.within(masked=bool(read.masked))
+        if limits.looks:
+            self.use(within)
+            windows = [self._stream(source.files, "balanced", fraction).first_window() for source in self.sets]
+            longest = max(window.longest for window in windows)
+            self.use(length := limits.at_least_usual(longest))
+            first = "the longest of the first documents"
+            self.why_length = first if length == longest else "as the first documents are shorter"
+        else:
+            self.use(length := min(within, MOST_STREAMED))
+            self.why_length = "the most in a stream" if length == MOST_STREAMED else limits.bound(length)
 
     def _first_look(self, source: SourceSet, fraction: float) -> tuple[ReadCounts, list[Document]]:
         """Counts of the first documents, and which are held out: of a window, and of more until they are enough.
@@ -355,6 +389,7 @@ class _Preparation:
             notes=tuple(self.notes),
             streamed=settings.streaming,
             why=self.why,
+            why_length=self.why_length,
             histogram=histogram,
             padding=padding,
             balance=balance,

@@ -277,6 +277,8 @@ class DataReport:
     streamed: bool = False
     why: str = ""
     """The reason for the packing, where it was left to be chosen."""
+    why_length: str = ""
+    """The reason for the length, where it follows from the documents."""
     histogram: Histogram | None = None
     """Lengths of the training documents under ``balanced`` and ``none``; when streaming, of the first window."""
     padding: float | None = None
@@ -313,6 +315,8 @@ class DataReport:
         lines = [f"tokenizer: {self.tokenizer}"]
         if self.why and self.packing != "split":  # which is the usual one
             lines.append(f"packing: {self.packing}, because {self.why}")
+        if self.why_length:
+            lines.append(f"sequence length: {self.sequence_length:,} tokens, {self.why_length} (--sequence-length)")
         size = self.train.text(self.sequence_length, self.packing)
         if self.streamed:
             lines.append(f"training data: streamed from {self.read.files:,} files; in the first window {size}")

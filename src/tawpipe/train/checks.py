@@ -64,17 +64,12 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         raise UserError("--optimizer.nonfinite", "skip", expected)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
         raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
-    if lengths := config.evaluation.retrieval_lengths:
-        if not config.evaluation.every:
-            expected = "none while --evaluation.every is 0: nothing is evaluated"
-            raise UserError("--evaluation.retrieval-lengths", lengths, expected)
-        if max(lengths) > config.document_tokens:
-            setting = "max-document" if config.max_document else "sequence-length"
-            expected = f"at most --{setting}, which is {config.document_tokens}"
-            raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
+    if (lengths := config.evaluation.retrieval_lengths) and not config.evaluation.every:
+        expected = "none while --evaluation.every is 0: nothing is evaluated"
+        raise UserError("--evaluation.retrieval-lengths", lengths, expected)
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
-    _check_packing(config)
+    check_lengths(config)
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
@@ -106,8 +101,18 @@ def check_plannable(config: TrainConfig) -> None:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
 
 
-def _check_packing(config: TrainConfig) -> None:
-    """What makes sense for documents of uneven lengths alone is not set for others, and goes together."""
+def check_lengths(config: TrainConfig) -> None:
+    """Check lengths and packing against each other, as far as they are known; called again when lengths are settled.
+
+    Raises:
+        UserError: a retrieval check or a document is too long, or a setting belongs to another packing.
+    """
+    known = not isinstance(config.sequence_length, Open)
+    lengths = config.evaluation.retrieval_lengths
+    if known and lengths and max(lengths) > config.document_tokens:
+        setting = "max-document" if config.max_document else "sequence-length"
+        expected = f"at most --{setting}, which is {config.document_tokens}"
+        raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
     if not (asked := config.asks_for_balance) and config.packing != "balanced":
         return
     if config.packing not in ("auto", "balanced"):
@@ -116,7 +121,7 @@ def _check_packing(config: TrainConfig) -> None:
     if config.micro_batch > 1:
         expected = "1 under --packing balanced: one row of any length, with as many documents as --bin-tokens allows"
         raise UserError("--micro-batch", config.micro_batch, expected)
-    if (tokens := config.step_tokens) < (longest := config.document_tokens):
+    if known and (tokens := config.step_tokens) < (longest := config.document_tokens):
         if config.max_document is not None and config.tokens_per_step is None:
             expected = f"at most {tokens}, the tokens of a step; or --tokens-per-step {longest} or more"
             raise UserError("--max-document", longest, expected)

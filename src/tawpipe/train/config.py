@@ -220,19 +220,24 @@ class TrainConfig(DataSettings):
     call it ambiguous."""
     virtual_nodes: bool = False
     """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
-    sequence_length: int = bounded(512, minimum=2)
-    """Tokens in a row. Documents are packed into rows and see only themselves. Under --packing balanced of no effect
-    where --tokens-per-step and --max-document are set."""
-    global_batch: int = bounded(8, minimum=1)
-    """Sequences in a step, over all processes. The same for any number of nodes and processes."""
+    sequence_length: int = bounded(open_number(512, "auto"), minimum=2)
+    """Tokens of a row, and of a document at most. Documents are packed into rows and see only themselves. auto means
+    512 for random weights. For a model with weights it means the longest document of the data, within the model's
+    positions and memory: text at most 4096 tokens or --tokens-per-step, a stream at most 8192. Under --packing balanced
+    of no effect where --tokens-per-step and --max-document are set."""
+    global_batch: int = bounded(open_number(8), minimum=1)
+    """Sequences in a step, over all processes. The same for any number of nodes and processes. null means 8; under
+    --sequence-length auto, for a model with weights, as many as have 4096 tokens, or more where a document for every
+    process needs more."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
     tokens_per_step: int | None = bounded(None, minimum=2)
     """Under --packing balanced, the tokens of a step: as many documents as stay within them, over all processes. null
-    means --global-batch x --sequence-length."""
+    means --global-batch x --sequence-length where one of them is set, else 4096, or more where a document for every
+    process needs more."""
     max_document: int | None = bounded(None, minimum=2)
     """Under --packing balanced, the tokens of a document at most: a longer one is cut into pieces of so many, each of
-    which is a document of its own. null means --sequence-length."""
+    which is a document of its own. null means --sequence-length, and that is as long under auto."""
     bin_tokens: int | None = bounded(None, minimum=2)
     """Under --packing balanced, the tokens that a process computes at one time at most; what it needs of memory
     follows. null means 3/2 of --max-document, or less if that does for one round. A pipeline passes longer documents
@@ -354,6 +359,7 @@ INSTEAD = {
     ("epochs",): ("steps",),
     ("optimizer", "warmup_steps"): ("optimizer", "warmup_ratio"),
     ("optimizer", "warmup_ratio"): ("optimizer", "warmup_steps"),
+    ("tokens_per_step",): ("global_batch",),
 }
 """Settings of which one takes the place of the other."""
 

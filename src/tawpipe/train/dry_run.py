@@ -23,7 +23,6 @@ from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.names import complete_states, passed_over, step_of
 from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
-from tawpipe.data.prepared import PreparedData
 from tawpipe.data.sources import find_sets
 from tawpipe.job_limits import processors
 from tawpipe.launch.launcher import Shape
@@ -43,11 +42,12 @@ from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import TrainConfig
+from tawpipe.train.lengths import settled_lengths
 from tawpipe.train.optimizers import group_rows
 from tawpipe.train.planned import probed
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.run_model import RunModel
-from tawpipe.train.start import documents_of, refuse_other_form, refuse_other_run
+from tawpipe.train.start import Documents, documents_of, refuse_other_form, refuse_other_run
 from tawpipe.train.words import gib
 
 FEW_BYTES = 4 << 20
@@ -163,8 +163,8 @@ def _threads_of_one(world: World) -> Iterator[None]:
 
 
 def _some_documents(
-    config: TrainConfig, model: RunModel, world: World, console: Console, *, cache: str
-) -> PreparedData:
+    config: TrainConfig, model: RunModel, world: World, console: Console, earlier: RunState | None, *, cache: str
+) -> Documents:
     """The documents if they are few, else the first ones, as if they were streamed."""
     files = [file for source in find_sets(config.data) for file in source.files]
     some = replace(config, cache_dir=cache)
@@ -173,7 +173,9 @@ def _some_documents(
         some = replace(some, streaming=True, stream_window=most)
         if not config.streaming:
             console.line(f"data: a look at the first {most} documents; the run reads all of them")
-    return documents_of(some, model, world, console)
+    looks = some.streaming and not config.streaming
+    settled, data = documents_of(some, model, world, console, earlier, looks=looks)
+    return replace(config, **settled_lengths(settled)), data
 
 
 def _checkpoint(config: TrainConfig) -> ResumePoint:

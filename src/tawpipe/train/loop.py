@@ -38,6 +38,7 @@ from tawpipe.train.batches import Batches, Given
 from tawpipe.train.evaluation import Best, Evaluation, resumed_best
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
+from tawpipe.train.lengths import settled_lengths
 from tawpipe.train.memory import said_bytes
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.prepare import Prepared
@@ -382,7 +383,7 @@ class Training:
             validation=self.evaluation.record or self._validation,
             lora=adapter_facts(self.pipeline.chain.given),
             freeze=sorted(self.config.freeze),
-            settled=settled(self.config),
+            settled={**settled(self.config), **settled_lengths(self.config)},
             versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )
 

@@ -51,6 +51,7 @@ from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.sample import beginnings, wanted_texts
 from tawpipe.train.start import (
+    Documents,
     check_start,
     documents_of,
     documents_of_a_step,
@@ -138,15 +139,15 @@ def prepare(
     console: Console,
     *,
     start: Callable[[], ResumePoint],
-    documents: Callable[[TrainConfig, RunModel, World, Console], PreparedData] = documents_of,
+    documents: Callable[[TrainConfig, RunModel, World, Console, RunState | None], Documents] = documents_of,
     measure: Callable[[World], Machine] = probed,
     show: Callable[[Plan], None] = lambda _: None,
 ) -> Prepared:
     """Prepare a run; call on all ranks.
 
     Args:
-        start: finds what the run goes on from, when its documents are there.
-        documents: reads them.
+        start: finds what the run goes on from, before its documents are read: their lengths may be in its state.
+        documents: reads them, and settles the lengths of rows and steps by them.
         measure: gives the machine that a plan is made for.
         show: is given a plan that is made now, on rank 0.
 
@@ -166,12 +167,12 @@ def prepare(
     )
     require_alike(config, world)
 
-    # Documents, and from where the run goes on.
+    # From where the run goes on, and documents.
     model = RunModel(config)
-    data = documents(config, model, world, console)
+    begins = start()
+    config, data = documents(config, model, world, console, begins.state)
     batch = BatchShape.of(config, data.report.packing, world.size)
     batch.check_longest(data.longest, data.report.longest[1])
-    begins = start()
     console.notice(*begins.notices)
     config = _settled(config, data, batch, begins.state, console)
 

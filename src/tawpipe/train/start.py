@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from tawpipe.checkpoint.format import Manifest
 from tawpipe.checkpoint.resume import RunState, refuse_other_trained
 from tawpipe.console import Console
-from tawpipe.data.lengths import Dealing
+from tawpipe.data.lengths import Dealing, LengthLimits
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.rows import take
@@ -25,15 +26,19 @@ from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import folder_facts, has_weights
 from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
+from tawpipe.options import Open
 from tawpipe.plan.typical import LOOKED_AT, typical_documents
 from tawpipe.runtime.alike import SAME_FILES, read_alike, same_folder
 from tawpipe.runtime.world import World
+from tawpipe.train.checks import check_lengths
 from tawpipe.train.config import OF_A_MACHINE, TrainConfig, train_options
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.evaluation import check_best
+from tawpipe.train.lengths import MEMORY, length_in_memory, lengths_before_data, limits_of, with_length
 from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
 from tawpipe.train.run_model import RunModel
 
+Documents = tuple[TrainConfig, PreparedData]
 ROWS_LOOKED_AT = 15
 
 
@@ -97,35 +102,77 @@ def require_alike(config: TrainConfig, world: World) -> None:
         read_alike(world, "lora.adapter", adapter, SAME_FILES, lambda: Path(adapter).expanduser(), folder_facts)
 
 
-def documents_of(config: TrainConfig, model: RunModel, world: World, console: Console) -> PreparedData:
-    """The documents of a run, which the console is told about."""
-    data = prepare_data(
-        config,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        max_document=config.max_document,
-        dealing=_dealing(config, model, world.size),
-        model=None if model.folder is None else str(model.folder),
-        leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
-        barrier=world.wait_patiently,
-    )
+def documents_of(
+    config: TrainConfig,
+    model: RunModel,
+    world: World,
+    console: Console,
+    earlier: RunState | None = None,
+    *,
+    looks: bool = False,
+) -> Documents:
+    """Read the documents of a run, tell the console, and return them behind the settings with their lengths settled.
+
+    Args:
+        earlier: the state that the run resumes from.
+        looks: only the first documents are read, in the place of all.
+
+    Raises:
+        UserError: see ``prepare_data`` and ``check_lengths``.
+    """
+    config = lengths_before_data(config, earlier, pretrained=model.pretrained)
+
+    def dealing(length: int) -> Dealing:
+        return _dealing(config, with_length(config, length, "balanced", world.size), model, world.size)
+
+    def prepared(length: int | LengthLimits) -> PreparedData:
+        return prepare_data(
+            config,
+            sequence_length=length,
+            seed=config.seed,
+            max_document=config.max_document,
+            dealing=dealing(length) if isinstance(length, int) else None,
+            model=None if model.folder is None else str(model.folder),
+            leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
+            barrier=world.wait_patiently,
+        )
+
+    limits = None
+    if not isinstance(config.sequence_length, Open):
+        data = prepared(config.sequence_length)
+    elif config.max_document is not None:
+        data = prepared(config.max_document)
+    else:
+        limits = replace(limits_of(config, model), dealing=dealing, looks=looks)
+        data = prepared(limits)
     parts = sorted((part.split(":", 1) for part in data.fingerprint.split()), reverse=True)  # the tokenizer first
     files = {"tokenizer": config.tokenizer or str(model.folder or "")}
     facts = {f"the data's {part}": Fact(files.get(part, ""), "", digest) for part, digest in parts}
     read_alike(world, "--data", " ".join(config.data), SAME_FILES, lambda: data, lambda _: facts)
+    if limits is not None:
+        length = data.report.sequence_length
+        most = length_in_memory(config, model, world, length, data.report.packing)
+        data = prepared(replace(limits, most=most, why=MEMORY)) if most < length else data
     for line in [*data.report.lines(), *data.report.example_lines(None if config.dry_run else SHOWN)]:
         console.line(line)
     if warning := data.report.read.mostly_left_out:
         console.warning(warning)
-    return data
+    config = with_length(config, data.report.sequence_length, data.report.packing, world.size)
+    check_lengths(config)
+    return config, data
 
 
 SHOWN = 160
 """Letters of a piece of the first document that a run shows; ``--dry-run`` shows all."""
 
 
-def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
-    """The steps of the run, should its documents be dealt."""
+def _dealing(config: TrainConfig, settled: TrainConfig, model: RunModel, world_size: int) -> Dealing:
+    """The steps of the run, should its documents be dealt.
+
+    Args:
+        config: as it was given, by which ``balanced`` is asked for.
+        settled: with the lengths of rows and steps.
+    """
     against = ""
     if config.micro_batch > 1:
         against = "--micro-batch is above 1, and documents that are dealt come in rows of their own"
@@ -133,7 +180,7 @@ def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
         against = "--compile would compile rows of every length"
     elif config.plan not in ("none", "auto"):
         against = "--plan names a plan, which is for rows of one length"
-    bins = BatchShape.of(config, "balanced", world_size)
+    bins = BatchShape.of(settled, "balanced", world_size)
     return Dealing(
         bins.step_tokens,
         world_size,
@@ -142,7 +189,7 @@ def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
         ranks=bins.ranks,
         pretrained=model.pretrained,
         asked=config.asks_for_balance,
-        rows=config.global_batch,
+        rows=settled.global_batch,
         micro_batch=config.micro_batch,
         against="" if config.asks_for_balance else against,
     )

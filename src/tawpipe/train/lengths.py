@@ -1,0 +1,132 @@
+"""The tokens of a row and of a step under ``--sequence-length auto``: by the model, the documents and the memory.
+
+A model with weights gets rows as long as its longest document. Its steps keep the tokens that they had in rows of 512.
+What was decided is part of the run's state, so that a resumed run does the same, whatever memory is there then.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from tawpipe.checkpoint.resume import RunState
+from tawpipe.data.lengths import STEP, USUAL_LENGTH, USUAL_STEP, LengthLimits
+from tawpipe.errors import UserError
+from tawpipe.model.build import longest_allowed
+from tawpipe.options import Open
+from tawpipe.plan.feasible import holds, some_fit
+from tawpipe.plan.longest import SHORTEST, longest_that
+from tawpipe.plan.measure import Asked
+from tawpipe.plan.probe import machine_unprobed
+from tawpipe.runtime.dtype import DTYPES, chosen_dtype
+from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import chosen_by_hand
+from tawpipe.schedule.strategies.table import find
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.decided import BatchShape
+from tawpipe.train.optimizers import factory_of
+from tawpipe.train.planned import Planning
+from tawpipe.train.run_model import RunModel
+
+LENGTHS = ("sequence_length", "global_batch", "tokens_per_step")
+"""Settings that a run may choose by the lengths of its documents."""
+SECONDS = 8.0
+"""Seconds of computing after which lengths are left to the check before the first step."""
+POSITIONS, MEMORY = "the model's positions", "what memory holds"
+
+
+def settled_lengths(config: TrainConfig) -> dict[str, Any]:
+    """Return the lengths of a run, for its checkpoints."""
+    return {name: getattr(config, name) for name in LENGTHS}
+
+
+def lengths_before_data(config: TrainConfig, earlier: RunState | None, *, pretrained: bool) -> TrainConfig:
+    """Settle lengths that do not follow from the documents: those of random weights and of a resumed run.
+
+    Args:
+        earlier: the state that the run resumes from. Without lengths it is of a version that had rows of 512.
+    """
+    had = earlier.settled if earlier is not None else {}
+    changes: dict[str, Any] = {}
+    if isinstance(config.sequence_length, Open) and (earlier is not None or not pretrained):
+        changes["sequence_length"] = had.get("sequence_length", int(config.sequence_length))
+    if isinstance(config.global_batch, Open) and "global_batch" in had:
+        changes["global_batch"] = had["global_batch"]
+        changes["tokens_per_step"] = config.tokens_per_step or had["tokens_per_step"]
+    config = replace(config, **changes)
+    follows = isinstance(config.sequence_length, Open)
+    return config if follows else replace(config, global_batch=int(config.global_batch))
+
+
+def with_length(config: TrainConfig, length: int, packing: str, world_size: int) -> TrainConfig:
+    """Settle rows of ``length`` tokens, and steps that hold a document for every process or group that shares a row."""
+    if not isinstance(config.sequence_length, Open):
+        return config
+    config = replace(config, sequence_length=length)
+    if not isinstance(config.global_batch, Open):
+        return config
+    tokens = max(USUAL_STEP, length * ceil(world_size / (config.schedule.sequence_ranks or 1)))
+    config = replace(config, global_batch=max(ceil(tokens / length), config.micro_batch))
+    if packing == "balanced" and config.tokens_per_step is None:
+        config = replace(config, tokens_per_step=tokens)
+    return config
+
+
+def limits_of(config: TrainConfig, model: RunModel) -> LengthLimits:
+    """Return the limits of documents that are known before any is read."""
+    limits = [(longest_allowed(model.followed(None)[1].config), POSITIONS)]
+    if config.tokens_per_step is not None:
+        limits.append((config.tokens_per_step, STEP))
+    if config.bin_tokens is not None and not find(config.schedule.strategy).axis:  # a pipeline takes slices
+        limits.append((config.bin_tokens * (config.schedule.sequence_ranks or 1), "the tokens of a bin"))
+    most, why = min(limits)
+    return LengthLimits(most, why, config.tokens_per_step or USUAL_STEP)
+
+
+def length_in_memory(config: TrainConfig, model: RunModel, world: World, length: int, packing: str) -> int:
+    """Return ``length``, or the largest length below it that fits into memory; call on all ranks.
+
+    Memory is measured and not time, as in the check before the first step. Rows are of one document and fill the share
+    of memory that a plan may fill, so that the bound is lower than that of the check. Where no length fits, the check
+    says what would.
+    """
+    if length <= min(USUAL_LENGTH, longest_allowed(model.followed(None)[1].config)):
+        return length
+
+    end = time.thread_time() + SECONDS
+
+    def is_late() -> bool:
+        return time.thread_time() > end
+
+    def row(tokens: int) -> int:
+        return BatchShape.of(with_length(config, tokens, packing, world.size), packing, world.size).row_tokens
+
+    batch = BatchShape.of(with_length(config, length, packing, world.size), packing, world.size)
+    asked = Asked(
+        batch.row_tokens,
+        batch.rows,
+        batch.micro_batch,
+        dtype=DTYPES[chosen_dtype(config.dtype, world, "")[0]],
+        settings=config.schedule,
+        quantize=config.quantize,
+        compiled=config.compile,
+        optimizer=factory_of(config),
+    )
+    planning = Planning(world, model.followed(None)[1], asked, by_one=batch.dealt)
+    request, _ = planning.ask(machine_unprobed(world), timed=False)
+
+    def fits(tokens: int) -> bool:
+        if request is None:
+            return True
+        of_length = request.with_length(row(tokens))
+        if config.plan == "auto" and not chosen_by_hand(config.schedule):
+            return some_fit(of_length, is_late) or is_late()
+        try:
+            return holds(of_length, of_length.step(config.schedule))
+        except UserError:  # it comes again, when the pipeline is made
+            return True
+
+    longest = length if fits(length) or not fits(SHORTEST) else longest_that(fits, SHORTEST, length)
+    return int(min(world.gather_numbers(float(longest))))
