@@ -136,7 +136,7 @@ def draw(draw: random.Random) -> dict[str, Any]:
         "use": draw.choice(["mixture", "mixture", "validation"]) if len(sets) > 1 else "one",
         "tokenizer": draw.choice(TOKENIZERS),
         "template": draw.choice([None, None, None, "plain", "chatml"]),
-        "as_chat": draw.random() < 0.2,
+        "as_chat": draw.choice(["off", "off", "on", "auto"]),
         "packing": draw.choice([*(["split"] * 2 * cut), "fit", "balanced", "none"]),
         "length": draw.randint(12, 60) if cut else 1024,
         "fraction": draw.choice([0.0, 0.1, 0.5, 0.9]),
@@ -185,10 +185,12 @@ def _document(one: dict[str, Any], case: dict[str, Any], tokenizer: Any) -> Piec
     if name == "chatml" and "<|im_end|>" in tokenizer.get_vocab():
         eos = "<|im_end|>"
     begin = tokenizer.bos_token if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else ""
-    if "turns" in one or ("parts" in one and case["as_chat"]):
+    has_template = bool(case["template"]) or case["tokenizer"] != "trained"
+    as_chat = case["as_chat"] == "on" or (case["as_chat"] == "auto" and has_template)
+    if "turns" in one or ("parts" in one and as_chat):
         turns = one.get("turns")
         if not turns:
-            texts = {"system": one["system"], "user": "\n\n".join(one["parts"]), "assistant": one["said"]}
+            texts = {"system": one["system"], "user": "\n".join(one["parts"]), "assistant": one["said"]}
             turns = [[role, text, 1] for role, text in texts.items() if text]
         found = _chat(name, turns, tokenizer.bos_token, eos)
         if case["tokenizer"] == "mistral" and name != "mistral":

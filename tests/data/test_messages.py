@@ -31,27 +31,38 @@ def test_other_names_of_roles_stand_for_known_ones_and_no_other_field_is_lost() 
     (message,) = read_messages(
         [{"role": "critic", "content": "no", "weight": 0, "name": "x", "tool_call_id": None}], {}
     )
-    assert message == {"role": "critic", "content": "no", "weight": 0, "name": "x"}
+    assert message == {"role": "critic", "content": "no", "name": "x", "tool_call_id": None}
     assert read_messages(None, {}) == []
 
 
+ARGUMENTS = CALL["arguments"]
+TEXT = json.dumps(ARGUMENTS)
+NULL = {**CALL["arguments"], "c": None}
+
+
 @pytest.mark.parametrize(
-    "message",
+    ("message", "content", "arguments"),
     [
-        {"from": "function_call", "value": json.dumps(CALL)},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
-        {"role": "assistant", "tool_calls": [{"function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}]},
-        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": {**CALL["arguments"], "c": None}}]},
+        ({"from": "function_call", "value": json.dumps(CALL)}, "", ARGUMENTS),
+        ({"role": "tool_call", "content": json.dumps([CALL])}, "", ARGUMENTS),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, None, ARGUMENTS),
+        ({"role": "assistant", "content": "I add.", "function_call": {**CALL, "arguments": TEXT}}, "I add.", TEXT),
+        ({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}, "", ARGUMENTS),
+        ({"role": "assistant", "tool_calls": [{"function": {**CALL, "arguments": TEXT}}]}, None, TEXT),
+        ({"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": NULL}]}, "", NULL),
+        ({"role": "assistant", "content": "", "tool_calls": [{"name": "add", "parameters": NULL}]}, "", NULL),
+        ({"role": "assistant", "tool_calls": [CALL], "function_call": {**CALL, "arguments": TEXT}}, None, ARGUMENTS),
+        ({"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}]}, "", ARGUMENTS),
     ],
-)
-def test_calls_of_tools_are_names_with_arguments_as_objects(message: dict) -> None:
-    (found,) = read_messages([message], {})
-    assert found == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": CALL}],
-    }
+)  # fmt: skip
+def test_calls_of_tools_are_names_with_arguments_as_they_were_given(message: dict, content: str, arguments) -> None:
+    assert read_messages([message], {}) == [
+        {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +72,20 @@ def test_calls_of_tools_are_names_with_arguments_as_objects(message: dict) -> No
         ([*PLAIN, "hello"], "without messages", "message 3 is of type str"),
         ([{"content": "x"}], "without messages", "message 1 has ['content']"),
         ([{"role": 1, "content": "x"}], "without messages", "message 1"),
-        ([{"role": "user", "content": None}], "whose content is no text", "message 1: null"),
-        ([{"role": "user", "content": [{"image": "x"}]}], "whose content is no text", "message 1: no text alone"),
-        ([{"role": "user", "content": 3}], "whose content is no text", "message 1: int"),
+        ([{"role": "user", "content": None}], "whose content is neither a text nor a list of parts", "message 1: null"),
+        (
+            [{"role": "user", "content": [{"image": "x"}]}],
+            "chats of text alone; --ignore-columns image",
+            "message 1: 'image'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "tool_use"}]}],
+            "type is none of reasoning, thin",
+            "message 1: 'tool_use'",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "holds no text in 'text' or 'value'", "message 1: {'type'"),
+        ([{"role": "user", "content": ["x"]}], "holds no text in 'text' or 'value'", "message 1: 'x'"),
+        ([{"role": "user", "content": 3}], "whose content is neither a text nor a list of parts", "message 1: int"),
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "that has no name and arguments", "message 1"),
     ],
 )
@@ -77,8 +99,8 @@ def test_tools_are_schemas_in_one_form() -> None:
     bare = {"name": "add", "parameters": {"type": "object"}}
     known = {"type": "function", "function": bare}
     assert read_tools([known]) == read_tools(json.dumps([known])) == [known]
-    assert read_tools([{**bare, "strict": None}]) == [known]
-    assert read_tools([{"type": "web_search", "limit": None}]) == [{"type": "web_search"}]  # no function
+    assert read_tools([{**bare, "strict": None}]) == [{**known, "function": {**bare, "strict": None}}]
+    assert read_tools([{"type": "web_search", "limit": None}]) == [{"type": "web_search", "limit": None}]  # no function
     assert read_tools(None) is None and read_tools([]) is None and read_tools("") is None
     for wrong in ("add", {"name": "add"}, ["add"]):
         with pytest.raises(Malformed, match="tools are no list"):

@@ -48,7 +48,7 @@ def test_another_reading_of_the_same_files_is_another_corpus(corpus: Path, tmp_p
     files = find_files([str(corpus)])
     given = text(corpus, tmp_path)
     given.corpus(files, "--data")
-    settings = DataSettings(data=[str(corpus)], as_chat=True, rows="text")
+    settings = DataSettings(data=[str(corpus)], as_chat="on", rows="text")
     chat = TokenisedText(settings, files, tmp_path, tokenizer=given.tokenizer, model=None)
     assert chat.origin == "given" and chat.vocab_size == given.vocab_size
     assert not chat.corpus(files, "--data")[1]

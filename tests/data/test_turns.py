@@ -31,7 +31,10 @@ def test_a_turn_of_weight_0_is_not_learned(tokenizer, kind):
     for weights, said in (([0, 1], ["say 1"]), ([1, 0, None], ["say 0", "say 2"]), ([0.0, "none"], ["say 1"])):
         _, parts = learned(tokenizer, {kind: turns(*weights)})
         assert [part.replace("<|endoftext|>", "").strip() for part in parts] == said
-    for weights, why in (([0, 0], "without an answer to learn"), ([0.5], "answer whose weight is other than 0 and 1")):
+    for weights, why in (
+        ([0, 0], "without an answer to learn"),
+        ([0.5], "with a mark of what is learned that is none of 0, 1"),
+    ):
         raw = Columns().row("here", {kind: turns(*weights)})
         assert isinstance(raw, RawRow)
         (skipped,) = Renderer(tokenizer).render(raw)

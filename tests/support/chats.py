@@ -5,7 +5,7 @@ import copy
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
-from tawpipe.data.settings import DataSettings
+from tawpipe.data.settings import AsChat, DataSettings
 
 
 def with_own(tokenizer, template):
@@ -17,7 +17,7 @@ def with_own(tokenizer, template):
 def documents_of(renderer: Renderer, row: RawRow) -> list[Document]:
     """The documents of a row of which nothing is left out."""
     documents = renderer.render(row)
-    assert all(isinstance(document, Document) for document in documents), documents
+    assert all(isinstance(document, Document) or document.kind == "note" for document in documents), documents
     return [document for document in documents if isinstance(document, Document)]
 
 
@@ -25,12 +25,12 @@ def tokens_of(renderer: Renderer, encoder: Encoder, row: RawRow) -> Tokens:
     return encoder.encode(documents_of(renderer, row))[0]
 
 
-def learned(tokenizer, row: dict, *names: str, as_chat=False) -> tuple[str, list[str]]:
+def learned(tokenizer, row: dict, *names: str, as_chat: AsChat = "off") -> tuple[str, list[str]]:
     """The row's first document as text, and all that is learned of the row, in the order of a chat."""
-    columns = Columns.of(settings := DataSettings(columns=list(names)))
+    columns = Columns.of(DataSettings(columns=list(names)))
     raw = columns.row("here", row)
     assert isinstance(raw, RawRow), raw
-    documents = documents_of(Renderer(tokenizer, settings.column_names(), as_chat=as_chat), raw)
+    documents = documents_of(Renderer(tokenizer, columns, as_chat=as_chat), raw)
     parts: list[list[int]] = []
     for tokens in Encoder(tokenizer).encode(documents)[::-1]:
         last = False

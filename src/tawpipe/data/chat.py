@@ -35,7 +35,7 @@ _TOOLS = (
 PLAIN = (
     "{%- if tools -%}{{ '<|tools|>\n' }}" + _TOOLS + "{{ '\n' }}{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] }}" + _TOOL_CALLS + ""
+    "{{ '<|' + message['role'] + '|>\n' + (message['content'] or '') }}" + _TOOL_CALLS + ""
     "{{ eos_token if message['role'] == 'assistant' and eos_token else '' }}{{ '\n' }}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
@@ -50,7 +50,7 @@ CHATML = (
     + _TOOLS
     + "{{ '<|im_end|>\n' }}{%- endif -%}"
     "{%- for message in messages -%}{%- if not (tools and loop.first and message['role'] == 'system') -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}" + _TOOL_CALLS + "{{ '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}" + _TOOL_CALLS + "{{ '<|im_end|>\n' }}"
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
@@ -198,14 +198,12 @@ class ChatRenderer:
         messages: Sequence[Message],
         tools: Tools = None,
         options: Mapping[str, Any] | None = None,
-        first: int = 0,
     ) -> Chat:
         """The documents of a chat.
 
         Args:
             tools: JSON schemas of the tools that the model may call.
             options: more variables for the template.
-            first: the number of the first message that may be learned.
 
         Raises:
             Malformed: nothing of it can be learned, or the template leaves out what the model should see.
@@ -219,7 +217,7 @@ class ChatRenderer:
                 raise Malformed(f"with a role that is neither {', '.join(KNOWN_ROLES)} nor {roles}", repr(role))
         for form in _forms(template, messages):
             try:
-                chat = _OneForm(self, form, tools, dict(options or {}), template).read(first, self._answers)
+                chat = _OneForm(self, form, tools, dict(options or {}), template).read(self._answers)
             except Malformed as error:
                 refused = refused or error
                 continue
@@ -264,10 +262,10 @@ class _OneForm:
         self._options, self._template = options, template
         self._rendered: dict[tuple[object, ...], str] = {}
 
-    def read(self, first: int, answers: Answers) -> Chat:
+    def read(self, answers: Answers) -> Chat:
         messages = self._messages
         said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        learned = [number for number in said if number >= first and messages[number].get("weight", 1) != 0]
+        learned = [number for number in said if messages[number].get("weight", 1) != 0]
         learned = learned[-1:] if answers == "last" else learned
         texts, lost, notes = list[tuple[str, dict[int, int]]](), list[Malformed](), list[Malformed]()
         last = -1

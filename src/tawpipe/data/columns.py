@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from tawpipe.data.messages import EMPTY, MARKS, MEDIA, truth, without_nulls, words
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import ANSWERS, BESIDES, CHATS, PROMPTS, TEXT, DataSettings, Rows
+from tawpipe.errors import UserError
 
 RowKind = Literal["text", "chat", "instruction"]
 
@@ -19,8 +22,16 @@ NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
 }
 """Of each group a row of the kind has at least one."""
 
-EMPTY = (None, "", [])
-"""Values of a column that holds nothing in a row: tables give every row the columns of all."""
+PREFERRED = frozenset({"chosen", "preferred", "accepted", "winner", "better"})
+COMPARES, JUDGES = "which of two answers is better", "whether an answer is good"
+SHOWS, WEIGHS = "which pictures, sounds or films belong to the text", "how much is learned of the row"
+MEANINGS: dict[str, frozenset[str]] = {
+    COMPARES: PREFERRED | {"rejected", "reject", "dispreferred", "loser", "worse", "preference", "preferences"},
+    JUDGES: frozenset({"label", "labels", "kto", "desirable", "undesirable", "thumbs"}),
+    SHOWS: MEDIA,
+    "which turns come before": frozenset({"history"}),
+}
+"""What columns say that change what their row means, and words in the names of such columns."""
 
 SEEN = 1000
 """Sets of columns whose kinds are remembered."""
@@ -30,11 +41,26 @@ USUAL_ORDER: tuple[RowKind, ...] = ("chat", "instruction", "text")
 
 @dataclass(frozen=True)
 class RawRow:
-    """The columns of one document that are of use and hold something, under tawpipe's names for them."""
+    """The columns of one document that are of use and hold something, under tawpipe's names for them.
+
+    Attributes:
+        unread: the other columns that hold something, or of a table of texts all others.
+    """
 
     where: str
     kind: RowKind
     columns: dict[str, Any]
+    unread: tuple[str, ...] = ()
+
+
+class RowPlan(NamedTuple):
+    """The kind of rows with some columns, the columns of use with tawpipe's names, and the others."""
+
+    kind: RowKind | None
+    useful: list[tuple[str, str]]
+    unread: tuple[str, ...]
+    meanings: list[tuple[str, str]]
+    """Those of the others that may change what a row means, and what they may say."""
 
 
 @dataclass(frozen=True)
@@ -44,46 +70,105 @@ class Columns:
     Args:
         rows: the setting of this name.
         names: what ``DataSettings.column_names`` gives.
+        ignored: columns that are taken to be absent.
     """
 
     rows: Rows = "auto"
     names: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, settings: DataSettings) -> Columns:
-        return cls(settings.rows, settings.column_names())
+        return cls(settings.rows, settings.column_names(), tuple(settings.ignore_columns))
 
     @cached_property
-    def _seen(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[RowKind, list[tuple[str, str]]]]:
-        """The kind of rows with these columns, of which those hold something, and its own columns with theirs."""
+    def _seen(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], RowPlan]:
+        """The plan of rows with these columns, of which those hold something."""
         return {}
 
-    @property
-    def useful(self) -> set[str]:
-        """The columns that any kind of row may need."""
-        return {self._column(name) for name in (*TEXT, *CHATS, *PROMPTS, *ANSWERS, *BESIDES)}
+    def wanted(self, where: str, names: Collection[str]) -> tuple[list[str], tuple[str, ...]] | Skipped:
+        """The columns to read of a table, and its others: where rows can only be texts, no more than these is read.
 
-    def row(self, where: str, item: Mapping[str, Any]) -> RawRow | Skipped:
-        """The row, told by the columns that hold something, or else by those that there are; of use are the former."""
+        Raises:
+            UserError: they are those of preferences.
+        """
+        present = [name for name in names if name not in self.ignored]
+        kinds = self._possible(present)
+        if not kinds:
+            compared = [name for name in present if meaning(name) == COMPARES]
+            if compared and self.rows != "text":
+                raise self.untrainable(where, present, compared)
+            return self.lacking("file", where, names)
+        read = [name for name in present if kinds != ["text"] or name in map(self._column, TEXT)]
+        return read, tuple(name for name in present if name not in read)
+
+    def row(self, where: str, item: Mapping[str, Any], unread: tuple[str, ...] = ()) -> RawRow | Skipped:
+        """The row, told by the columns that hold something, or else by those that there are; of use are the former.
+
+        Args:
+            unread: columns that it has besides those of ``item``.
+
+        Raises:
+            UserError: a column changes what the row means, so that training without it would be wrong.
+        """
+        if self.ignored:
+            item = {name: value for name, value in item.items() if name not in self.ignored}
         names = tuple(item), tuple(name for name, value in item.items() if value not in EMPTY)
-        known = self._seen.get(names)
-        if known is None:
-            kind = self.kind(names[1]) or self.kind(names[0])
-            if kind is None:
-                return self.lacking("row", where, names[0])
-            wanted = [name for group in NEEDED[kind] for name in group] + list(BESIDES if kind != "text" else ())
-            known = kind, [(name, column) for name in wanted if (column := self._column(name)) in names[1]]
+        plan = self._seen.get(names)
+        if plan is None:
+            plan = self._plan(*names)
             if len(self._seen) < SEEN:
-                self._seen[names] = known
-        kind, columns = known
-        return RawRow(where, kind, {name: item[column] for name, column in columns})
+                self._seen[names] = plan
+        changed = [name for name, says in plan.meanings if _applies(says, item[name])]
+        if changed:
+            where += f", {changed[0]} = {reprlib.repr(item[changed[0]])}"
+            raise self.untrainable(where, names[0], changed)
+        if plan.kind is None:
+            return self.lacking("row", where, names[0])
+        return RawRow(where, plan.kind, {name: item[column] for name, column in plan.useful}, plan.unread + unread)
+
+    def untrainable(self, where: str, present: Collection[str], changed: Sequence[str], says: str = "") -> UserError:
+        """Return the refusal of a data set for the columns ``changed`` of its rows, and the ways to train on it.
+
+        Args:
+            present: all columns of the rows.
+            says: what the first of ``changed`` says; by default what its name tells.
+        """
+        way = f"--ignore-columns {' '.join(changed)} reads them without"
+        if self.kind(present) is None:  # one of the answers that are compared is left to be learned
+            learned = next((name for name in changed if words(name) & PREFERRED), changed[0])
+            use = ANSWERS[1] if any(self._column(name) in present for name in PROMPTS) else CHATS[0]
+            others = " ".join(name for name in changed if name != learned)
+            way = f"--columns {use}={learned}{f' --ignore-columns {others}' if others else ''} learns {learned!r}"
+        says = says or meaning(changed[0])
+        expected = f"rows that mean the same without {changed[0]!r}, which says {says} and is not trained on"
+        return UserError("--data", where, f"{expected}; {way}")
+
+    def table_row(self, where: str, item: Mapping[str, Any], unread: tuple[str, ...] = ()) -> RawRow | Skipped:
+        """A row of an Arrow table, whose fields that are null within a column are taken to be absent; see ``row``."""
+        return self.row(where, {name: without_nulls(value) for name, value in item.items()}, unread)
+
+    def _plan(self, names: tuple[str, ...], filled: tuple[str, ...]) -> RowPlan:
+        kind = self.kind(filled) or self.kind(names)
+        wanted = [name for group in NEEDED[kind] for name in group] if kind else []
+        wanted += BESIDES if kind in ("chat", "instruction") else ()
+        useful = [(name, column) for name in wanted if (column := self._column(name)) in filled]
+        unread = tuple(name for name in filled if name not in dict(useful).values())
+        meanings = [] if "text" in (kind, self.rows) else [(name, meaning(name)) for name in unread]
+        # Where more is wrong with the row, only preferences say what it is.
+        meanings = [(name, says) for name, says in meanings if says and (kind or says == COMPARES)]
+        return RowPlan(kind, useful, unread, meanings)
 
     def kind(self, present: Collection[str]) -> RowKind | None:
         """Kind of a row with these columns; None if it lacks those that the settings ask for."""
-        for kind in self._kinds:
-            if all(any(self._column(name) in present for name in group) for group in NEEDED[kind]):
-                return kind
-        return None
+        return next(iter(self._possible(present)), None)
+
+    def _possible(self, present: Collection[str]) -> list[RowKind]:
+        """The kinds that a row with these columns may be of, the likeliest first."""
+        has = {
+            kind: [any(self._column(name) in present for name in group) for group in NEEDED[kind]] for kind in NEEDED
+        }
+        return [kind for kind in self._kinds if all(has[kind])]
 
     def lacking(self, kind: Literal["file", "row"], where: str, present: Collection[str]) -> Skipped:
         """A row, or a file whose rows are alike, that is of no kind; says which columns there are."""
@@ -106,3 +191,16 @@ class Columns:
 
     def _column(self, name: str) -> str:
         return self.names.get(name, name)
+
+
+def meaning(name: str) -> str:
+    """Return what a column of this name says that may change what its row means; empty for any other."""
+    known = (says for says, among in MEANINGS.items() if words(name) & among)
+    return next(known, WEIGHS if name in MARKS else "")
+
+
+def _applies(says: str, value: object) -> bool:
+    """True if a column changes what its row means by this value."""
+    if says == JUDGES:
+        return any(truth(each) is not None for each in (value if isinstance(value, list) else [value]))
+    return truth(value) is not True if says == WEIGHS else says != SHOWS or not isinstance(value, int | float)

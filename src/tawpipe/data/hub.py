@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.columns import SHOWS, Columns, RawRow
 from tawpipe.data.report import Skipped
 from tawpipe.data.sources import HUB, SourceFile
 from tawpipe.errors import UserError
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"hf:(?P<path>[^:#]+)(:(?P<config>[^:\[\]#]+)(?=:))?(:(?P<split>[^:\[\]#]+(\[[^\]]*\])?))?")
 """hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT."""
+
+DECODED = re.compile(r"((List|LargeList|Sequence)\((feature=)?)?(Image|Audio|Video|Pdf)\(")
+"""Features whose values ``datasets`` decodes."""
 
 UNKNOWN_SIZE = 1 << 30
 """Bytes that a streamed data set is taken to have where it does not say so."""
@@ -55,17 +58,21 @@ def read_hub(file: SourceFile, columns: Columns) -> Iterator[RawRow | Skipped]:
     streaming = place.startswith("~")
     part, parts = map(int, place.lstrip("~").split("/"))
     data = load(name, streaming, "--data")
-    names = data.column_names
+    names, others = data.column_names, ()
     if names is not None:
-        if columns.kind(names) is None:
-            yield columns.lacking("file", name, names)
+        wanted = columns.wanted(name, names)
+        if isinstance(wanted, Skipped):
+            yield wanted
             return
-        data = data.select_columns([column for column in names if column in columns.useful])
+        data, others = data.select_columns(wanted[0]), wanted[1]
+        shown = [column for column, kind in (data.features or {}).items() if DECODED.match(repr(kind))]
+        if shown:  # reading a row would decode them
+            raise columns.untrainable(f"{name}, {shown[0]}: {data.features[shown[0]]}", names, shown, SHOWS)
     where = name
     if streaming and parts > 1:
         data, where = data.shard(parts, part), f"{name}, part {part + 1} of {parts}"
     for number, item in enumerate(data, 1):
-        yield columns.row(f"{where}, row {number}", item)
+        yield columns.table_row(f"{where}, row {number}", item, others)
 
 
 @lru_cache(maxsize=16)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 ASSISTANT = "assistant"
-CALL = "function_call"
-"""ShareGPT's role of a turn whose text is a call of a tool, in JSON."""
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of a turn whose text is a call of a tool in JSON, or a list of calls: ShareGPT's and ms-swift's."""
 
 ROLES = {
     "human": "user",
@@ -18,10 +21,41 @@ ROLES = {
     "observation": "tool",
     "function": "tool",
     "function_response": "tool",
-    CALL: ASSISTANT,
+    "tool_response": "tool",
+    "ipython": "tool",
+    **dict.fromkeys(CALL_ROLES, ASSISTANT),
 }
 """Other names of roles."""
 KNOWN_ROLES = ("system", "user", ASSISTANT, "tool")
+SYSTEM_ROLES = ("system", "developer")
+
+FIELDS = {"role": ("role", "from"), "content": ("content", "value")}
+"""Fields of a message, and the names that they have in data sets."""
+
+THOUGHT = "reasoning_content"
+THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought", "thoughts", "think")
+"""Names of the field in which a turn's thought stands, the one under which it is given first."""
+
+MARKS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
+"""Names of the mark that says whether a turn is learned, the one under which it is given first."""
+
+PARTS = {
+    **dict.fromkeys(("reasoning", "thinking"), ("thought", ("reasoning", "thinking", "text", "value"))),
+    **dict.fromkeys(("text", "input_text", "output_text"), ("text", ("text", "value"))),
+    "tool_call": ("call", ("tool_call", "value", "text")),
+}
+"""Use of a content's part by its type, and the fields that may hold what is said."""
+USES = ("thought", "text", "call")
+"""Uses of parts in the order in which a turn has them."""
+
+MEDIA = frozenset({"image", "images", "img", "imgs", "video", "videos", "audio", "audios"})
+"""Words in the names of columns and parts that hold something else than text."""
+
+EMPTY = (None, "", [], {})
+"""Values of a column or field that holds nothing: tables give every row the columns of all."""
+
+RESERVED = frozenset({"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"})
+"""Names that are no variables of a chat template to set in a row."""
 
 FORM = "messages that are objects with a role and a content"
 
@@ -38,74 +72,159 @@ class Malformed(Exception):
         return str(self.args[1]) if len(self.args) > 1 else ""
 
 
-def read_messages(value: object, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Messages with ``role`` and ``content``, perhaps ``tool_calls`` and ``weight`` (0: an answer that is not learned),
-    and whatever else they have but nulls.
+class Untrainable(Malformed):
+    """A row that shows that its whole data set means something that training would leave out."""
+
+
+def read_messages(value: object, names: Mapping[str, str], ignored: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the messages of a chat in one form.
+
+    A message has ``role`` and ``content``: a text, or None beside ``tool_calls`` of the assistant. It may have
+    ``tool_calls`` in OpenAI's nested form, ``reasoning_content``, and ``weight`` (0: an answer that is not learned).
+    All other fields are as they were given. A field ``content.NAME`` stood in a part of the content.
 
     Args:
         names: as ``DataSettings.column_names`` gives them.
+        ignored: types of parts of a content that are left out.
 
     Raises:
-        Malformed: there are none of this form.
+        Malformed: there are none of this form, or two fields for one use differ.
+        Untrainable: there are pictures, sounds or films.
     """
     value = _of_json(value)
     if value is None:
         return []
+    if isinstance(value, dict):
+        value = _turns(value)
     if not isinstance(value, list):
-        raise Malformed(f"without a list of {FORM}", f"{type(value).__name__} instead")
-    return [_message(number, message, names) for number, message in enumerate(value, 1)]
+        kind = f"an object with {sorted(value)}" if isinstance(value, dict) else type(value).__name__
+        raise Malformed(f"without a list of {FORM}", f"{kind} instead")
+    messages = list[dict[str, Any]]()
+    for number, item in enumerate(value, 1):
+        message, is_call = _message(number, item, names, ignored)
+        last = messages[-1] if messages else {}
+        alike = all(last.get(key) == message[key] for key in message.keys() - {"content", "tool_calls"})
+        if is_call and alike and last.get("weight") == message.get("weight"):  # calls of one turn, or words before one
+            messages[-1] = last | {"tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    return messages
 
 
-def _message(number: int, value: object, names: Mapping[str, str]) -> dict[str, Any]:
+def _turns(fields: dict[str, Any]) -> object:
+    """The turns of an object whose fields are lists with an item for each turn; any other object as it is.
+
+    A null there fills up the list of a field that the turn lacks.
+    """
+    lists = {name: items for name, items in fields.items() if items is not None}
+    if len({len(items) if isinstance(items, list) else -1 for items in lists.values()} | {-1}) != 2:
+        return fields
+    turns = zip(*lists.values(), strict=True)
+    return [{name: item for name, item in zip(lists, turn, strict=True) if item is not None} for turn in turns]
+
+
+def _message(
+    number: int, value: object, names: Mapping[str, str], ignored: Collection[str]
+) -> tuple[dict[str, Any], bool]:
+    """The message; True beside it if its role says that its content is a call."""
+    where = f"message {number}"
     if not isinstance(value, dict):
-        raise Malformed(f"without {FORM}", f"message {number} is of type {type(value).__name__}")
-    keys = {
-        name: next((key for key in ([names[name]] if name in names else usual) if key in value), None)
-        for name, usual in (("role", ("role", "from")), ("content", ("content", "value")))
-    }
-    role = value[keys["role"]] if keys["role"] else None
-    if not isinstance(role, str):
-        raise Malformed(f"without {FORM}", f"message {number} has {sorted(value)}")
-    others = {key: field for key, field in value.items() if key not in keys.values() and field is not None}
-    message = {"role": ROLES.get(role, role), "content": value[keys["content"]] if keys["content"] else None, **others}
-    if role == CALL:
-        message |= {"content": "", "tool_calls": message["content"]}
-    if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = _calls(number, calls)
-    message["content"] = _content(number, message)
-    if message["role"] == ASSISTANT and message.get("weight", 1) not in (0, 1):
-        raise Malformed("with an answer whose weight is other than 0 and 1", f"message {number}: {message['weight']!r}")
-    return message
+        raise Malformed(f"without {FORM}", f"{where} is of type {type(value).__name__}")
+    fields, taken = dict(value), dict[str, Any]()
+    shown = [name for name, field in fields.items() if field not in EMPTY and not isinstance(field, int | float)]
+    _refuse_media(where, shown, ignored)
+    for name, usual in FIELDS.items():
+        named = names.get(name)
+        sources = _popped(fields, (named,) if named else usual)
+        taken[name] = only(sources, where, _known_role) if name == "role" else only(sources, where)
+        if name in fields:  # beside the one that --columns names
+            fields[f"{name} beside {named}"] = fields.pop(name)
+    if not isinstance(taken["role"], str):
+        raise Malformed(f"without {FORM}", f"{where} has {sorted(value)}")
+    is_call = taken["role"] in CALL_ROLES
+    content = [{"type": "tool_call", "value": taken["content"]}] if is_call else taken["content"]
+    said: dict[str, list[Any]] = {use: [] for use in USES}
+    if isinstance(content, list):
+        for part in content:
+            fields |= _read_part(where, part, ignored, said)
+        content = "".join(said["text"])
+    message = {"role": _known_role(taken["role"]), "content": content}
+    calls = _popped(fields, ("tool_calls", "function_call")) | {"content": said["call"]}
+    calls = {name: _calls(where, some) for name, some in calls.items() if some}
+    if called := only(calls, where, _meant):
+        message["tool_calls"] = called
+    thoughts = _popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}
+    if thought := only(thoughts, where):
+        if not isinstance(thought, str):
+            raise Malformed("with a thought that is no text", f"{where}: {reprlib.repr(thought)}")
+        message[THOUGHT] = thought
+    message |= _weight(where, message["role"], fields)
+    if not isinstance(content, str) and not (content is None and called and message["role"] == ASSISTANT):
+        kind = f"null in {sorted(value)}" if content is None else type(content).__name__
+        raise Malformed("with a message whose content is neither a text nor a list of parts", f"{where}: {kind}")
+    return message | fields, is_call
 
 
-def _content(number: int, message: dict[str, Any]) -> str:
-    """The message's text; that of a list of parts, if all of them are text."""
-    content = message["content"]
-    if content is None and "tool_calls" in message:
-        return ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        kind = "null" if content is None else "no text alone" if isinstance(content, list) else type(content).__name__
-        raise Malformed("with a message whose content is no text", f"message {number}: {kind}")
-    return content
+def _read_part(where: str, part: object, ignored: Collection[str], said: dict[str, list[Any]]) -> dict[str, Any]:
+    """Add to ``said`` by use what a part of a content says; return its other fields."""
+    fields = {name: field for name, field in part.items() if field is not None} if isinstance(part, dict) else {}
+    kind = fields.pop("type", None) or next((name for name in fields if words(name) & MEDIA), "text")
+    _refuse_media(where, [str(kind)], ignored)
+    if kind in ignored:
+        return {}
+    if not isinstance(kind, str) or kind not in PARTS:
+        known = ", ".join(PARTS)
+        raise Malformed(f"with a part of a content whose type is none of {known}", f"{where}: {kind!r}")
+    use, names = PARTS[kind]
+    text = only(_popped(fields, names), where)
+    if use == "call":
+        said[use] += _calls(where, fields if text is None else text)
+        return {}
+    if not isinstance(text, str):
+        expected = f"with a part of a content that holds no text in {' or '.join(map(repr, names))}"
+        raise Malformed(expected, f"{where}: {reprlib.repr(part)}")
+    if any(said[later] for later in USES[USES.index(use) + 1 :]):
+        raise Malformed(f"with parts of a content in another order than {', '.join(USES)}", where)
+    said[use].append(text)
+    return {f"content.{name}": field for name, field in fields.items() if field not in EMPTY}
 
 
-def _calls(number: int, value: object) -> list[dict[str, Any]]:
-    """Calls of tools, each a function's name and its arguments as an object."""
-    value = _without_nulls(_of_json(value))
+def _refuse_media(where: str, names: Collection[str], ignored: Collection[str]) -> None:
+    for name in names:
+        if words(name) & MEDIA and name not in ignored:
+            raise Untrainable(f"chats of text alone; --ignore-columns {name} reads them without", f"{where}: {name!r}")
+
+
+def _calls(where: str, value: object) -> list[dict[str, Any]]:
+    """Calls of tools, each a function's name and its arguments, as they were given."""
+    value = _of_json(value)
     calls = []
     for call in value if isinstance(value, list) else [value]:
-        fields: dict[str, Any] = call if isinstance(call, dict) else {}
-        function = fields.get("function", fields)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Malformed("with a tool call that has no name and arguments", f"message {number}")
-        arguments = _of_json(function.get("arguments", {}))
-        others = fields if "function" in fields else {}
-        calls.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
+        outer = dict(call) if isinstance(call, dict) else {}
+        inner = dict(inner) if isinstance(inner := outer.pop("function", None), dict) else {}
+        name, arguments = (
+            only({f"function.{key}": inner.pop(key, None) for key in keys} | _popped(outer, keys), where, _of_json)
+            for keys in (("name",), ("arguments", "parameters"))
+        )
+        arguments = {} if arguments is None else arguments
+        if not isinstance(name, str) or not isinstance(arguments, dict | str):
+            expected = "with a tool call that has no name and arguments as an object or a text"
+            raise Malformed(expected, f"{where}: {reprlib.repr(call)}")
+        function = {"name": name, "arguments": arguments, **inner}
+        calls.append({**outer, "type": outer.get("type") or "function", "function": function})
     return calls
+
+
+def _weight(where: str, role: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The mark whether the message is learned, under its first name; of other roles, a mark that asks to learn it."""
+    marks = _popped(fields, MARKS)
+    mark = only(marks, where, truth)
+    if mark not in EMPTY and truth(mark) is None:
+        detail = f"{where}: {', '.join(f'{name}={value!r}' for name, value in marks.items())}"
+        raise Malformed("with a mark of what is learned that is none of 0, 1, true and false", detail)
+    if role != ASSISTANT:
+        return marks if truth(mark) else {}
+    return {} if mark in EMPTY else {MARKS[0]: int(bool(truth(mark)))}
 
 
 def read_tools(value: object) -> list[dict[str, Any]] | None:
@@ -114,13 +233,81 @@ def read_tools(value: object) -> list[dict[str, Any]] | None:
     Raises:
         Malformed: they are no list of objects.
     """
-    value = _without_nulls(_of_json(value))
+    value = _of_json(value)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise Malformed("whose tools are no list of JSON schemas", f"{type(value).__name__}")
     bare = [tool if "function" not in tool and "name" in tool else None for tool in value]
     return [{"type": "function", "function": spec} if spec else tool for tool, spec in zip(value, bare, strict=True)]
+
+
+def read_options(value: object) -> dict[str, Any]:
+    """The variables of a chat template; none where there are none.
+
+    Raises:
+        Malformed: they are no object, or those that rendering sets.
+    """
+    value = _of_json(value) or {}
+    if not isinstance(value, dict) or RESERVED & value.keys():
+        raise Malformed("whose chat_template_kwargs are no object of a template's variables", reprlib.repr(value))
+    return value
+
+
+def only(sources: Mapping[str, Any], where: str = "", same: Callable[[Any], object] = lambda value: value) -> Any:
+    """Return the value of the source that holds something, the first if all are equal; None without any source.
+
+    Args:
+        sources: the names of columns or fields for one use, and their values.
+        where: the message that has them.
+        same: gives one value for all that mean the same.
+
+    Raises:
+        Malformed: two of them differ.
+    """
+    filled = {name: value for name, value in sources.items() if value not in EMPTY}
+    if not filled:
+        return next((value for value in sources.values() if value is not None), None)
+    (first, value), *others = filled.items()
+    for name, other in others:
+        if same(other) != same(value):
+            detail = f"{reprlib.repr(value)} and {reprlib.repr(other)}"
+            why = f"with both {first!r} and {name!r}, which differ, where one belongs"
+            raise Malformed(why, f"{where}: {detail}" if where else detail)
+    return value
+
+
+def truth(value: object) -> bool | None:
+    """Return what a boolean, a number or a word says; None if that is neither true nor false."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    return {"true": True, "false": False, 1: True, 0: False}.get(word) if isinstance(word, str | int | float) else None
+
+
+@lru_cache(maxsize=10_000)
+def words(name: str) -> frozenset[str]:
+    """Return the words of a name, which stand apart by signs or capital letters."""
+    return frozenset(re.findall("[a-z]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without fields that are null, which an Arrow table gives to all rows if one row has them."""
+    if isinstance(value, dict):
+        return {key: without_nulls(field) for key, field in value.items() if field is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _popped(fields: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields of these names, which leave ``fields``."""
+    return {name: fields.pop(name) for name in names if name in fields}
+
+
+def _known_role(role: Any) -> Any:
+    return ROLES.get(role, role) if isinstance(role, str) else role
+
+
+def _meant(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Names and arguments of calls, alike for arguments as an object and as a text."""
+    return [(call["function"]["name"], _of_json(call["function"]["arguments"])) for call in calls]
 
 
 def _of_json(value: object) -> Any:
@@ -131,10 +318,3 @@ def _of_json(value: object) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """The same without fields that are null, which tables give to all rows if one row has them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -158,15 +158,15 @@ class RowReader:
             with _open(file) if file.packed else Path(file.path).open("rb") as stream:
                 table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if file.packed else stream)
                 names = table.schema_arrow.names
-                if self.columns.kind(names) is None:
-                    yield self.columns.lacking("file", file.path, names)
+                wanted = self.columns.wanted(file.path, names)
+                if isinstance(wanted, Skipped):
+                    yield wanted
                     return
-                wanted = [name for name in names if name in self.columns.useful]
                 groups = list(range(int(start * table.num_row_groups), table.num_row_groups))
-                for batch in table.iter_batches(PARQUET_BATCH, row_groups=groups, columns=wanted):
+                for batch in table.iter_batches(PARQUET_BATCH, row_groups=groups, columns=wanted[0]):
                     for item in batch.to_pylist():
                         number += 1
-                        yield self.columns.row(f"{file.path}, row {number}", item)
+                        yield self.columns.table_row(f"{file.path}, row {number}", item, wanted[1])
         except (pyarrow.ArrowException, ValueError) as error:
             reason = str(error).partition("\n")[0]
             yield Skipped("file", f"{file.path}, after row {number}", "not readable as parquet", reason)

@@ -7,15 +7,31 @@ template) does not count; text that it shall write does.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.data.chat import ChatRenderer, ChatText
-from tawpipe.data.columns import EMPTY, RawRow, RowKind
-from tawpipe.data.messages import ASSISTANT, Malformed, read_messages, read_tools
+from tawpipe.data.chat import NAMED, ChatRenderer, ChatText, fallback_template
+from tawpipe.data.columns import Columns, RawRow, RowKind
+from tawpipe.data.messages import (
+    ASSISTANT,
+    EMPTY,
+    MARKS,
+    SYSTEM_ROLES,
+    THOUGHT,
+    THOUGHTS,
+    Malformed,
+    Untrainable,
+    only,
+    read_messages,
+    read_options,
+    read_tools,
+)
 from tawpipe.data.report import Skipped
-from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS
+from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, AsChat
+from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,84 +61,148 @@ class Document:
         object.__setattr__(self, "identity", int.from_bytes(digest.digest(), "little"))
 
 
+WITHOUT_ANSWER = "without an answer to learn"
+UNREAD_COLUMNS = "with columns that are not read"
+UNREAD_FIELDS = "with fields that are neither learned nor shown by the chat template"
+
+
 class Renderer:
     """Maker of documents from raw rows.
 
     Args:
         tokenizer: the one whose chat template chat rows go through.
-        names: as ``DataSettings.column_names`` gives them.
+        columns: say what columns mean.
         as_chat: the setting of this name.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str] | None = None, *, as_chat: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, columns: Columns | None = None, *, as_chat: AsChat = "off"
     ) -> None:
-        self._chats, self._names, self._as_chat = ChatRenderer(tokenizer), names or {}, as_chat
+        self._chats, self._columns = ChatRenderer(tokenizer), columns or Columns()
+        self._names = self._columns.names
+        self._as_chat = as_chat == "on" or (as_chat == "auto" and bool(tokenizer.chat_template))
+        template = str(tokenizer.chat_template or NAMED[fallback_template(tokenizer)])
+        self._read = frozenset(re.findall(r"\w+", template))
 
     def render(self, row: RawRow) -> list[Document | Skipped]:
         """Make the documents of a row, and name what of the row is left out.
 
         A ``Skipped`` of kind ``row`` means that the row is malformed, ``empty`` that nothing of it counts, ``answer``
-        that one of its answers is not learned, ``note`` that something of it is used otherwise than it may seem.
-        """
-        documents = self._documents(row)
-        return documents if isinstance(documents, list) else [documents]
+        that one of its answers is not learned, ``note`` that something of it is not used.
 
-    def _documents(self, row: RawRow) -> list[Document | Skipped] | Document | Skipped:
+        Raises:
+            UserError: the row shows that its data set means something that training would leave out.
+        """
+        notes = [Skipped("note", row.where, UNREAD_COLUMNS, names=row.unread)] if row.unread else []
         try:
             match row.kind:
                 case "text":
-                    document = Document("text", (ChatText(self._text(row.columns, "text"), True),), where=row.where)
+                    text = ChatText(self._text(row.columns, "text"), True)
+                    documents: list[Document | Skipped] = [Document("text", (text,), where=row.where)]
                 case "chat":
-                    document = self._chat(row)
+                    documents = self._chat(row)
                 case "instruction":
-                    document = self._instruction(row)
+                    documents = self._instruction(row)
+        except Untrainable as error:
+            raise UserError("--data", f"{row.where}, {error.detail}", error.why) from error
         except Malformed as error:
-            return Skipped("row", row.where, error.why, error.detail)
+            return [Skipped("row", row.where, error.why, error.detail)]
         except UnicodeEncodeError:
-            return Skipped("row", row.where, "with half a surrogate pair, which is no text")
-        if isinstance(document, Document) and not any(piece.counts and piece.text.strip() for piece in document.pieces):
-            return Skipped("empty", row.where, "without text" if row.kind == "text" else "without an answer to learn")
-        return document
+            return [Skipped("row", row.where, "with half a surrogate pair, which is no text")]
+        for number, document in enumerate(documents):
+            if isinstance(document, Document) and not any(p.counts and p.text.strip() for p in document.pieces):
+                why = "without text" if document.kind == "text" else WITHOUT_ANSWER
+                documents[number] = Skipped("empty", row.where, why)
+        return documents + notes
 
-    def _chat(self, row: RawRow) -> list[Document | Skipped] | Skipped:
-        chats = {name: read_messages(row.columns.get(name), self._names) for name in CHATS}
+    def _chat(self, row: RawRow) -> list[Document | Skipped]:
+        chats = {name: self._messages(row, name) for name in CHATS}
         messages = chats[self._meant(chats)]
         if not any(message["role"] == ASSISTANT for message in messages):
-            return Skipped("empty", row.where, "without an assistant's turn")
-        if (system := self._text(row.columns, "system")) and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        return self._rendered(row, messages)
+            return [Skipped("empty", row.where, "without an assistant's turn")]
+        return self._rendered(row, self._with_system(row, messages))
+
+    def _messages(self, row: RawRow, name: str, role: str = "") -> list[dict[str, Any]]:
+        """The messages of a column; a text there is one of ``role``, where that is given."""
+        value = row.columns.get(name)
+        if role and not isinstance(value, list | dict):
+            return [{"role": role, "content": text}] if (text := self._text(row.columns, name)) else []
+        return read_messages(value, self._names, self._columns.ignored)
+
+    def _with_system(self, row: RawRow, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, of which the first is the column ``system`` where that holds something."""
+        system, given = self._text(row.columns, "system"), self._text(row.columns, "input")
+        if given and all(message["content"] != given for message in messages):
+            name = self._names.get("input", "input")
+            why = f"with {name!r} beside messages, where it has no place (--ignore-columns {name})"
+            raise Malformed(why, reprlib.repr(given))
+        if messages and messages[0]["role"] in SYSTEM_ROLES:
+            only({self._names.get("system", "system"): system, "the first message": messages[0]["content"]})
+            return messages
+        return [{"role": "system", "content": system}, *messages] if system else messages
 
     def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> list[Document | Skipped]:
-        """The documents of a chat, and what is to be said of it."""
-        chat = self._chats.chat(messages, read_tools(row.columns.get("tools")), first=first)
+        """The documents of a chat, and what is left out or not shown; messages before ``first`` are given alone."""
+        columns, head, names = row.columns, dict(messages[0]), ("tools", "functions")
+        sources = {self._names.get(name, name): columns.get(name) for name in names}
+        if head["role"] in SYSTEM_ROLES:  # DeepSeek's form
+            sources |= {f"{name} of the first message": head.pop(name, None) for name in names}
+        tools = only({name: read_tools(value) for name, value in sources.items()})
+        options, messages = read_options(columns.get("chat_template_kwargs")), [head, *messages[1:]]
+        for number in range(first):
+            if messages[number]["role"] == ASSISTANT:
+                messages[number] = {**messages[number], "weight": 0}
+        chat = self._chats.chat(messages, tools, options)
         if chat.lost and not chat.documents:
             raise chat.lost[0]
         if not chat.documents:
             return [_without_answer(row)]
-        documents = [Document("chat", pieces, complete=True, where=row.where) for pieces in chat.documents]
-        said = [("answer", lost) for lost in chat.lost] + [("note", note) for note in chat.said]
-        return [*documents, *(Skipped(kind, row.where, why.why, why.detail) for kind, why in said)]
+        documents: list[Document | Skipped] = [
+            Document("chat", pieces, complete=True, where=row.where) for pieces in chat.documents
+        ]
+        documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
+        documents += [Skipped("note", row.where, note.why, note.detail) for note in chat.said]
+        unread = [f"chat_template_kwargs.{name}" for name in options if name not in self._read]
+        unread += [name for message in messages for name in self._unread(message)]
+        if unread:
+            documents.append(Skipped("note", row.where, UNREAD_FIELDS, names=tuple(dict.fromkeys(unread))))
+        return documents
 
-    def _instruction(self, row: RawRow) -> list[Document | Skipped] | Document | Skipped:
+    def _unread(self, message: dict[str, Any]) -> Iterator[str]:
+        """The fields of a message that hold something and of which nothing is learned or shown."""
+        for name, value in message.items():
+            if name in (*MARKS, THOUGHT):
+                if message["role"] != ASSISTANT:
+                    yield f"{name} of {message['role']}"
+            elif value not in EMPTY and name not in self._read and name not in ("role", "content", "tool_calls"):
+                yield name
+        for call in message.get("tool_calls", ()):
+            names = [*(call.keys() - {"type", "function"}), *(call["function"].keys() - {"name", "arguments"})]
+            yield from (f"tool_calls.{name}" for name in sorted(names) if name not in self._read)
+
+    def _instruction(self, row: RawRow) -> list[Document | Skipped]:
         """The prompt as it is written and then the completion; other names than completion in paragraphs."""
         columns = row.columns
         prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))
-        if isinstance(columns.get(answer), list) and isinstance(columns.get(prompt, []), list):
-            given, said = (read_messages(columns.get(name), self._names) for name in (prompt, answer))
-            return self._rendered(row, given + said, first=len(given)) if said else _without_answer(row)
+        if any(isinstance(columns.get(name), list | dict) for name in (prompt, answer)):
+            given = self._with_system(row, self._messages(row, prompt, "user"))
+            said = self._messages(row, answer, ASSISTANT)
+            return self._rendered(row, given + said, first=len(given)) if said else [_without_answer(row)]
         parts = [part for name in (prompt, "input") if (part := self._text(columns, name))]
         system, said = self._text(columns, "system"), self._text(columns, answer)
         if not said.strip():
-            return _without_answer(row)
+            return [_without_answer(row)]
         if self._as_chat:
-            turns = {"system": system, "user": "\n\n".join(parts), ASSISTANT: said}
+            turns = {"system": system, "user": "\n".join(parts), ASSISTANT: said}
             return self._rendered(row, [{"role": role, "content": text} for role, text in turns.items() if text])
+        for name in ("tools", "functions", "chat_template_kwargs"):
+            if name in columns:
+                name = self._names.get(name, name)
+                raise Malformed(f"with {name!r} beside an instruction that is no chat (--as-chat makes it one)")
         parts = [system, *parts] if system else parts
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
         pieces = (ChatText(given, False), ChatText(said, True))
-        return Document("instruction", tuple(piece for piece in pieces if piece.text), where=row.where)
+        return [Document("instruction", tuple(piece for piece in pieces if piece.text), where=row.where)]
 
     def _meant(self, group: Mapping[str, object]) -> str:
         """The one of some columns for one use that holds something; those that the settings name come first.
@@ -148,15 +228,21 @@ class Renderer:
 
 
 def _without_answer(row: RawRow) -> Skipped:
-    return Skipped("empty", row.where, "without an answer to learn")
+    return Skipped("empty", row.where, WITHOUT_ANSWER)
 
 
 def raw_text(row: RawRow) -> str:
     """Text of a row without any template, on which a tokenizer is trained."""
-    texts: list[str] = []
-    for value in row.columns.values():
-        for part in value if isinstance(value, list) else [value]:
-            content = part.get("content", part.get("value")) if isinstance(part, dict) else part
-            if isinstance(content, str):
-                texts.append(content)
-    return "\n".join(texts)
+    return "\n".join(text for value in row.columns.values() for text in _texts(value))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts of messages, in any of their forms."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for name in ("content", "value", "text", *THOUGHTS):
+            yield from _texts(value.get(name))

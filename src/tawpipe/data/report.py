@@ -18,6 +18,10 @@ Left = Literal["file", "folder", "row", "empty", "answer", "note"]
 """Kinds of things that are left out; a ``note`` leaves nothing out and is said once, with a count."""
 
 
+MOST_NAMES = 20
+"""Columns or fields that one line names."""
+
+
 @dataclass(frozen=True)
 class Skipped:
     """A document, row, file or folder that was left out, and why."""
@@ -29,9 +33,11 @@ class Skipped:
     """Words that are the same for all with this trouble, which are counted together."""
     detail: str = ""
     """What is special about this one."""
+    names: tuple[str, ...] = ()
+    """Columns or fields that it is about. Those of all with this trouble are told together."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.why}" + (f" ({self.detail})" if self.detail else "")
+        return f"{self.where}: {self.why}{_named(self.names)}" + (f" ({self.detail})" if self.detail else "")
 
     @property
     def sentence(self) -> str:
@@ -47,13 +53,23 @@ class Trouble:
     first: str
     """Where the first one stands, and what is special about it."""
     number: int = 1
+    names: list[str] = field(default_factory=list)
+    """Columns or fields that they are about."""
 
     @property
     def line(self) -> str:
         if self.kind == "note":
-            return f"{self.number:,} row{'s' if self.number > 1 else ''} {self.why}; the first: {self.first}"
+            why = self.why + _named(self.names)
+            return f"{self.number:,} row{'s' if self.number > 1 else ''} {why}; the first: {self.first}"
         noun = "document" if self.kind == "empty" else self.kind
         return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} left out, {self.why}; the first: {self.first}"
+
+
+def _named(names: Sequence[str]) -> str:
+    """The names behind a colon, of many the first ones; empty without names."""
+    more = len(names) - MOST_NAMES
+    listed = ", ".join(names[:MOST_NAMES])
+    return (f": {listed}" if names else "") + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass
@@ -111,7 +127,7 @@ class ReadCounts:
             self.longest, self.longest_where = tokens, where
 
     def add_skipped(self, skipped: Skipped) -> bool:
-        """Count it; True if it is the first with its trouble."""
+        """Count it; True if it is the first with its trouble or with one of its names."""
         if skipped.kind == "empty":
             self.empty += 1
         elif skipped.kind == "row":
@@ -123,9 +139,10 @@ class ReadCounts:
         for trouble in self.troubles:
             if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
                 trouble.number += 1
-                return False
+                trouble.names += (new := [name for name in skipped.names if name not in trouble.names])
+                return bool(new)
         first = skipped.where + (f" ({skipped.detail})" if skipped.detail else "")
-        self.troubles.append(Trouble(skipped.kind, skipped.why, first))
+        self.troubles.append(Trouble(skipped.kind, skipped.why, first, names=list(skipped.names)))
         return True
 
     def lines(self, name: str) -> list[str]:
@@ -144,8 +161,9 @@ class ReadCounts:
             same = [known for known in total.troubles if (known.kind, known.why) == (trouble.kind, trouble.why)]
             if same:
                 same[0].number += trouble.number
+                same[0].names += [name for name in trouble.names if name not in same[0].names]
             else:
-                total.troubles.append(replace(trouble))
+                total.troubles.append(replace(trouble, names=list(trouble.names)))
         longest = max(parts, key=lambda part: part.longest)
         total.longest, total.longest_where = longest.longest, longest.longest_where
         return total

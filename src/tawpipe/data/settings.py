@@ -11,10 +11,11 @@ Packed = Literal["split", "fit", "balanced", "none"]
 Packing = Literal["auto", "split", "fit", "balanced", "none"]
 Rows = Literal["auto", "text", "chat", "instruction"]
 Answers = Literal["each", "last", "shown"]
+AsChat = Literal["auto", "on", "off"]
 
 TEXT, CHATS = ("text",), ("messages", "conversations")
 PROMPTS, ANSWERS = ("prompt", "instruction"), ("completion", "response", "output")
-BESIDES = ("input", "system", "tools")
+BESIDES = ("input", "system", "tools", "functions", "chat_template_kwargs")
 """Columns of a row by their use: its text; its turns; what is asked and what is answered; what there may be besides."""
 
 COLUMN_NAMES = (*TEXT, *CHATS, "role", "content", *PROMPTS, *ANSWERS, *BESIDES)
@@ -51,12 +52,18 @@ class DataSettings:
     """Columns under other names than tawpipe's, as NAME=COLUMN: text=body, or prompt=question response=answer. In
     chats, role=speaker content=words name the two parts of a message."""
 
+    ignore_columns: list[str] = field(default_factory=list)
+    """Columns that are taken to be absent. Without this a chat or instruction row is refused, with its whole data set,
+    for columns that change what it means: preferences, a true or false label, pictures, sounds, films. A type of parts
+    of a message's content may be named as well."""
+
     chat_template: str | None = None
     """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own where it has one, else
     chatml where the tokenizer has its tokens, else plain. It is exported with the model."""
 
-    as_chat: bool = False
-    """Write instruction rows by the chat template, as a user's turn and an assistant's. Off, as they are."""
+    as_chat: AsChat = "auto"
+    """Write instruction rows by the chat template, as a user's turn and an assistant's. auto: where the tokenizer has a
+    template of its own or --chat-template names one. off: as they are."""
 
     tokenizer: str | None = None
     """A folder with a tokenizer, a tokenizer.json, or a Hub name. Unset: the model's own where it has one, else a
@@ -101,6 +108,8 @@ class DataSettings:
             raise UserError("--packing", self.packing, f"one of {', '.join(known)}")
         if self.rows not in ("auto", "text", "chat", "instruction"):
             raise UserError("--rows", self.rows, "one of auto, text, chat, instruction")
+        if self.as_chat not in (known := get_args(AsChat)):
+            raise UserError("--as-chat", self.as_chat, f"one of {', '.join(known)}")
 
     def column_names(self) -> dict[str, str]:
         """Names as tawpipe has them, with the columns that ``columns`` says for them.
@@ -115,4 +124,6 @@ class DataSettings:
                 expected = f"NAME=COLUMN, each name once, of {', '.join(COLUMN_NAMES)}"
                 raise UserError("--columns", word, expected)
             names[name] = column
+            if column in self.ignore_columns:
+                raise UserError("--ignore-columns", column, f"other columns than --columns {word} asks for")
         return names

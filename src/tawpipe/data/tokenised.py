@@ -29,7 +29,7 @@ from tawpipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 """Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
 
 
@@ -58,7 +58,7 @@ class TokenisedText:
             self.tokenizer = with_template(self.tokenizer, settings.chat_template, "--chat-template")
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
-        self.renderer = Renderer(self.tokenizer, self.reader.columns.names, as_chat=settings.as_chat)
+        self.renderer = Renderer(self.tokenizer, self.reader.columns, as_chat=settings.as_chat)
         self.encoder = Encoder(self.tokenizer)
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((token for token in known if isinstance(token, int)), 0)
@@ -74,7 +74,8 @@ class TokenisedText:
             return load_tokenizer(settings.tokenizer), settings.tokenizer
         if model is not None and has_tokenizer(model):
             return load_tokenizer(model, "--model"), f"of the model, {model}"
-        key = content_hash(CACHE_FORMAT, stamps(files), settings.rows, settings.columns, settings.vocab_size)
+        meaning = settings.rows, settings.columns, settings.ignore_columns
+        key = content_hash(CACHE_FORMAT, stamps(files), meaning, settings.vocab_size)
         folder = self.root / "tokenizers" / key
 
         def fill(work: Path) -> None:
@@ -86,7 +87,8 @@ class TokenisedText:
     def corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
         """The tokens of the files; True beside them if the cache had them already."""
         settings = self.settings
-        key = content_hash(CACHE_FORMAT, stamps(files), self.hash, settings.rows, settings.columns, settings.as_chat)
+        meaning = settings.rows, settings.columns, settings.ignore_columns, settings.as_chat
+        key = content_hash(CACHE_FORMAT, stamps(files), self.hash, meaning)
         folder = self.root / "corpora" / key
 
         def fill(work: Path) -> None:

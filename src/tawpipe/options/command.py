@@ -221,8 +221,9 @@ class Options(Generic[T]):
 
 
 def _add(container: Any, leaf: Leaf) -> None:
-    """Declares one setting. A boolean may stand alone on the command line and then means true."""
-    nargs = {"nargs": "*"} if leaf.is_list else {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
+    """Declares one setting. A boolean, or one that may be on, may stand alone on the command line and then is so."""
+    alone = "true" if leaf.hint is bool else "on" if "on" in get_args(leaf.hint) else None
+    nargs = {"nargs": "*"} if leaf.is_list else {"nargs": "?", "const": alone} if alone else {}
     text = f"{leaf.help} ({leaf.expected}; default: {leaf.text(leaf.default)})".replace("%", "%%")
     container.add_argument(leaf.option, dest=leaf.key, metavar=_metavar(leaf.hint), help=text, **nargs)
 

@@ -96,8 +96,11 @@ def read_scalar(kind: Any, value: object) -> Any:
     """
     text = value if isinstance(value, str) else None
     if get_origin(kind) is Literal:
-        if value in get_args(kind):
+        if value in (allowed := get_args(kind)):
             return value
+        switch = {True: "on", False: "off"}.get(read_scalar(bool, value))  # as YAML reads these words
+        if switch in allowed:
+            return switch
     elif kind is types.NoneType:
         if value is None or text == "null":
             return None
