@@ -14,7 +14,7 @@ import pytest
 from chats import with_own
 from found_files import find_files
 from tawpipe.data.columns import Columns
-from tawpipe.data.hub import opened, read_hub
+from tawpipe.data.hub import opened
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import Document, Renderer
@@ -137,8 +137,8 @@ def test_tables_are_refused_alike(tokenizer, tmp_path, monkeypatch):
     for streaming in (False, True):
         (part,) = opened(find_sets([name])[0].files, streaming=streaming, setting="--data")
         with pytest.raises(UserError, match="row 2, label = False"):
-            list(read_hub(part, Columns()))
-        assert len(list(read_hub(part, Columns(ignored=("label",))))) == 2
+            list(RowReader(Columns()).read(part))
+        assert len(list(RowReader(Columns(ignored=("label",))).read(part))) == 2
 
 
 def test_pictures_of_a_data_set_are_refused_before_one_is_decoded(tmp_path, monkeypatch):
@@ -152,8 +152,8 @@ def test_pictures_of_a_data_set_are_refused_before_one_is_decoded(tmp_path, monk
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "rows" / "a.parquet"))
     (part,) = opened(find_sets([f"hf:{tmp_path / 'rows'}"])[0].files, streaming=False, setting="--data")
     with pytest.raises(UserError, match=r"photo: Image.*--ignore-columns photo scans"):
-        list(read_hub(part, Columns()))
-    assert len(list(read_hub(part, Columns(ignored=("photo", "scans"))))) == 1
+        list(RowReader(Columns()).read(part))
+    assert len(list(RowReader(Columns(ignored=("photo", "scans"))).read(part))) == 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -366,8 +366,10 @@ def test_the_pages_commands_find_their_data(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "small-model").mkdir()
     tokenizer.save_pretrained(tmp_path / "small-model")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    real, places = datasets.load_dataset, {"org/name": "hub"}
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, *args, **more: real(places[path], *args, **more))
+    places = {"org/name": "hub"}
+    for name in ("load_dataset", "load_dataset_builder"):
+        real = getattr(datasets, name)
+        monkeypatch.setattr(datasets, name, lambda path, *args, real=real, **more: real(places[path], *args, **more))
     load.cache_clear()
     reports = []
     for command in re.findall(r"^tawpipe train (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE):

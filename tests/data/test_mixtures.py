@@ -231,6 +231,7 @@ def test_a_data_set_that_cannot_be_loaded_is_named_with_the_way_out(tmp_path, mo
 
     load.cache_clear()
     monkeypatch.setattr("datasets.load_dataset", fail)
+    monkeypatch.setattr("datasets.load_dataset_builder", fail)
     with pytest.raises(UserError, match=rf"--data: got 'hf:org/x:dev'.*{said}"):
         prepared(tmp_path, "hf:org/x:dev")
 

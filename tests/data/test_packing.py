@@ -27,6 +27,7 @@ def corpus_of(lengths: list[int], masked: bool = False) -> Corpus:
         tokens=np.arange(1, total + 1, dtype=np.uint32),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         identities=np.arange(len(lengths), dtype=np.uint64),
+        contents=np.arange(len(lengths), dtype=np.uint64),
         mask=np.packbits(np.arange(total) % 3 != 0) if masked else None,
         counts=ReadCounts(),
     )

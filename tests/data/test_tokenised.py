@@ -9,7 +9,8 @@ import pytest
 
 from found_files import find_files
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.tokenised import TokenisedText, stamps
+from tawpipe.data.sources import stamps
+from tawpipe.data.tokenised import TokenisedText
 from tawpipe.errors import UserError
 
 

@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date as day
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -56,7 +57,14 @@ CHATML = (
 )
 """The template that many models use, with tools as Hermes and Qwen have them."""
 
+WRITES_BEGINNING = "{{ bos_token }}"
+
 NAMED = {"chatml": CHATML, "plain": PLAIN}
+HASHED = {name: text.replace("(message['content'] or '')", "message['content']") for name, text in NAMED.items()}
+"""The templates as hashes of tokenizers have them: as they were at first, or a run on text would not know its data."""
+
+PRINTS_DATE = "strftime_now"
+"""The function by which a template prints a date."""
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A mark around what the assistant says, which some templates have."""
@@ -82,6 +90,11 @@ class ChatText(NamedTuple):
 
     text: str
     counts: bool
+
+
+def today() -> str:
+    """The day, as 2026-11-28."""
+    return day.today().isoformat()
 
 
 def template_text(name: str) -> str:
@@ -150,6 +163,26 @@ class Answer(NamedTuple):
     said: tuple[str, ...] = ()
 
 
+def with_beginning(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer with a chat template that writes its begin-of-text token; a copy if its own does not."""
+
+    def begins(template: str) -> str:
+        chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+        try:
+            text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
+        except Exception:  # a template for tools alone may raise any
+            return template if "bos_token" in template else WRITES_BEGINNING + template
+        return template if str(text).startswith(str(tokenizer.bos_token)) else WRITES_BEGINNING + template
+
+    given: Any = tokenizer.chat_template
+    template = {name: begins(text) for name, text in given.items()} if isinstance(given, dict) else begins(given)
+    if template == given:
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template  # pyright: ignore[reportAttributeAccessIssue]
+    return changed
+
+
 class ChatRenderer:
     """Renders chats as a model will be asked, through the chat template of its tokenizer.
 
@@ -162,11 +195,13 @@ class ChatRenderer:
         answers: ``each`` learns every answer as it will be asked for, in a document of its own where the template
             shows the history otherwise than the answer; ``last`` learns the last one alone; ``shown`` makes one
             document of a chat and learns what the template shows of each answer.
+        date: the day that a template prints, as 2026-11-28; today by default.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: Answers = "each") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: Answers = "each", date: str = "") -> None:
         self._tokenizer = tokenizer
         self._answers: Answers = answers
+        self._date = day.fromisoformat(date or today())
         self._fallback = None if tokenizer.chat_template else NAMED[fallback_template(tokenizer)]
 
     @cached_property
@@ -235,6 +270,7 @@ class ChatRenderer:
 
         arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options, "tools": tools}
         arguments |= {"conversations": [messages], "chat_template": self.template(tools)}
+        self._compiled(tools)
         return _refusals_named(lambda: render_jinja_template(**arguments, return_assistant_tokens_mask=True))[1][0]
 
     def apply(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], *, asks: bool) -> str:
@@ -243,13 +279,18 @@ class ChatRenderer:
         Raises:
             Malformed: the template refuses them.
         """
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         # apply_chat_template would take away nulls, which some templates ask for.
         given = {**self._tokenizer.special_tokens_map, "documents": None, "add_generation_prompt": asks, **options}
-        return _refusals_named(
-            lambda: _compile_jinja_template(self.template(tools)).render(messages=messages, tools=tools, **given)
-        )
+        compiled = self._compiled(tools)
+        return _refusals_named(lambda: compiled.render(messages=messages, tools=tools, **given))
+
+    def _compiled(self, tools: Tools) -> Any:
+        """The compiled chat template, which prints the renderer's date: transformers' function asks the clock."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        compiled = _refusals_named(lambda: _compile_jinja_template(self.template(tools)))
+        compiled.globals[PRINTS_DATE] = self._date.strftime
+        return compiled
 
 
 class _OneForm:

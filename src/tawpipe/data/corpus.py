@@ -21,7 +21,8 @@ from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
 
-TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
+TOKENS, OFFSETS, MASK, COUNTS = "tokens.bin", "offsets.npy", "mask.bin", "counts.json"
+IDENTITIES, CONTENTS = "identities.npy", "contents.npy"
 
 CHUNK_TOKENS = 1 << 23
 """Tokens whose mask is unpacked at one time."""
@@ -41,7 +42,9 @@ class Corpus:
     offsets: NDArray[np.int64]
     """[documents + 1] the first token of each, and the end."""
     identities: NDArray[np.uint64]
-    """[documents] a hash of each one's content."""
+    """[documents] a hash of each one's row."""
+    contents: NDArray[np.uint64]
+    """[documents] a hash of each one's pieces."""
     mask: NDArray[np.uint8] | None
     """[tokens / 8] one bit per token, set where it counts; None where all do."""
     counts: ReadCounts
@@ -101,6 +104,7 @@ class Corpus:
             tokens=np.concatenate([np.zeros(0, np.uint32), *(tokens.ids for _, tokens in pairs)]),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
             identities=np.array([document.identity for document, _ in pairs], np.uint64),
+            contents=np.array([document.content for document, _ in pairs], np.uint64),
             mask=np.packbits(np.concatenate([np.zeros(0, np.bool_), *(tokens.counts for _, tokens in pairs)])),
             counts=counts,
         )
@@ -118,6 +122,7 @@ class Corpus:
             tokens=np.concatenate([tokens for tokens, _ in pairs]),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
             identities=np.concatenate([corpus.identities[some] for corpus, some in parts]),
+            contents=np.concatenate([corpus.contents[some] for corpus, some in parts]),
             mask=np.packbits(np.concatenate([np.ones(len(t), np.bool_) if m is None else m for t, m in pairs])),
             counts=ReadCounts.merged([corpus.counts for corpus, _ in parts]),
         )
@@ -130,6 +135,7 @@ class Corpus:
             tokens=np.memmap(folder / TOKENS, dtype=token_dtype(vocab_size), mode="r"),
             offsets=np.load(folder / OFFSETS),
             identities=np.load(folder / IDENTITIES),
+            contents=np.load(folder / CONTENTS),
             mask=np.memmap(mask, dtype=np.uint8, mode="r") if mask.exists() else None,
             counts=ReadCounts.loaded(json.loads((folder / COUNTS).read_text())),
         )
@@ -157,13 +163,18 @@ def write_corpus(
     """
     counts = ReadCounts(files=files)
     dtype = token_dtype(vocab_size)
-    lengths, identities = array("q"), array("Q")  # 8 bytes per document; a list would hold objects
+    lengths, identities, contents = (
+        array("q"),
+        array("Q"),
+        array("Q"),
+    )  # 8 bytes per document; a list would hold objects
     bits = np.zeros(0, np.bool_)
     with (folder / TOKENS).open("wb") as tokens_file, (folder / MASK).open("wb") as mask_file:
         for document, tokens in encoder.encode_all(render_counted(rows, renderer, counts)):
             lengths.append(len(tokens.ids))
             counts.add_length(len(tokens.ids), document.where)
             identities.append(document.identity)
+            contents.append(document.content)
             tokens_file.write(tokens.ids.astype(dtype).tobytes())
             bits = np.concatenate([bits, tokens.counts])
             whole = len(bits) // 8 * 8
@@ -175,6 +186,7 @@ def write_corpus(
     ends = np.cumsum(np.asarray(lengths, np.int64))
     np.save(folder / OFFSETS, np.concatenate([np.zeros(1, np.int64), ends]))
     np.save(folder / IDENTITIES, np.array(identities, np.uint64))
+    np.save(folder / CONTENTS, np.array(contents, np.uint64))
     (folder / COUNTS).write_text(json.dumps(asdict(counts)))
     return counts
 

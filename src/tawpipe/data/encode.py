@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tawpipe.data.render import Document
+from tawpipe.data.settings import SpecialInText
+from tawpipe.data.special import BREAK, SpecialTokens
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,12 +43,16 @@ class Encoder:
     token if the tokenizer itself would place one, and ends with its end-of-text token if it has one (which counts).
     A text that has these tokens already gets no second ones. Documents that a chat template has rendered are left as
     they are.
+
+    Args:
+        special: the setting ``special_in_text``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialInText = "keep") -> None:
         # TOKENIZERS_PARALLELISM stays as it is: unset, tokenizers works in parallel and turns that off in a forked
         # child; set to true, a child that tokenises hangs.
         self._tokenizer = tokenizer
+        self._special = SpecialTokens(tokenizer, special)
         with_special = list(tokenizer("a")["input_ids"])
         begins = with_special[:1] == [tokenizer.bos_token_id] and self._plain(["a"])[0][:1] != with_special[:1]
         self.begin: list[int] = [tokenizer.bos_token_id] if begins else []  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,7 +79,12 @@ class Encoder:
         encoded = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
-        return encoded["input_ids"]  # pyright: ignore[reportReturnType]
+        ids: Any = encoded["input_ids"]
+        if self._special.mode == "plain":
+            return [
+                self._special.encode(text) if BREAK in text else some for text, some in zip(texts, ids, strict=True)
+            ]
+        return ids
 
     def beginning(self, text: str) -> list[int]:
         """The tokens of a document that begins with this text and goes on; perhaps none, of an empty text."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import glob
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.columns import SHOWS, Columns, RawRow
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import HUB, SourceFile
+from tawpipe.data.sources import HUB, REMOTE, SourceFile, source_file, stamps
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ NAME = re.compile(r"hf:(?P<path>[^:#]+)(:(?P<config>[^:\[\]#]+)(?=:))?(:(?P<spli
 
 DECODED = re.compile(r"((List|LargeList|Sequence)\((feature=)?)?(Image|Audio|Video|Pdf)\(")
 """Features whose values ``datasets`` decodes."""
+UNTYPED = ("csv", "tsv", "json", "jsonl")
+"""Formats whose files are read as files are: ``datasets`` would guess, and make ``007`` a number and a text a date."""
+OF_ANY_SET = ("name", "version", "data_dir", "data_files", "description")
+"""Fields of a data set's configuration that say nothing on how its files are read."""
 
 UNKNOWN_SIZE = 1 << 30
 """Bytes that a streamed data set is taken to have where it does not say so."""
@@ -39,6 +43,12 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
         if file.format != "hub":
             sources.append(file)
             continue
+        if plain := _plain_files(file.path, streaming, setting):
+            if "[" in file.path:  # a slice of a split
+                version = zlib.crc32(repr(stamps(plain)).encode())
+                plain = [SourceFile(f"{file.path}#0/1", sum(each.size for each in plain), version)]
+            sources += plain
+            continue
         data = load(file.path, streaming, setting)
         if streaming:
             parts, size = data.num_shards, data.info.dataset_size or UNKNOWN_SIZE
@@ -52,11 +62,25 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
     return sources
 
 
-def read_hub(file: SourceFile, columns: Columns) -> Iterator[RawRow | Skipped]:
-    """The rows of a part that ``opened`` has made."""
+def read_hub(
+    file: SourceFile, columns: Columns, read: Callable[[SourceFile], Iterator[RawRow | Skipped]]
+) -> Iterator[RawRow | Skipped]:
+    """The rows of a part that ``opened`` has made.
+
+    Args:
+        read: reads a file that is no data set of the Hub.
+    """
     name, _, place = file.path.rpartition("#")
     streaming = place.startswith("~")
     part, parts = map(int, place.lstrip("~").split("/"))
+    if plain := _plain_files(name, streaming, "--data"):
+        from datasets import ReadInstruction
+
+        rows = [row for each in plain for row in read(each)]  # a share can only be taken of what is counted
+        split = _parts(name, "--data")[2] or "train"
+        (span,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
+        yield from rows[span.from_ : span.to]
+        return
     data = load(name, streaming, "--data")
     names, others = data.column_names, ()
     if names is not None:
@@ -75,6 +99,77 @@ def read_hub(file: SourceFile, columns: Columns) -> Iterator[RawRow | Skipped]:
         yield columns.table_row(f"{where}, row {number}", item, others)
 
 
+def _parts(name: str, setting: str) -> tuple[str, str | None, str | None]:
+    """Path, configuration and split of a name.
+
+    Raises:
+        UserError: it is of another form.
+    """
+    parts = NAME.fullmatch(name)
+    if parts is None:
+        raise UserError(setting, name, "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    return parts["path"], parts["config"], parts["split"]
+
+
+@lru_cache(maxsize=16)
+def _builder(path: str, config: str | None) -> Any:
+    """Builder by which ``datasets`` reads the data set, without a connection of what was downloaded before; None for a
+    set that ``load`` refuses.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub import snapshot_download
+
+    try:
+        if glob.has_magic(str(Path(path).resolve())):
+            return None
+        try:
+            return datasets.load_dataset_builder(path, config)
+        except ConnectionError:
+            here = snapshot_download(path, repo_type="dataset", local_files_only=True)
+            return datasets.load_dataset_builder(here, config)
+    except (OSError, ValueError, DatasetsError):
+        return None
+
+
+def _plain_files(name: str, streaming: bool, setting: str) -> list[SourceFile]:
+    """The files of a split that hold fields as text or JSON, whose types a library would guess; none for other sets.
+
+    Files of the Hub are downloaded unless streamed.
+    """
+    path, config, split = _parts(name, setting)
+    options = getattr(_builder(path, config), "config", None)
+    if options is None or (streaming and "[" in (split or "")):
+        return []
+    by_split = {str(key): list(files) for key, files in (options.data_files or {}).items()}
+    usual = "train" if "train" in by_split or len(by_split) > 1 else "".join(by_split)
+    wanted = (split or usual).partition("[")[0].split("+")
+    names = [file for part in wanted for file in by_split.get(part, [])]
+    default = {**vars(type(options)()), **{key: getattr(options, key) for key in OF_ANY_SET}}
+    if "sep" in default:
+        default["sep"] = "\t" if all(SourceFile(file, 0, 0).format == "tsv" for file in names) else ","
+    if (
+        vars(options) != default
+        or not by_split.keys() >= set(wanted)
+        or not all(SourceFile(file, 0, 0).format in UNTYPED for file in names)
+    ):
+        return []
+    return [_file_of_set(file, streaming) for file in names]
+
+
+def _file_of_set(name: str, streaming: bool) -> SourceFile:
+    if not name.startswith(REMOTE):
+        return source_file(Path(name))
+    from huggingface_hub import HfFileSystem, hf_hub_download
+
+    system = HfFileSystem()
+    if streaming:
+        return SourceFile(name, system.info(name)["size"], 0)
+    at: Any = system.resolve_path(name)
+    kind = getattr(at, "repo_type", "dataset")
+    return source_file(Path(hf_hub_download(at.repo_id, at.path_in_repo, repo_type=kind, revision=at.revision)))
+
+
 @lru_cache(maxsize=16)
 def load(name: str, streaming: bool, setting: str) -> Any:
     """One split of a data set.
@@ -85,10 +180,7 @@ def load(name: str, streaming: bool, setting: str) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    parts = NAME.fullmatch(name)
-    if parts is None:
-        raise UserError(setting, name, "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
-    path, config, split = parts["path"], parts["config"], parts["split"]
+    path, config, split = _parts(name, setting)
     if Path(path).is_dir() and glob.has_magic(folder := str(Path(path).resolve())):
         expected = f"no * ? [ in the folder's path, as datasets takes {folder} for a pattern"
         raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")
@@ -96,6 +188,12 @@ def load(name: str, streaming: bool, setting: str) -> Any:
         raise UserError(setting, name, "a whole split with --streaming, without [...]")
     try:
         loaded: Dataset | IterableDataset | dict = datasets.load_dataset(path, config, split=split, streaming=streaming)
+        if type(getattr(_builder(path, config), "config", None)).__name__ == "CsvConfig":
+            # With options of its own: anew, with its fields as they are written.
+            names = list(next(iter(_first(loaded)), {}))
+            texts = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+            unguessed = {"features": texts, "keep_default_na": False, "na_filter": False}
+            loaded = datasets.load_dataset(path, config, split=split, streaming=streaming, **unguessed)
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         hint = ""
@@ -106,8 +204,13 @@ def load(name: str, streaming: bool, setting: str) -> Any:
         elif "config" in reason.lower():
             hint = f"; {HUB}{path}:CONFIG:SPLIT names one"
         raise UserError(setting, name, f"a data set that can be loaded ({reason}{hint})") from error
-    if isinstance(loaded, dict):
-        if split is None and len(loaded) > 1 and "train" not in loaded:
-            raise UserError(setting, name, f"{name}:SPLIT with one of its splits: {', '.join(loaded)}")
-        return loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    return loaded
+    if isinstance(loaded, dict) and split is None and len(loaded) > 1 and "train" not in loaded:
+        raise UserError(setting, name, f"{name}:SPLIT with one of its splits: {', '.join(map(str, loaded))}")
+    return _first(loaded)
+
+
+def _first(loaded: Any) -> Any:
+    """The split that is meant where none is named."""
+    if not isinstance(loaded, dict):
+        return loaded
+    return loaded["train"] if "train" in loaded else next(iter(loaded.values()))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tawpipe.data.cache import cache_root, content_hash, leader_first
-from tawpipe.data.chat import fallback_template, with_template
+from tawpipe.data.chat import today
 from tawpipe.data.corpus import Corpus, held_out, in_shares, render_counted, split_documents
 from tawpipe.data.hub import opened
 from tawpipe.data.lengths import DEVICES, MOST_STREAMED, Balance, Dealing, LengthLimits, padding_share
@@ -24,7 +24,7 @@ from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
 from tawpipe.data.sources import STDLIB, SourceFile, SourceSet, find_sets
 from tawpipe.data.stream import StreamedDataset
-from tawpipe.data.tokenised import TokenisedText, no_documents, stamps
+from tawpipe.data.tokenised import TokenisedText, no_documents
 from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.errors import UserError
 from tawpipe.report.lengths import Histogram
@@ -51,6 +51,7 @@ def prepare_data(
     dealing: Dealing | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     model: str | None = None,
+    date: str = "",
     leader: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ) -> PreparedData:
@@ -66,6 +67,7 @@ def prepare_data(
         tokenizer: one to use instead of what the settings say.
         model: a local folder whose tokenizer is used if the settings name none; a folder without one, or None, is as if
             there were none.
+        date: the day that chat templates print, as 2026-11-28; today by default. The processes of a run have the same.
         leader: True for the process that makes what the cache lacks, one per cache folder.
         barrier: waits for the other processes; called once by each. It must bear as long as tokenising takes.
 
@@ -83,7 +85,9 @@ def prepare_data(
         raise UserError("--validation-data", weighted[0], "no weights: all of it is looked at")
     validation = held_out_sets[0] if held_out_sets else SourceSet("", None, ())
     root = cache_root(settings.cache_dir)
-    preparation = _Preparation(settings, sets, validation, root, seed, tokenizer, model, leader=leader, dealing=dealing)
+    preparation = _Preparation(
+        settings, sets, validation, root, seed, tokenizer, model, date or today(), leader, dealing=dealing
+    )
     if isinstance(sequence_length, LengthLimits):
         preparation.limits = sequence_length
         asked = [sequence_length.most, sequence_length.text]
@@ -91,7 +95,8 @@ def prepare_data(
         preparation.use(sequence_length, max_document)
         asked = [sequence_length, max_document or sequence_length]
     files = [file for source in sets for file in source.files]
-    request = content_hash(asdict(settings), stamps([*files, *validation.files]), model, *asked, seed)
+    stats = [[file.path, file.size, file.mtime_ns] for file in (*files, *validation.files)]
+    request = content_hash(asdict(settings), stats, model, *asked, seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
 
@@ -111,6 +116,7 @@ class _Preparation:
     seed: int
     tokenizer: PreTrainedTokenizerBase | None
     model: str | None
+    date: str
     leader: bool
     dealing: Dealing | None = None
     limits: LengthLimits | None = None
@@ -138,7 +144,9 @@ class _Preparation:
         held_out = opened(self.validation.files, streaming=streaming, setting="--validation-data")
         self.validation = replace(self.validation, files=held_out)
         files = [file for source in self.sets for file in source.files]
-        self.text = TokenisedText(self.settings, files, self.root, tokenizer=self.tokenizer, model=self.model)
+        self.text = TokenisedText(
+            self.settings, files, self.root, tokenizer=self.tokenizer, model=self.model, date=self.date
+        )
         if self.text.tokenizer.eos_token_id is None:
             self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
         return self._streamed() if streaming else self._cached(begin)
@@ -170,7 +178,7 @@ class _Preparation:
         if not self.validation.files:
             validation = self._held_out([(c, out) for c, (_, out) in zip(corpora, split, strict=True)], packing)
         sizes = [_size(dataset, len(kept)) for dataset, (kept, _) in zip(known, split, strict=True)]
-        content = content_hash(*(dataset.identities.tobytes().hex() for dataset in known))
+        content = content_hash(*(dataset.contents.tobytes().hex() for dataset in known))
         seconds = time.perf_counter() - begin
         return self._prepared(
             known, known, sizes, validation, content, packing, read, validation_read, seconds=seconds, reused=reused
@@ -197,7 +205,10 @@ class _Preparation:
         windows = [stream.first_window() for stream in train]
         seen = ReadCounts.merged([stream.counts for stream in train])
         read.longest, read.longest_where = seen.longest, seen.longest_where
-        content = content_hash([[Path(file.path).name, file.size] for source in self.sets for file in source.files])
+        parts = [[[Path(file.path).name, file.size] for source in self.sets for file in source.files]]
+        if read.masked:  # what is shown of a text row is the row, of others what a template and settings make of it
+            parts += [[window.contents.tobytes().hex()] for window in windows]
+        content = content_hash(*parts)
         sizes = [
             _size(window, window.num_documents + stream.left_out) for window, stream in zip(windows, train, strict=True)
         ]
@@ -323,13 +334,16 @@ class _Preparation:
 
     def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
         """The tokenizer to export: with the chat template that the model has learned to chat in."""
-        if not counts.chat or self.text.tokenizer.chat_template:
+        if not counts.chat:
             return self.text.tokenizer
-        name = fallback_template(self.text.tokenizer)
-        self.notes.append(
-            f"the tokenizer has no chat template: {name} was used and is exported with it (--chat-template)"
-        )
-        return with_template(self.text.tokenizer, name)
+        said, begin = "", self.text.tokenizer.bos_token
+        if name := self.text.fallback:
+            said = f"the tokenizer has no chat template: {name} was used and is exported with it (--chat-template)"
+        elif self.text.chats is not self.text.tokenizer:
+            said = f"the chat template does not write {begin}, with which this tokenizer begins every text: chats are "
+            said += "learned with it, and the exported template writes it"
+        self.notes += [said] if said else []
+        return self.text.chats
 
     def _prepared(
         self,
@@ -399,8 +413,9 @@ class _Preparation:
         window = settings.stream_window if settings.streaming else None
         held_out = ""
         if validation is not None:
-            held_out = self._fingerprint(content_hash(validation.identities.tobytes().hex()), rows[:3])
-        return PreparedData(mixed, validation, tokenizer, report, self._fingerprint(content, [*rows, window]), held_out)
+            held_out = self._fingerprint(content_hash(validation.contents.tobytes().hex()), rows[:3])
+        fingerprint = self._fingerprint(content, [*rows, window])
+        return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out, self.date)
 
     def _fingerprint(self, content: str, rows: Sequence[object]) -> str:
         """Hashes of documents, whose own is ``content``, and of how they become rows."""

@@ -28,6 +28,8 @@ class PreparedData:
     """Hashes of all that sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
     validation_fingerprint: str = ""
     """Hashes of the held-out documents and their rows, in parts like ``fingerprint``; empty if there are none."""
+    date: str = ""
+    """The day that chat templates print."""
 
     @property
     def sets(self) -> Sequence[PackedDataset | StreamedDataset]:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.hub import read_hub
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import SourceFile
+from tawpipe.data.sources import REMOTE, SourceFile
 
 PARQUET_BATCH = 64  # rows in memory at once; a row may be a book
 LONGEST_FIELD = 2**31 - 1  # the csv module gives up at 128 KiB otherwise
@@ -65,7 +65,7 @@ class RowReader:
     def _rows(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
         match file.format:
             case "hub":
-                yield from read_hub(file, self.columns)
+                yield from read_hub(file, self.columns, self.read)
             case "parquet":
                 yield from self._parquet(file, start)
             case "text":
@@ -219,12 +219,22 @@ def _records(text: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[st
 def _open(file: SourceFile) -> BinaryIO:
     """The file's bytes, unpacked."""
     if file.packed == "gz":
-        return gzip.open(file.path)  # pyright: ignore[reportReturnType]
+        return gzip.open(_stored(file.path))  # pyright: ignore[reportReturnType]
     if file.packed == "zst":
         import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(file.path, compression="zstd"))
-    return Path(file.path).open("rb")
+        return io.BufferedReader(pyarrow.input_stream(_stored(file.path), compression="zstd"))
+    return _stored(file.path)
+
+
+def _stored(path: str) -> BinaryIO:
+    """The file's bytes as they are stored, here or at the Hub."""
+    if not path.startswith(REMOTE):
+        return Path(path).open("rb")
+    import fsspec
+
+    opened: Any = fsspec.open(path, "rb")
+    return opened.open()
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

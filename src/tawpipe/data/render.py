@@ -30,7 +30,8 @@ from tawpipe.data.messages import (
     read_tools,
 )
 from tawpipe.data.report import Skipped
-from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, AsChat
+from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, AsChat, SpecialInText
+from tawpipe.data.special import SpecialTokens
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,21 +45,24 @@ class Document:
     Attributes:
         complete: a chat template has placed the tokens that begin and end a text; the tokenizer adds none.
         where: it stands: the file, with the line or row where there is one.
-        identity: a hash of the content, 64 bits. Copies of a document have one identity, wherever they are stored.
+        identity: that of its row, which all documents of the row share, wherever they are stored; 0 without a row.
+        content: a hash of the pieces, 64 bits; of a text row its identity.
     """
 
     kind: RowKind
     pieces: tuple[ChatText, ...]
     complete: bool = False
     where: str = ""
-    identity: int = field(init=False)
+    identity: int = 0
+
+    content: int = field(init=False)
 
     def __post_init__(self) -> None:
         digest = hashlib.blake2b(digest_size=8)
         for piece in self.pieces:
             digest.update(b"\x01" if piece.counts else b"\x00")
             digest.update(piece.text.encode())
-        object.__setattr__(self, "identity", int.from_bytes(digest.digest(), "little"))
+        object.__setattr__(self, "content", int.from_bytes(digest.digest(), "little"))
 
 
 WITHOUT_ANSWER = "without an answer to learn"
@@ -73,12 +77,21 @@ class Renderer:
         tokenizer: the one whose chat template chat rows go through.
         columns: say what columns mean.
         as_chat: the setting of this name.
+        date: the day that a template prints; today by default.
+        special: the setting ``special_in_text``.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, columns: Columns | None = None, *, as_chat: AsChat = "off"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Columns | None = None,
+        *,
+        as_chat: AsChat = "off",
+        date: str = "",
+        special: SpecialInText = "keep",
     ) -> None:
-        self._chats, self._columns = ChatRenderer(tokenizer), columns or Columns()
+        self._chats, self._columns = ChatRenderer(tokenizer, date=date), columns or Columns()
+        self._special = SpecialTokens(tokenizer, special)
         self._names = self._columns.names
         self._as_chat = as_chat == "on" or (as_chat == "auto" and bool(tokenizer.chat_template))
         template = str(tokenizer.chat_template or NAMED[fallback_template(tokenizer)])
@@ -98,7 +111,9 @@ class Renderer:
             match row.kind:
                 case "text":
                     text = ChatText(self._text(row.columns, "text"), True)
-                    documents: list[Document | Skipped] = [Document("text", (text,), where=row.where)]
+                    documents: list[Document | Skipped] = [
+                        Document("text", (text,), where=row.where, identity=row.identity)
+                    ]
                 case "chat":
                     documents = self._chat(row)
                 case "instruction":
@@ -152,13 +167,15 @@ class Renderer:
         for number in range(first):
             if messages[number]["role"] == ASSISTANT:
                 messages[number] = {**messages[number], "weight": 0}
+        messages, tools, notes = self._special.messages(messages, tools, row.where)
         chat = self._chats.chat(messages, tools, options)
         if chat.lost and not chat.documents:
             raise chat.lost[0]
         if not chat.documents:
             return [_without_answer(row)]
-        documents: list[Document | Skipped] = [
-            Document("chat", pieces, complete=True, where=row.where) for pieces in chat.documents
+        documents: list[Document | Skipped] = [*notes]
+        documents += [
+            Document("chat", pieces, complete=True, where=row.where, identity=row.identity) for pieces in chat.documents
         ]
         documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
         documents += [Skipped("note", row.where, note.why, note.detail) for note in chat.said]
@@ -201,8 +218,9 @@ class Renderer:
                 raise Malformed(f"with {name!r} beside an instruction that is no chat (--as-chat makes it one)")
         parts = [system, *parts] if system else parts
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
-        pieces = (ChatText(given, False), ChatText(said, True))
-        return [Document("instruction", tuple(piece for piece in pieces if piece.text), where=row.where)]
+        given, notes = self._special.given(given, row.where)
+        pieces = tuple(piece for piece in (ChatText(given, False), ChatText(said, True)) if piece.text)
+        return [*notes, Document("instruction", pieces, where=row.where, identity=row.identity)]
 
     def _meant(self, group: Mapping[str, object]) -> str:
         """The one of some columns for one use that holds something; those that the settings name come first.

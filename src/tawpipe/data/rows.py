@@ -204,9 +204,9 @@ class PackedDataset:
         return int(self._lengths.sum())
 
     @property
-    def identities(self) -> NDArray[np.uint64]:
-        """[documents] hashes of their content."""
-        return self._corpus.identities[self.documents]
+    def contents(self) -> NDArray[np.uint64]:
+        """[documents] a hash of each one's pieces."""
+        return self._corpus.contents[self.documents]
 
     @property
     def num_padding(self) -> int:

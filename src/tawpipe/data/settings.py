@@ -12,6 +12,7 @@ Packing = Literal["auto", "split", "fit", "balanced", "none"]
 Rows = Literal["auto", "text", "chat", "instruction"]
 Answers = Literal["each", "last", "shown"]
 AsChat = Literal["auto", "on", "off"]
+SpecialInText = Literal["keep", "plain"]
 
 TEXT, CHATS = ("text",), ("messages", "conversations")
 PROMPTS, ANSWERS = ("prompt", "instruction"), ("completion", "response", "output")
@@ -40,8 +41,8 @@ class DataSettings:
     instead."""
 
     validation_fraction: float = 0.02
-    """Share of the documents that is held out for validation, chosen by a hash of their content and the seed, so that
-    copies of a document stay on one side. Of no effect with validation_data. 0: no validation."""
+    """Share of the documents that is held out for validation, chosen by a hash of the row and the seed, so that copies
+    of a document stay on one side. Of no effect with validation_data. 0: no validation."""
 
     rows: Rows = "auto"
     """Kind of a row: text, chat (`messages`, or `conversations` as ShareGPT has them), or instruction (`prompt` or
@@ -64,6 +65,10 @@ class DataSettings:
     as_chat: AsChat = "auto"
     """Write instruction rows by the chat template, as a user's turn and an assistant's. auto: where the tokenizer has a
     template of its own or --chat-template names one. off: as they are."""
+
+    special_in_text: SpecialInText = "keep"
+    """Special tokens that users, tools and the system wrote, as `<|im_end|>` in a question: keep tokenises them as
+    special tokens, as servers do when a model is asked; plain as text. Said with a count."""
 
     tokenizer: str | None = None
     """A folder with a tokenizer, a tokenizer.json, or a Hub name. Unset: the model's own where it has one, else a
@@ -106,6 +111,8 @@ class DataSettings:
             raise UserError("--stream-window", self.stream_window, "at least 1 document")
         if self.packing not in (known := get_args(Packing)):
             raise UserError("--packing", self.packing, f"one of {', '.join(known)}")
+        if self.special_in_text not in (known := get_args(SpecialInText)):
+            raise UserError("--special-in-text", self.special_in_text, f"one of {', '.join(known)}")
         if self.rows not in ("auto", "text", "chat", "instruction"):
             raise UserError("--rows", self.rows, "one of auto, text, chat, instruction")
         if self.as_chat not in (known := get_args(AsChat)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import math
 import os
 import sysconfig
@@ -16,7 +17,7 @@ from typing import Literal
 from tawpipe.data.report import Skipped
 from tawpipe.errors import UserError
 
-STDLIB, HUB = "stdlib", "hf:"
+STDLIB, HUB, REMOTE = "stdlib", "hf:", "hf://"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"})
 
 Format = Literal["text", "json", "jsonl", "parquet", "csv", "tsv", "hub"]
@@ -33,6 +34,9 @@ FORMATS: dict[str, Format] = {
 PACKED = {".gz": "gz", ".zst": "zst"}
 ANY_FOLDERS, ANY_NAME = "**", "*"
 
+BLOCKS, BLOCK_BYTES = 64, 4096
+"""Evenly spread blocks by which a file is known; a smaller one is read whole."""
+
 SMALLEST_SHARE = 1e-9
 """Of the tokens of a mixture; of a smaller one no run would see anything."""
 
@@ -42,7 +46,8 @@ class SourceFile:
     """A file of the corpus, or a part of a data set of the Hub, and what tells it from another version of itself.
 
     Attributes:
-        path: for the Hub ``hf:`` and a name, and behind ``#`` the part and their number.
+        path: for the Hub ``hf:`` and a name, and behind ``#`` the part and their number; ``hf://`` and a path for a
+            file there.
         wanted: False for a file beside the rows of a folder, which is counted and left out.
     """
 
@@ -58,7 +63,7 @@ class SourceFile:
 
     @property
     def format(self) -> Format:
-        if self.path.startswith(HUB):
+        if self.path.startswith(HUB) and not self.path.startswith(REMOTE):
             return "hub"
         path = Path(self.path)
         return FORMATS.get((path.with_suffix("") if self.packed else path).suffix.lower(), "text")
@@ -127,14 +132,14 @@ def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[
     for entry in entries:
         path = _path_of(entry)
         if entry == STDLIB:
-            named = [file for source in _stdlib_files() if (file := _source_file(source)).size]
+            named = [file for source in _stdlib_files() if (file := source_file(source)).size]
         elif entry.startswith(HUB):
             named = [SourceFile(entry, 0, 0)]
         else:
             is_folder = bool(entry) and path.is_dir()
             paths, passed = match_files(path) if is_folder else _named(path) if entry else ([], [])
             left_out += passed
-            named = [_source_file(each) for each in paths]
+            named = [source_file(each) for each in paths]
             if not named:
                 missing = "no file matches" if glob.has_magic(entry) else "no such file"
                 expected = f"{missing}; files, folders or globs, {STDLIB}, or {HUB}NAME are taken"
@@ -178,6 +183,34 @@ def _preference(file: SourceFile) -> tuple[object, ...]:
 def name_files(files: Sequence[SourceFile]) -> str:
     """The first file, and how many more there are."""
     return files[0].path + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+
+
+def stamps(files: Sequence[SourceFile]) -> list[list[object]]:
+    """Path, size, times and some bytes of every file, which tell it from another version of itself."""
+    return [[file.path, file.size, file.mtime_ns, file.wanted, *_looked_at(file)] for file in files]
+
+
+def _looked_at(file: SourceFile) -> list[object]:
+    """Time of change in ns, which no program sets, and a hash of ``BLOCKS`` blocks, for where clocks are coarse.
+
+    A file that was copied, renamed or got other permissions has another time: it is tokenised again. Empty for what is
+    no file, or cannot be read, which is named when its rows are read.
+    """
+    if file.format == "hub" or not file.wanted:
+        return []
+    try:
+        with Path(file.path).open("rb", buffering=0) as stream:
+            stat = os.fstat(stream.fileno())
+            digest, last = hashlib.blake2b(digest_size=16), stat.st_size - BLOCK_BYTES
+            if last < BLOCKS * BLOCK_BYTES:
+                digest.update(stream.read())
+            else:
+                for number in range(BLOCKS):
+                    stream.seek(number * last // (BLOCKS - 1))
+                    digest.update(stream.read(BLOCK_BYTES))
+    except OSError:
+        return []
+    return [stat.st_ctime_ns, digest.hexdigest()]
 
 
 def _named(path: Path) -> tuple[list[Path], list[Skipped]]:
@@ -241,7 +274,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _source_file(path: Path) -> SourceFile:
+def source_file(path: Path) -> SourceFile:
     path = path.absolute()
     try:
         stat = path.stat()

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash, is_complete, make_folder
-from tawpipe.data.chat import with_template
-from tawpipe.data.columns import Columns
+from tawpipe.data.chat import PRINTS_DATE, fallback_template, with_beginning, with_template
+from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.corpus import Corpus, write_corpus
 from tawpipe.data.encode import Encoder
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import Renderer
 from tawpipe.data.report import ReadCounts
-from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import SourceFile, name_files
+from tawpipe.data.settings import AsChat, DataSettings
+from tawpipe.data.sources import SourceFile, name_files, stamps
 from tawpipe.data.tokenizer import (
     has_tokenizer,
     load_tokenizer,
+    load_with_class,
     sample_texts,
     tokenizer_hash,
     train_tokenizer,
@@ -39,7 +40,7 @@ class TokenisedText:
     Args:
         files: the training files, on which a tokenizer is trained where there is none.
         root: the cache folder.
-        tokenizer, model: as in ``prepare_data``.
+        tokenizer, model, date: as in ``prepare_data``.
     """
 
     def __init__(
@@ -50,16 +51,27 @@ class TokenisedText:
         *,
         tokenizer: PreTrainedTokenizerBase | None,
         model: str | None,
+        date: str = "",
     ) -> None:
-        self.settings, self.root = settings, root
+        self.settings, self.root, self.date = settings, root, date
         self.reader = RowReader(Columns.of(settings))
         self.tokenizer, self.origin = self._choose(files, tokenizer, model)
         if settings.chat_template is not None:
             self.tokenizer = with_template(self.tokenizer, settings.chat_template, "--chat-template")
+        self.fallback = "" if self.tokenizer.chat_template else fallback_template(self.tokenizer)
+        """The chat template for a tokenizer that has none."""
+        on = settings.as_chat == "on" or (settings.as_chat == "auto" and not self.fallback)
+        self._as_chat: AsChat = "on" if on else "off"
+        if self.fallback == "chatml" and self._has_chats(files):  # then all rows end as chats do
+            self.tokenizer = with_template(self.tokenizer, self.fallback)
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
-        self.renderer = Renderer(self.tokenizer, self.reader.columns, as_chat=settings.as_chat)
-        self.encoder = Encoder(self.tokenizer)
+        self.encoder = Encoder(self.tokenizer, settings.special_in_text)
+        chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
+        self.chats = with_beginning(chats) if self.encoder.begin else chats
+        """The tokenizer with the template that chats go through."""
+        special = settings.special_in_text
+        self.renderer = Renderer(self.chats, self.reader.columns, as_chat=self._as_chat, date=date, special=special)
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((token for token in known if isinstance(token, int)), 0)
 
@@ -71,9 +83,9 @@ class TokenisedText:
         if given is not None:
             return given, "given"
         if settings.tokenizer is not None:
-            return load_tokenizer(settings.tokenizer), settings.tokenizer
+            return _loaded(settings.tokenizer, "--tokenizer", settings.tokenizer)
         if model is not None and has_tokenizer(model):
-            return load_tokenizer(model, "--model"), f"of the model, {model}"
+            return _loaded(model, "--model", f"of the model, {model}")
         meaning = settings.rows, settings.columns, settings.ignore_columns
         key = content_hash(CACHE_FORMAT, stamps(files), meaning, settings.vocab_size)
         folder = self.root / "tokenizers" / key
@@ -84,11 +96,23 @@ class TokenisedText:
         is_new = make_folder(folder, fill)
         return load_tokenizer(str(folder)), "trained on the training files" + ("" if is_new else ", from the cache")
 
+    def _has_chats(self, files: Sequence[SourceFile]) -> bool:
+        """True if the first row of some file is one that a chat template renders."""
+        kinds: tuple[str, ...] = ("chat", "instruction") if self._as_chat == "on" else ("chat",)
+        for file in files:
+            rows = self.reader.read(file) if file.format != "text" else ()
+            first = next((row for row in rows if isinstance(row, RawRow)), None)
+            if first and (first.kind in kinds or any(isinstance(value, list) for value in first.columns.values())):
+                return True
+        return False
+
     def corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
         """The tokens of the files; True beside them if the cache had them already."""
         settings = self.settings
-        meaning = settings.rows, settings.columns, settings.ignore_columns, settings.as_chat
-        key = content_hash(CACHE_FORMAT, stamps(files), self.hash, meaning)
+        template = self.chats.chat_template
+        date = self.date if PRINTS_DATE in str(template) and self._has_chats(files) else ""
+        meaning = settings.rows, settings.columns, settings.ignore_columns, self._as_chat, settings.special_in_text
+        key = content_hash(CACHE_FORMAT, stamps(files), self.hash, meaning, template, date)
         folder = self.root / "corpora" / key
 
         def fill(work: Path) -> None:
@@ -102,9 +126,11 @@ class TokenisedText:
         return Corpus.open(folder, self.vocab_size), not is_new
 
 
-def stamps(files: Sequence[SourceFile]) -> list[list[object]]:
-    """Path, size and time of change of every file, which tell it from another version of itself."""
-    return [[file.path, file.size, file.mtime_ns, file.wanted] for file in files]
+def _loaded(name: str, setting: str, origin: str) -> tuple[PreTrainedTokenizerBase, str]:
+    """The tokenizer, and its origin in words."""
+    tokenizer, other = load_with_class(name, setting)
+    why = f" (ids of its tokenizer.json: {other}, which its config names, would give others)" if other else ""
+    return tokenizer, origin + why
 
 
 def no_documents(setting: str, files: Sequence[SourceFile], counts: ReadCounts) -> UserError:

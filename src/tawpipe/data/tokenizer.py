@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.cache import content_hash
-from tawpipe.data.chat import NAMED, fallback_template
+from tawpipe.data.chat import HASHED, fallback_template
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import raw_text
 from tawpipe.data.report import Skipped
@@ -34,12 +34,29 @@ UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
+PROBES = (
+    "Hello World, DON'T  do it.\n\n\tif x_1 == 12345.67: return  HTTPServer()   \r\n",
+    " \u00c0 la carte \ufb01ve \u00bd cafe\u0301 \u201cno\u201d \u2026\u00a0",
+    "\u6f22\u5b57\u3042\u3002\ud55c\uad6d \u0440\u0443\u0441 \u0e44\u0e17\u0e22 \U0001f642\u200d\U0001f525 ",
+)
+"""Texts that tell tokenizers apart: cases, digits, runs of space, signs, letters that normalizers change."""
+
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
 """Names of the end-of-text token to look for in a tokenizer.json without any configuration."""
 
 
 def load_tokenizer(name: str, setting: str = "--tokenizer") -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, of a tokenizer.json, or of a Hub name.
+    """The tokenizer of a folder, of a tokenizer.json, or of a Hub name. Its ids are those of tokenizer.json.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    return load_with_class(name, setting)[0]
+
+
+def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrainedTokenizerBase, str]:
+    """The tokenizer as ``load_tokenizer`` gives it, and the class that the config names, if that has other ids than
+    tokenizer.json; else empty.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -50,17 +67,39 @@ def load_tokenizer(name: str, setting: str = "--tokenizer") -> PreTrainedTokeniz
     try:
         if path.is_file():
             if (path.parent / "tokenizer_config.json").exists() and path.name == "tokenizer.json":
-                return AutoTokenizer.from_pretrained(path.parent)
+                return load_with_class(str(path.parent), setting)
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
             known = tokenizer.get_vocab()
             tokenizer.eos_token = next((token for token in END_OF_TEXT_NAMES if token in known), None)
-            return tokenizer
-        return AutoTokenizer.from_pretrained(path if path.is_dir() else name)
+            first = tokenizer.convert_ids_to_tokens(tokenizer("a")["input_ids"][:1])  # pyright: ignore[reportArgumentType]
+            tokenizer.bos_token = next((token for token in first if token in tokenizer.added_tokens_encoder), None)
+            return tokenizer, ""
+        place = str(path) if path.is_dir() else name
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        if _has_ids_of_file(tokenizer, place):
+            return tokenizer, ""
+        return PreTrainedTokenizerFast.from_pretrained(place), type(tokenizer).__name__
     except Exception as error:  # the libraries raise every kind, bare Exception included
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             setting, name, f"a folder with a tokenizer, a tokenizer.json, or a Hub name that can be reached ({reason})"
         ) from error
+
+
+def _has_ids_of_file(tokenizer: PreTrainedTokenizerBase, place: str) -> bool:
+    """False if the tokenizer.json in a folder, or of a Hub name, gives other ids of a text than the tokenizer."""
+    from huggingface_hub import try_to_load_from_cache
+    from tokenizers import Tokenizer
+
+    name = "tokenizer.json"
+    file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name)
+    if not isinstance(file, str | Path) or not Path(file).exists():
+        return True
+    backend = Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    ids = [encoded.ids for encoded in backend.encode_batch(list(PROBES), add_special_tokens=False)]
+    return tokenizer(list(PROBES), add_special_tokens=False)["input_ids"] == ids
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -103,7 +142,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         content = [type(tokenizer).__name__, tokenizer.get_vocab()]
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return content_hash(content, special, tokenizer.chat_template or NAMED[fallback_template(tokenizer)])
+    return content_hash(content, special, tokenizer.chat_template or HASHED[fallback_template(tokenizer)])
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

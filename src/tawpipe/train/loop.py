@@ -383,7 +383,7 @@ class Training:
             validation=self.evaluation.record or self._validation,
             lora=adapter_facts(self.pipeline.chain.given),
             freeze=sorted(self.config.freeze),
-            settled={**settled(self.config), **settled_lengths(self.config)},
+            settled={**settled(self.config), **settled_lengths(self.config), "date": self.data.date},
             versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )
 

@@ -56,6 +56,7 @@ from tawpipe.train.start import (
     documents_of,
     documents_of_a_step,
     documents_of_steps,
+    refuse_other_documents,
     require_alike,
     start_of,
     typical_lengths,
@@ -173,6 +174,7 @@ def prepare(
     config, data = documents(config, model, world, console, begins.state)
     batch = BatchShape.of(config, data.report.packing, world.size)
     batch.check_longest(data.longest, data.report.longest[1])
+    refuse_other_documents(begins, data, partly=data.report.streamed and not config.streaming)
     console.notice(*begins.notices)
     config = _settled(config, data, batch, begins.state, console)
 

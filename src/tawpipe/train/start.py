@@ -8,11 +8,12 @@ from itertools import chain
 from pathlib import Path
 
 from tawpipe.checkpoint.format import Manifest
-from tawpipe.checkpoint.resume import RunState, refuse_other_trained
+from tawpipe.checkpoint.resume import ResumePoint, RunState, refuse_other_trained
 from tawpipe.console import Console
+from tawpipe.data.chat import today
 from tawpipe.data.lengths import Dealing, LengthLimits
 from tawpipe.data.prepare import prepare_data
-from tawpipe.data.prepared import PreparedData
+from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.rows import take
 from tawpipe.data.tokenizer import check_vocabulary
 from tawpipe.environment import started_by_local_launcher
@@ -40,6 +41,8 @@ from tawpipe.train.run_model import RunModel
 
 Documents = tuple[TrainConfig, PreparedData]
 ROWS_LOOKED_AT = 15
+LAST_OF_BEFORE = "commit 1eeab342"
+"""The last version whose documents of chats are those of states without a date."""
 
 
 def start_of(config: TrainConfig) -> str:
@@ -102,6 +105,29 @@ def require_alike(config: TrainConfig, world: World) -> None:
         read_alike(world, "lora.adapter", adapter, SAME_FILES, lambda: Path(adapter).expanduser(), folder_facts)
 
 
+def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: bool) -> None:
+    """Refuse to go on with chats of which an earlier version made other documents, or held out others.
+
+    Args:
+        partly: only some documents were read, as a dry run does, so that nobody can compare them.
+
+    Raises:
+        UserError: it names the version that can finish the run.
+    """
+    state = begins.state
+    if state is None or "date" in state.settled or not data.report.read.masked or partly:
+        return
+    if changed := changed_parts(state.fingerprint, data.fingerprint):
+        version = state.versions.get("tawpipe", "0.1.0")
+        raise UserError(
+            "--resume",
+            begins.place,
+            f"a run whose chats and instructions are learned as they are here: this one was begun by tawpipe {version} "
+            f"({LAST_OF_BEFORE} or before), which makes other documents of them and holds out others for validation "
+            f"({', '.join(changed)} changed). That version can finish it; --resume none begins anew",
+        )
+
+
 def documents_of(
     config: TrainConfig,
     model: RunModel,
@@ -121,6 +147,7 @@ def documents_of(
         UserError: see ``prepare_data`` and ``check_lengths``.
     """
     config = lengths_before_data(config, earlier, pretrained=model.pretrained)
+    date = (earlier.settled.get("date") if earlier is not None else "") or world.broadcast_text(today())
 
     def dealing(length: int) -> Dealing:
         return _dealing(config, with_length(config, length, "balanced", world.size), model, world.size)
@@ -133,6 +160,7 @@ def documents_of(
             max_document=config.max_document,
             dealing=dealing(length) if isinstance(length, int) else None,
             model=None if model.folder is None else str(model.folder),
+            date=date,
             leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
             barrier=world.wait_patiently,
         )

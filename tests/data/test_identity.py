@@ -1,0 +1,186 @@
+"""The identity of a row: what keeps a document on its side of the split, and what a run and the cache know data by."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pandas
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from chats import with_own
+from found_files import find_files
+from letters import letters
+from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.prepare import prepare_data
+from tawpipe.data.prepared import PreparedData, changed_parts
+from tawpipe.data.read import RowReader
+from tawpipe.data.render import Document, Renderer
+from tawpipe.data.settings import DataSettings
+from tawpipe.data.sources import BLOCK_BYTES, BLOCKS, stamps
+
+DATED = (
+    "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    "{{ '<assistant>' if add_generation_prompt else eos_token }}"
+)
+DEFAULTS = DATED.replace(
+    "{{ strftime_now('%d %B %Y') }}", "{%- set date_string = strftime_now('%Y') %}{{ date_string }}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return letters()
+
+
+def chat(number: int, **others) -> dict:
+    said = [("user", f"ask {number}"), ("assistant", f"yes {number}")]
+    return {"messages": [{"role": role, "content": content} for role, content in said], **others}
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepared(tokenizer: PreTrainedTokenizerBase, path: Path, **others) -> PreparedData:
+    date = others.pop("date", "")
+    values = {"validation_fraction": 0.3, "cache_dir": str(path.parent / "cache"), "packing": "none"} | others
+    settings = DataSettings(data=[str(path)], **values)
+    return prepare_data(settings, sequence_length=512, seed=0, tokenizer=tokenizer, date=date)
+
+
+def asked(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The questions that are held out."""
+    assert data.validation is not None
+    rows = [data.validation.sample(number).input_ids[0].tolist() for number in range(len(data.validation))]
+    return {str(tokenizer.decode(row)).partition("ask ")[2].split("<")[0] for row in rows}
+
+
+def identity(row: dict) -> int:
+    raw = Columns().row("here", row)
+    assert isinstance(raw, RawRow)
+    return raw.identity
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [chat(1), chat(1, id=7), chat(1, url="x", score=0.5), {"id": 3, **chat(1)}],
+        [{"prompt": "a", "completion": "b"}, {"completion": "b", "prompt": "a", "note": None, "system": ""}],
+        [{"text": "a"}, {"text": "a", "timestamp": "2020"}],
+        [chat(1), {"messages": [{**message, "name": None} for message in chat(1)["messages"]]}],
+    ],
+)
+def test_rows_that_differ_in_what_is_not_read_have_one_identity(rows):
+    assert len({identity(row) for row in rows}) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "other"),
+    [
+        (chat(1), chat(2)),
+        (chat(1), chat(1, system="Be brief.")),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "ab", "completion": ""}),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "input": "c"}),
+    ],
+)
+def test_rows_that_differ_in_what_is_read_have_two(row, other):
+    assert identity(row) != identity(other)
+
+
+def test_a_copy_in_a_table_has_the_identity_of_the_line(tmp_path):
+    rows = [chat(1), {**chat(2), "tools": [{"name": "now"}]}]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    paths = [str(write(tmp_path / "a.jsonl", rows)), str(tmp_path / "a.parquet")]
+    known = [[row.identity for row in RowReader().read(file) if isinstance(row, RawRow)] for file in find_files(paths)]
+    assert len(known[0]) == 2 and known[0] == known[1]
+
+
+def test_a_text_keeps_the_identity_that_earlier_versions_gave_it(tokenizer):
+    digest = hashlib.blake2b(b"\x01" + "naïve".encode(), digest_size=8).digest()
+    (document,) = Renderer(tokenizer).render(RawRow("here", "text", {"text": "naïve"}))
+    assert isinstance(document, Document)
+    assert document.identity == document.content == int.from_bytes(digest, "little")
+
+
+@pytest.mark.parametrize(
+    ("streaming", "documents", "rows"),
+    [(False, "53e12a4562e6eb51", "3595c98acf59f71a"), (True, "21ac61a43c62e1a8", "781616da6aa70e27")],
+)
+def test_a_run_on_texts_knows_the_data_of_an_earlier_version(tmp_path, streaming, documents, rows):
+    """The fingerprint is what commit 1eeab342 wrote into its checkpoints."""
+    path = write(tmp_path / "rows.jsonl", [{"text": f"Text number {n}, as it was."} for n in range(60)])
+    settings = DataSettings(
+        data=[str(path)],
+        validation_fraction=0.2,
+        cache_dir=str(tmp_path / "cache"),
+        vocab_size=300,
+        streaming=streaming,
+        stream_window=40,
+    )
+    data = prepare_data(settings, sequence_length=64, seed=0)
+    assert data.fingerprint == f"documents:{documents} tokenizer:d8ece0bbc412bce3 rows:{rows}"
+    assert data.validation_fingerprint.startswith("documents:adf2170c5c296d6b tokenizer:d8ece0bbc412bce3")
+
+
+@pytest.mark.parametrize("template", [DATED, DEFAULTS])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_another_day_or_template_moves_nothing_between_training_and_validation(
+    tokenizer, tmp_path, template, streaming
+):
+    path = write(tmp_path / "rows.jsonl", [chat(number) for number in range(60)])
+    dated, other = with_own(tokenizer, template), with_own(tokenizer, DATED.replace("<", "["))
+    first, second = (prepared(dated, path, date=date, streaming=streaming) for date in ("2024-02-29", "2025-11-01"))
+    third = prepared(other, path, streaming=streaming)
+    assert asked(first, dated) == asked(second, dated) and len(asked(first, dated)) > 5
+    assert {one.partition("[")[0] for one in asked(third, other)} == asked(first, dated)
+    assert not first.report.reused and not second.report.reused
+    assert changed_parts(first.fingerprint, second.fingerprint) == ["documents"]
+    assert changed_parts(first.fingerprint, third.fingerprint) == ["documents", "tokenizer"]
+    shown = str(dated.decode(first.train.sample(0).input_ids[0]))
+    assert "2024" in shown and str(datetime.datetime.now().year) not in shown
+
+
+def test_the_day_is_part_of_the_caches_key_only_where_a_template_prints_it(tokenizer, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [chat(number) for number in range(9)])
+    for template, again in ((None, True), (DATED, False)):
+        own = with_own(tokenizer, template)
+        prepared(own, path, date="2024-02-29")
+        assert prepared(own, path, date="2024-02-29").report.reused
+        assert prepared(own, path, date="2024-03-01").report.reused == again
+
+
+@pytest.mark.parametrize("size", [40, BLOCKS * BLOCK_BYTES + 3, 40 * BLOCKS * BLOCK_BYTES])
+def test_an_edited_file_of_the_same_size_and_time_is_seen(tmp_path, size, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * size)
+    before, stat = stamps(find_files([str(path)])), path.stat()
+    for place in (0, size - 1):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"b")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        now = stamps(find_files([str(path)]))
+        assert now[0][:4] == before[0][:4] and now[0][5] != before[0][5] and now[0][4] != before[0][4]
+        before = now
+
+
+def test_a_moved_file_is_tokenised_again_and_is_the_same_data(tokenizer, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [chat(number) for number in range(9)])
+    first = prepared(tokenizer, path)
+    moved = prepared(tokenizer, path.rename(tmp_path / "moved.jsonl"))
+    assert not moved.report.reused and moved.fingerprint == first.fingerprint
+
+
+def test_documents_of_one_row_share_its_identity(tokenizer):
+    raw = Columns().row("here", chat(1))
+    assert isinstance(raw, RawRow)
+    (document,) = Renderer(tokenizer).render(raw)
+    assert isinstance(document, Document) and document.identity == raw.identity != document.content
+    assert replace(document, pieces=document.pieces[:1]).identity == raw.identity
