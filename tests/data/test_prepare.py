@@ -282,7 +282,7 @@ def chats(file: Path, lengths: Iterable[int]) -> Path:
 def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, streaming, packing):
     """Every answer lies behind a row's length; laid end to end, some row has one, and so has a piece of a document."""
     file = chats(tmp_path / "a.jsonl", range(300, 310))
-    settings = settings_for(file, streaming=streaming, packing=packing, validation_fraction=0.0)
+    settings = settings_for(file, long_chats="anywhere", streaming=streaming, packing=packing, validation_fraction=0.0)
     if packing != "fit":
         report = prepare_data(settings, sequence_length=64, seed=0).report
         assert report.train.learned > 0
@@ -294,7 +294,7 @@ def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, str
 @pytest.mark.parametrize("streaming", [False, True])
 def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, settings_for, streaming):
     file = chats(tmp_path / "a.jsonl", [3, 300, 4, 301, 5])
-    settings = settings_for(file, streaming=streaming, packing="fit", validation_fraction=0.0)
+    settings = settings_for(file, long_chats="anywhere", streaming=streaming, packing="fit", validation_fraction=0.0)
     prepared = prepare_data(settings, sequence_length=64, seed=0)
     size = prepared.report.train
     assert (size.documents, size.left_out) == (3, 2)
@@ -308,7 +308,7 @@ def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, 
 
 def test_validation_in_which_nothing_is_learned(tmp_path, settings_for):
     file, other = chats(tmp_path / "a.jsonl", range(1, 9)), chats(tmp_path / "b.jsonl", [300, 301])
-    settings = settings_for(file, packing="fit", validation_data=[str(other)])
+    settings = settings_for(file, long_chats="anywhere", packing="fit", validation_data=[str(other)])
     with pytest.raises(UserError, match=r"--validation-data: .*first 64 tokens"):
         prepare_data(settings, sequence_length=64, seed=0)
 

@@ -20,6 +20,10 @@ from tawpipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CONTENT = (
+    "{{ ('<think>\n' + message['reasoning_content'] + '\n</think>\n\n') if message['reasoning_content'] else '' }}"
+    "{{ message['content'] or '' }}"
+)
 _TOOL_CALLS = (
     "{%- for call in message['tool_calls'] or [] -%}"
     "{{ '\n<tool_call>\n' if message['content'] or not loop.first else '<tool_call>\n' }}"
@@ -36,7 +40,7 @@ _TOOLS = (
 PLAIN = (
     "{%- if tools -%}{{ '<|tools|>\n' }}" + _TOOLS + "{{ '\n' }}{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{ '<|' + message['role'] + '|>\n' + (message['content'] or '') }}" + _TOOL_CALLS + ""
+    "{{ '<|' + message['role'] + '|>\n' }}" + _CONTENT + _TOOL_CALLS + ""
     "{{ eos_token if message['role'] == 'assistant' and eos_token else '' }}{{ '\n' }}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
@@ -51,7 +55,7 @@ CHATML = (
     + _TOOLS
     + "{{ '<|im_end|>\n' }}{%- endif -%}"
     "{%- for message in messages -%}{%- if not (tools and loop.first and message['role'] == 'system') -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}" + _TOOL_CALLS + "{{ '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}" + _CONTENT + _TOOL_CALLS + "{{ '<|im_end|>\n' }}"
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
@@ -60,7 +64,7 @@ CHATML = (
 WRITES_BEGINNING = "{{ bos_token }}"
 
 NAMED = {"chatml": CHATML, "plain": PLAIN}
-HASHED = {name: text.replace("(message['content'] or '')", "message['content']") for name, text in NAMED.items()}
+HASHED = {name: text.replace("\n' }}" + _CONTENT, "\n' + message['content'] }}") for name, text in NAMED.items()}
 """The templates as hashes of tokenizers have them: as they were at first, or a run on text would not know its data."""
 
 PRINTS_DATE = "strftime_now"
@@ -154,8 +158,8 @@ class Chat(NamedTuple):
     hidden: int = 0
 
 
-class Answer(NamedTuple):
-    """What a model is asked with, what it has to write behind that, and what a template puts after it."""
+class Learnable(NamedTuple):
+    """An answer: the prompt, what the model has to write behind it, and what the template puts after that."""
 
     prompt: str
     learned: str
@@ -336,7 +340,7 @@ class _OneForm:
         hidden = sum(bool(_missing(call, texts[0][0])) for call in calls)
         return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, hidden)
 
-    def _answer(self, number: int) -> Answer:
+    def _answer(self, number: int) -> Learnable:
         """What has to be written behind the prompt of an answer.
 
         Raises:
@@ -349,7 +353,7 @@ class _OneForm:
                 raise Malformed(f"{why} (--chat-template chatml does)", missing)
         if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
             begin, end = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)[-1]
-            return Answer(shown[:begin], shown[begin:end], shown[end:])
+            return Learnable(shown[:begin], shown[begin:end], shown[end:])
         if shown.startswith(prompt):
             return self._ended(number, prompt, shown, {})
         for switch in self._switches():
@@ -372,7 +376,7 @@ class _OneForm:
             return self._ended(number, before, shown, {})._replace(said=said)
         raise Malformed("with an answer that the chat template shows behind no prompt")
 
-    def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Answer:
+    def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Learnable:
         """The answer behind a prompt that begins a thought, where the template shows no thoughts."""
         tag, asked = opened[1], prompt[: opened.start()]
         body = shown[len(asked) :] if shown.startswith(asked) else self._behind_header(number, asked, shown)
@@ -401,16 +405,16 @@ class _OneForm:
         place = shown[: _alike(shown, other)].rfind(header) if header != prompt and header.strip() else -1
         return None if place < 0 else shown[place + len(header) :]
 
-    def _ended(self, number: int, prompt: str, shown: str, switch: dict[str, Any]) -> Answer:
+    def _ended(self, number: int, prompt: str, shown: str, switch: dict[str, Any]) -> Learnable:
         """The answer through the token that ends its turn: the last special one, or the next speaker's marker."""
         behind = shown[len(prompt) :]
         if end := _last_end(self._renderer.special, behind):
-            return Answer(prompt, behind[:end], behind[end:])
+            return Learnable(prompt, behind[:end], behind[end:])
         if marker := self._next_marker(number, switch):
-            return Answer(prompt, behind.rstrip() + marker)
+            return Learnable(prompt, behind.rstrip() + marker)
         if self._renderer.end_of_text:
-            return Answer(prompt, behind + self._renderer.end_of_text)
-        return Answer(prompt, behind, said=("have answers that end without a token to stop at",))
+            return Learnable(prompt, behind + self._renderer.end_of_text)
+        return Learnable(prompt, behind, said=("have answers that end without a token to stop at",))
 
     def _next_marker(self, number: int, switch: dict[str, Any]) -> str:
         """The token with which the next speaker's turn begins, and white space before it; or ``""``.
@@ -430,7 +434,7 @@ class _OneForm:
         between = more[len(alone) : marker.start()] if marker else "-"
         return "" if marker is None or between.strip() else between + marker[0]
 
-    def _shown(self, number: int) -> Answer:
+    def _shown(self, number: int) -> Learnable:
         """The answer as the whole chat shows it, as far as it is shown there."""
         whole, prompt, message = self._said(len(self._messages) - 1), self._asked(number), self._messages[number]
         header = prompt.removeprefix(self._said(number - 1)) if number else prompt
@@ -451,9 +455,9 @@ class _OneForm:
             end = token.end()
         else:
             end = len(whole)
-        return Answer(whole[:begin], whole[begin:end], whole[end:])
+        return Learnable(whole[:begin], whole[begin:end], whole[end:])
 
-    def _check_answer(self, number: int, answer: Answer) -> Answer:
+    def _check_answer(self, number: int, answer: Learnable) -> Learnable:
         """The answer, with what the template leaves out of it.
 
         Raises:

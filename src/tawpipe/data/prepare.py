@@ -169,6 +169,12 @@ class _Preparation:
             self._follow([*corpora, *beside], self.limits)
         first = corpora[0], split[0][0]
         packing = self._packing(read, lambda: self._packed(*first, "balanced"))
+        corpora = [
+            self._cut(corpus, source.files, "--data", packing)
+            for corpus, source in zip(corpora, self.sets, strict=True)
+        ]
+        read = ReadCounts.merged([corpus.counts for corpus in corpora])
+        split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
         for dataset, source in zip(train, self.sets, strict=True):
             if dataset is None:
@@ -186,6 +192,11 @@ class _Preparation:
 
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
+        limits, packing = self.limits, self.settings.packing
+        if packing != "split":
+            usual = self.lengths["balanced" if packing == "auto" else packing]
+            most = usual if limits is None else limits.most if limits.looks else min(limits.most, MOST_STREAMED)
+            self.text.renderer = self.text.rendering(most)
         looks = [self._first_look(source, fraction) for source in self.sets]
         read = ReadCounts.merged([counts for counts, _ in looks])
         if self.limits is not None:
@@ -213,6 +224,12 @@ class _Preparation:
             _size(window, window.num_documents + stream.left_out) for window, stream in zip(windows, train, strict=True)
         ]
         return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read)
+
+    def _cut(self, corpus: Corpus, files: Sequence[SourceFile], setting: str, packing: Packed) -> Corpus:
+        """The corpus, made anew if chats or instructions in it are longer than a row."""
+        limit = self.lengths[packing]
+        is_whole = packing == "split" or self.settings.long_chats == "anywhere" or not corpus.counts.masked
+        return corpus if is_whole or int(corpus.lengths.max()) <= limit else self.text.corpus(files, setting, limit)[0]
 
     def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits) -> None:
         """Take the length of the longest document, within the limits."""
@@ -310,6 +327,7 @@ class _Preparation:
         if not self.validation.files:
             return None, None
         corpus, _ = self.text.corpus(self.validation.files, "--validation-data")
+        corpus = self._cut(corpus, self.validation.files, "--validation-data", packing)
         for skipped in self.validation.left_out:
             corpus.counts.add_skipped(skipped)
         dataset = self._packed(corpus, np.arange(len(corpus.identities)), packing)

@@ -30,8 +30,9 @@ from tawpipe.data.messages import (
     read_tools,
 )
 from tawpipe.data.report import Skipped
-from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, AsChat, SpecialInText
+from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, Answers, AsChat, LongChats, SpecialInText
 from tawpipe.data.special import SpecialTokens
+from tawpipe.data.turns import TOO_LONG, Fits, chat_that_fits
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Renderer:
         as_chat: the setting of this name.
         date: the day that a template prints; today by default.
         special: the setting ``special_in_text``.
+        answers, long_chats: the settings of these names.
+        fits: says whether the pieces of a document are short enough; None where documents may be of any length.
     """
 
     def __init__(
@@ -89,8 +92,13 @@ class Renderer:
         as_chat: AsChat = "off",
         date: str = "",
         special: SpecialInText = "keep",
+        answers: Answers = "each",
+        long_chats: LongChats = "turns",
+        fits: Fits | None = None,
     ) -> None:
-        self._chats, self._columns = ChatRenderer(tokenizer, date=date), columns or Columns()
+        self._chats, self._columns = ChatRenderer(tokenizer, answers, date), columns or Columns()
+        self._fits = fits
+        self._long_chats: LongChats = long_chats
         self._special = SpecialTokens(tokenizer, special)
         self._names = self._columns.names
         self._as_chat = as_chat == "on" or (as_chat == "auto" and bool(tokenizer.chat_template))
@@ -168,7 +176,10 @@ class Renderer:
             if messages[number]["role"] == ASSISTANT:
                 messages[number] = {**messages[number], "weight": 0}
         messages, tools, notes = self._special.messages(messages, tools, row.where)
-        chat = self._chats.chat(messages, tools, options)
+        if self._fits is None:
+            chat = self._chats.chat(messages, tools, options)
+        else:
+            chat = chat_that_fits(self._chats, messages, tools, options, self._fits, self._long_chats)
         if chat.lost and not chat.documents:
             raise chat.lost[0]
         if not chat.documents:
@@ -220,6 +231,8 @@ class Renderer:
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
         given, notes = self._special.given(given, row.where)
         pieces = tuple(piece for piece in (ChatText(given, False), ChatText(said, True)) if piece.text)
+        if self._fits is not None and not self._fits(pieces):
+            raise Malformed(TOO_LONG)
         return [*notes, Document("instruction", pieces, where=row.where, identity=row.identity)]
 
     def _meant(self, group: Mapping[str, object]) -> str:

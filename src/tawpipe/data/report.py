@@ -356,7 +356,8 @@ class DataReport:
         if self.histogram is not None:
             lines += ["lengths of the training documents:", *self.histogram.lines()]
         if self.read.masked and self.train.torn:
-            torn = f"{self.train.torn:,} pieces of documents lack their beginning"
+            many = self.train.torn != 1
+            torn = f"{self.train.torn:,} piece{'s' * many} of documents lack{'s' * (not many)} the beginning"
             lines.append(f"{torn}: a larger --sequence-length, or --packing balanced, keeps documents whole")
         if self.padding is not None:
             lines.append(f"padding: {self.padding:.1%} of the tokens that the first steps compute")

@@ -11,6 +11,7 @@ Packed = Literal["split", "fit", "balanced", "none"]
 Packing = Literal["auto", "split", "fit", "balanced", "none"]
 Rows = Literal["auto", "text", "chat", "instruction"]
 Answers = Literal["each", "last", "shown"]
+LongChats = Literal["turns", "drop", "anywhere"]
 AsChat = Literal["auto", "on", "off"]
 SpecialInText = Literal["keep", "plain"]
 
@@ -61,6 +62,16 @@ class DataSettings:
     chat_template: str | None = None
     """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own where it has one, else
     chatml where the tokenizer has its tokens, else plain. It is exported with the model."""
+
+    answers: Answers = "each"
+    """Answers of a chat that are learned. each: every answer as it will be asked for, in a document of its own where
+    the chat template shows earlier turns otherwise than the last one. last: the last answer alone. shown: one document,
+    with what the template shows of each answer; what it leaves out is said with a count."""
+
+    long_chats: LongChats = "turns"
+    """Chats and instructions longer than a row, or than max_document. turns: cut where a user's turn begins, with the
+    system's turn repeated; a question that is too long with its answer is left out. drop: left out. anywhere: cut into
+    pieces of tokens, which may lack their question. Under split rows are cut anywhere."""
 
     as_chat: AsChat = "auto"
     """Write instruction rows by the chat template, as a user's turn and an assistant's. auto: where the tokenizer has a

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash, is_complete, make_folder
-from tawpipe.data.chat import PRINTS_DATE, fallback_template, with_beginning, with_template
+from tawpipe.data.chat import PRINTS_DATE, ChatText, fallback_template, with_beginning, with_template
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.corpus import Corpus, write_corpus
 from tawpipe.data.encode import Encoder
 from tawpipe.data.read import RowReader
-from tawpipe.data.render import Renderer
+from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.settings import AsChat, DataSettings
 from tawpipe.data.sources import SourceFile, name_files, stamps
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 CACHE_FORMAT = 5
 """Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
+
+
+BEGIN_AND_END = 2
+"""Tokens that a document may have besides those of its text."""
 
 
 class TokenisedText:
@@ -70,10 +74,29 @@ class TokenisedText:
         chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
         self.chats = with_beginning(chats) if self.encoder.begin else chats
         """The tokenizer with the template that chats go through."""
-        special = settings.special_in_text
-        self.renderer = Renderer(self.chats, self.reader.columns, as_chat=self._as_chat, date=date, special=special)
+        self.renderer = self.rendering(None)
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((token for token in known if isinstance(token, int)), 0)
+
+    def rendering(self, limit: int | None) -> Renderer:
+        """A renderer of chats and instructions of at most ``limit`` tokens, of any number where it is None."""
+        settings, encoder = self.settings, self.encoder
+
+        def fits(pieces: tuple[ChatText, ...]) -> bool:
+            bounded = sum(len(piece.text.encode()) for piece in pieces) + BEGIN_AND_END <= (limit or 0)
+            document = Document("chat", pieces, complete=True)
+            return bounded or len(encoder.encode([document])[0].ids) <= (limit or 0)
+
+        return Renderer(
+            self.chats,
+            self.reader.columns,
+            as_chat=self._as_chat,
+            date=self.date,
+            special=settings.special_in_text,
+            answers=settings.answers,
+            long_chats=settings.long_chats,
+            fits=None if limit is None or settings.long_chats == "anywhere" else fits,
+        )
 
     def _choose(
         self, files: Sequence[SourceFile], given: PreTrainedTokenizerBase | None, model: str | None
@@ -106,18 +129,24 @@ class TokenisedText:
                 return True
         return False
 
-    def corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
-        """The tokens of the files; True beside them if the cache had them already."""
+    def corpus(self, files: Sequence[SourceFile], setting: str, limit: int | None = None) -> tuple[Corpus, bool]:
+        """The tokens of the files; True beside them if the cache had them already.
+
+        Args:
+            limit: tokens of a chat or an instruction at most; see ``rendering``.
+        """
         settings = self.settings
         template = self.chats.chat_template
         date = self.date if PRINTS_DATE in str(template) and self._has_chats(files) else ""
         meaning = settings.rows, settings.columns, settings.ignore_columns, self._as_chat, settings.special_in_text
+        meaning = *meaning, settings.answers, limit, settings.long_chats if limit else ""
         key = content_hash(CACHE_FORMAT, stamps(files), self.hash, meaning, template, date)
         folder = self.root / "corpora" / key
 
         def fill(work: Path) -> None:
             rows = (row for file in files for row in self.reader.read(file))
-            counts = write_corpus(work, rows, self.renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
+            renderer = self.rendering(limit)
+            counts = write_corpus(work, rows, renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
             if not counts.documents:
                 raise no_documents(setting, files, counts)
 

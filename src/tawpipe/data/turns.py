@@ -1,4 +1,4 @@
-"""Chats that are too long, cut where a user's turn begins."""
+"""Chats that are longer than a row: cut where a user's turn begins, or left out."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from typing import Any
 
 from tawpipe.data.chat import Chat, ChatRenderer, ChatText, Message, Tools
 from tawpipe.data.messages import ASSISTANT, Malformed
+from tawpipe.data.settings import LongChats
 
-TOO_LONG = "with a question that is longer than a row together with its answer"
+TOO_LONG = "longer than a row: a question with its answer (--sequence-length; --long-chats anywhere cuts them)"
+DROPPED = "longer than a row (--sequence-length; --long-chats turns cuts chats where a user's turn begins)"
+
+Fits = Callable[[tuple[ChatText, ...]], bool]
+"""Says whether the pieces of a document are short enough."""
 
 
-def cut_at_turns(
+def chat_that_fits(
     renderer: ChatRenderer,
     messages: Sequence[Message],
     tools: Tools,
     options: Mapping[str, Any],
-    fits: Callable[[tuple[ChatText, ...]], bool],
+    fits: Fits,
+    long_chats: LongChats,
 ) -> Chat:
-    """The documents of a chat, or of parts of it that fit, each behind the system's turn.
+    """Render a chat, or parts of it that fit, each behind the system's turn.
 
     A part takes as many questions with their answers as fit, in the chat's order. A question that does not fit alone is
-    among the ``lost`` ones.
-
-    Args:
-        fits: says whether the pieces of a document are short enough.
+    among the ``lost`` ones. Under ``drop`` documents that do not fit are.
 
     Raises:
         Malformed: as in ``ChatRenderer.chat``.
@@ -33,6 +36,10 @@ def cut_at_turns(
     whole = renderer.chat(messages, tools, options)
     if all(map(fits, whole.documents)):
         return whole
+    if long_chats == "drop":
+        kept = [document for document in whole.documents if fits(document)]
+        lost = [Malformed(DROPPED)] * (len(whole.documents) - len(kept))
+        return Chat(kept, whole.lost + lost, whole.said)
     system, questions = _questions(messages)
     parts, begin = list[Chat](), 0
     while begin < len(questions):
@@ -48,8 +55,12 @@ def cut_at_turns(
             best, end = chat, more
         parts.append(best)
         begin = end
-    documents, lost, said = (list(chain.from_iterable(lists)) for lists in zip(*parts, strict=True))
-    return Chat(documents, lost, [*said, Malformed("are longer than a row and are cut at turns (--long-chats)")])
+    cut = Malformed("are longer than a row and are cut at turns (--long-chats)")
+    return Chat(
+        [document for part in parts for document in part.documents],
+        [lost for part in parts for lost in part.lost],
+        [*(said for part in parts for said in part.said), cut],
+    )
 
 
 def _questions(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Sequence[Message]]]:
