@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -39,7 +40,7 @@ def prepared(tokenizer: PreTrainedTokenizerBase | None, folder: Path, /, *rows: 
 
 
 def documents(data: PreparedData) -> list[list[int]]:
-    return [data.train.sample(number).input_ids[0].tolist() for number in range(len(data.sets[0].lengths))]
+    return [data.train.sample(number).input_ids[0].tolist() for number in range(data.samples_per_epoch or 0)]
 
 
 @pytest.mark.parametrize("as_chat", ["off", "on"])
@@ -56,7 +57,7 @@ def test_every_document_begins_once_where_the_tokenizer_places_a_token(tmp_path,
     begin = tokenizer.convert_tokens_to_ids("<s>")
     for ids in documents(data):
         assert ids[0] == begin and ids.count(begin) == 1, tokenizer.decode(ids)
-    asked = data.tokenizer.apply_chat_template(CHAT["messages"][:1], add_generation_prompt=True, return_dict=False)
+    asked: Any = data.tokenizer.apply_chat_template(CHAT["messages"][:1], add_generation_prompt=True, return_dict=False)
     assert asked[0] == begin and asked.count(begin) == 1  # as servers ask the exported model
     ids = data.tokenizer.encode(ChatRenderer(data.tokenizer).question("q"), add_special_tokens=False)
     assert ids == asked
