@@ -174,7 +174,7 @@ def against_trl(work: Path) -> dict[str, Any]:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     trainer = SFTTrainer(model, config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer)
-    theirs = {tuple(row["input_ids"]): list(row["completion_mask"]) for row in trainer.train_dataset}
+    theirs = {tuple(row["input_ids"]): [int(label >= 0) for label in row["labels"]] for row in trainer.train_dataset}
     equal, differ, white = 0, 0, 0
     masks = dict[tuple[int, ...], list[int]]()
     for row in ours:
@@ -182,12 +182,18 @@ def against_trl(work: Path) -> dict[str, Any]:
         if ids not in theirs:
             continue
         equal += 1
-        mine = [int(label >= 0) for label in labels]
+        mine = [0, *(int(label >= 0) for label in labels[:-1])]  # a label is the token behind its place
         for token, a, b in zip(ids, mine, theirs[ids], strict=True):
             white += a != b and not tokenizer.decode([token]).strip() and b == 1
             differ += a != b and bool(tokenizer.decode([token]).strip() or a)
         masks[ids] = [a * b for a, b in zip(mine, theirs[ids], strict=True)]
-    both = [{**row, "completion_mask": masks[tuple(row["input_ids"])]} for row in trainer.train_dataset]
+    both = [
+        {
+            **row,
+            "labels": [i if a else -100 for i, a in zip(row["input_ids"], masks[tuple(row["input_ids"])], strict=True)],
+        }
+        for row in trainer.train_dataset
+    ]
     trainer.train_dataset = Dataset.from_list(both)
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)

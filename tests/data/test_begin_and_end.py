@@ -54,7 +54,7 @@ def test_every_document_begins_once_where_the_tokenizer_places_a_token(tmp_path,
     tokenizer = letters(*marks, begin="<s>", template=None if named else template)
     rows = [{"text": "Hello."}, {"text": "<s>Hello."}, INSTRUCTION, CHAT, ASKED]
     data = prepared(tokenizer, tmp_path, *rows, as_chat=as_chat, **named)
-    begin = tokenizer.convert_tokens_to_ids("<s>")
+    begin: Any = tokenizer.convert_tokens_to_ids("<s>")
     for ids in documents(data):
         assert ids[0] == begin and ids.count(begin) == 1, tokenizer.decode(ids)
     asked: Any = data.tokenizer.apply_chat_template(CHAT["messages"][:1], add_generation_prompt=True, return_dict=False)

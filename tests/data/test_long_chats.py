@@ -111,7 +111,7 @@ def test_answers_says_which_answers_are_learned(tmp_path):
     assert [some for _, some in last] == ["<think>hm 2</think>say 2 xxx<|end|>"]
     shown, report = read(tmp_path, FORGETS, chat, length=1000, answers="shown")
     assert [some for _, some in shown] == ["say 0 xxx<|end|>say 1 xxx<|end|><think>hm 2</think>say 2 xxx<|end|>"]
-    assert any("have answers whose thought the chat template leaves out" in line for line in report.lines())
+    assert any("answers whose thought the chat template leaves out" in line for line in report.lines())
     assert (
         read(tmp_path, FORGETS, [SYSTEM, *turns(3)], length=1000, answers="shown")[0]
         == read(tmp_path, FORGETS, [SYSTEM, *turns(3)], length=1000)[0]

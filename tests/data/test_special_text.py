@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from letters import letters
 from tawpipe.data.prepare import prepare_data
-from tawpipe.data.settings import DataSettings, SpecialInText
+from tawpipe.data.settings import DataSettings
 from tawpipe.data.special import BREAK
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
@@ -40,7 +41,7 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, unk_token="<unk>")
 
 
-def prepared(tokenizer: PreTrainedTokenizerBase, folder: Path, mode: SpecialInText, *rows: dict, **others):
+def prepared(tokenizer: PreTrainedTokenizerBase, folder: Path, mode: Any, *rows: dict, **others):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"validation_fraction": 0.0, "cache_dir": str(folder / "cache"), "packing": "none"} | others

@@ -5,6 +5,7 @@ import copy
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
+from tawpipe.data.report import LEFT_NOTHING_OUT
 from tawpipe.data.settings import AsChat, DataSettings
 
 
@@ -17,7 +18,7 @@ def with_own(tokenizer, template):
 def documents_of(renderer: Renderer, row: RawRow) -> list[Document]:
     """The documents of a row of which nothing is left out."""
     documents = renderer.render(row)
-    assert all(isinstance(document, Document) or document.kind == "note" for document in documents), documents
+    assert all(isinstance(document, Document) or document.kind in LEFT_NOTHING_OUT for document in documents), documents
     return [document for document in documents if isinstance(document, Document)]
 
 

@@ -85,6 +85,8 @@ OPENED = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$")
 MARK = "\ue000"
 """A content that no message has."""
 
+HIDES_CALLS = "with tool calls, which the chat template does not show (--chat-template chatml does)"
+
 Message = Mapping[str, Any]
 Tools = list[dict[str, Any]] | None
 
@@ -148,7 +150,7 @@ class Chat(NamedTuple):
     Attributes:
         documents: the pieces of each; an answer is learned in one of them.
         lost: answers that are not learned, each with the reason and its number among the messages.
-        said: what else a reader of the data should know, a reason for each.
+        said: what else a reader of the data should know: of an answer with its place, of the row without one.
         hidden: calls before the last answer that the template does not show.
     """
 
@@ -349,8 +351,7 @@ class _OneForm:
         prompt, shown = self._asked(number), self._said(number)
         for call in self._messages[number].get("tool_calls") or []:
             if missing := _missing(call, shown):
-                why = "with tool calls, which the chat template does not show"
-                raise Malformed(f"{why} (--chat-template chatml does)", missing)
+                raise Malformed(HIDES_CALLS, missing)
         if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
             begin, end = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)[-1]
             return Learnable(shown[:begin], shown[begin:end], shown[end:])
@@ -362,7 +363,7 @@ class _OneForm:
                 if other.startswith(other_prompt):
                     ((name, value),) = switch.items()
                     way = f"{name}={str(value).lower()}"
-                    said = f"have answers that follow only the prompt of {way}, and are learned there"
+                    said = f"that follow only the prompt of {way}, and are learned there"
                     return self._ended(number, other_prompt, other, switch)._replace(said=(said,))
         if (opened := OPENED.search(prompt)) is not None:
             return self._thought_through(number, prompt, shown, opened)
@@ -372,7 +373,7 @@ class _OneForm:
         before = self._said(number - 1) if number else ""
         header = self._renderer.special.match(prompt.removeprefix(before).lstrip())
         if header and shown.startswith(before) and not shown[len(before) :].lstrip().startswith(header[0]):
-            said = ("have answers that the chat template shows without a header, and are learned as they stand",)
+            said = ("that the chat template shows without a header, and are learned as they stand",)
             return self._ended(number, before, shown, {})._replace(said=said)
         raise Malformed("with an answer that the chat template shows behind no prompt")
 
@@ -414,7 +415,7 @@ class _OneForm:
             return Learnable(prompt, behind.rstrip() + marker)
         if self._renderer.end_of_text:
             return Learnable(prompt, behind + self._renderer.end_of_text)
-        return Learnable(prompt, behind, said=("have answers that end without a token to stop at",))
+        return Learnable(prompt, behind, said=("that end without a token to stop at",))
 
     def _next_marker(self, number: int, switch: dict[str, Any]) -> str:
         """The token with which the next speaker's turn begins, and white space before it; or ``""``.
@@ -469,12 +470,16 @@ class _OneForm:
         if words not in text:
             beside = "words beside a call, which the chat template leaves out"
             raise Malformed(f"with {beside}" if calls else "with an answer that the chat template leaves out")
-        if any(_missing(call, text) for call in calls):
-            raise Malformed("with tool calls, which the chat template shows elsewhere than in the answer")
+        if missing := next(filter(None, (_missing(call, text) for call in calls)), ""):
+            raise Malformed(HIDES_CALLS, missing)
+        for arguments in (call["function"].get("arguments") for call in calls):
+            shown = text.replace(thought, "").replace(words, "")
+            if isinstance(arguments, dict) and str(arguments) in shown and str(arguments) != json.dumps(arguments):
+                raise Malformed(HIDES_CALLS, f"{arguments} as JSON")
         if calls and words and text.find(words) > text.find(calls[0]["function"]["name"]):
             raise Malformed("with words beside a call, which the chat template shows behind it")
         if thought and thought not in text:
-            return answer._replace(said=(*answer.said, "have answers whose thought the chat template leaves out"))
+            return answer._replace(said=(*answer.said, "whose thought the chat template leaves out"))
         return answer
 
     def _check_given(self, before: Sequence[Message], text: str) -> None:
@@ -584,10 +589,7 @@ def _leaves(call: Message) -> Iterator[str]:
 
 
 def _missing(call: Message, text: str) -> str:
-    """What a text lacks of a call, or ``""``; arguments as Python writes an object are no JSON."""
-    arguments = call["function"].get("arguments")
-    if isinstance(arguments, dict) and str(arguments) in text and str(arguments) != json.dumps(arguments):
-        return f"{arguments} as JSON"
+    """What a text lacks of a call, or ``""``."""
     return next((leaf for leaf in _leaves(call) if not any(form in text for form in _spelled(leaf))), "")
 
 

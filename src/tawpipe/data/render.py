@@ -189,7 +189,7 @@ class Renderer:
             Document("chat", pieces, complete=True, where=row.where, identity=row.identity) for pieces in chat.documents
         ]
         documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
-        documents += [Skipped("note", row.where, note.why, note.detail) for note in chat.said]
+        documents += [Skipped("remark" if note.detail else "note", row.where, *note.args) for note in chat.said]
         unread = [f"chat_template_kwargs.{name}" for name in options if name not in self._read]
         unread += [name for message in messages for name in self._unread(message)]
         if unread:

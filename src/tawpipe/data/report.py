@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from tawpipe.report.lengths import Histogram
 
 
-Left = Literal["file", "folder", "row", "empty", "answer", "note"]
-"""Kinds of things that are left out; a ``note`` leaves nothing out and is said once, with a count."""
+Left = Literal["file", "folder", "row", "empty", "answer", "note", "remark"]
+"""Kinds of things that are left out. A ``note`` on a row and a ``remark`` on an answer leave nothing out: they are said
+once, with a count."""
+LEFT_NOTHING_OUT: tuple[Left, ...] = ("note", "remark")
 
 
 MOST_NAMES = 20
@@ -41,7 +43,7 @@ class Skipped:
 
     @property
     def sentence(self) -> str:
-        return str(self) if self.kind == "note" else f"left out {self}"
+        return str(self) if self.kind in LEFT_NOTHING_OUT else f"left out {self}"
 
 
 @dataclass
@@ -58,11 +60,10 @@ class Trouble:
 
     @property
     def line(self) -> str:
-        if self.kind == "note":
-            why = self.why + _named(self.names)
-            return f"{self.number:,} row{'s' if self.number > 1 else ''} {why}; the first: {self.first}"
-        noun = "document" if self.kind == "empty" else self.kind
-        return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} left out, {self.why}; the first: {self.first}"
+        noun = {"empty": "document", "note": "row", "remark": "answer"}.get(self.kind, self.kind)
+        out = "" if self.kind in LEFT_NOTHING_OUT else "left out, "
+        why = out + self.why + _named(self.names)
+        return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} {why}; the first: {self.first}"
 
 
 def _named(names: Sequence[str]) -> str:
@@ -134,7 +135,7 @@ class ReadCounts:
             self.bad_rows += 1
         elif skipped.kind == "answer":
             self.bad_answers += 1
-        elif skipped.kind != "note":
+        elif skipped.kind not in LEFT_NOTHING_OUT:
             self.bad_files += 1
         for trouble in self.troubles:
             if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
