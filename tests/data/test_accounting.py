@@ -17,7 +17,7 @@ from tawpipe.data.columns import Columns
 from tawpipe.data.hub import opened
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.read import RowReader
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.render import AS_CHAT, Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import find_sets
@@ -57,7 +57,7 @@ def read(tokenizer, path: Path, **settings: Any) -> tuple[list[str], list[str], 
     for row in rows:
         for document in [row] if isinstance(row, Skipped) else renderer.render(row):
             if isinstance(document, Skipped):
-                counts.add_skipped(document)
+                _ = document.why == AS_CHAT or counts.add_skipped(document)
             else:
                 documents.append(document)
     wholes = ["".join(piece.text for piece in document.pieces) for document in documents]

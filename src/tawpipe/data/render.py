@@ -71,6 +71,9 @@ UNREAD_COLUMNS = "with columns that are not read"
 UNREAD_FIELDS = "with fields that are neither learned nor shown by the chat template"
 
 
+AS_CHAT = "are instructions and go through the chat template (--as-chat off writes them as they are)"
+
+
 class Renderer:
     """Maker of documents from raw rows.
 
@@ -222,7 +225,8 @@ class Renderer:
             return [_without_answer(row)]
         if self._as_chat:
             turns = {"system": system, "user": "\n".join(parts), ASSISTANT: said}
-            return self._rendered(row, [{"role": role, "content": text} for role, text in turns.items() if text])
+            messages = [{"role": role, "content": text} for role, text in turns.items() if text]
+            return [*self._rendered(row, messages), Skipped("note", row.where, AS_CHAT)]
         for name in ("tools", "functions", "chat_template_kwargs"):
             if name in columns:
                 name = self._names.get(name, name)
