@@ -151,7 +151,7 @@ class Chat(NamedTuple):
         documents: the pieces of each; an answer is learned in one of them.
         lost: answers that are not learned, each with the reason and its number among the messages.
         said: what else a reader of the data should know: of an answer with its place, of the row without one.
-        hidden: calls before the last answer that the template does not show.
+        hidden: answers before the last one of which the template does not show the words or the calls.
     """
 
     documents: list[tuple[ChatText, ...]]
@@ -198,9 +198,9 @@ class ChatRenderer:
 
     Args:
         tokenizer: its chat template is used, or a built-in one where it has none.
-        answers: ``each`` learns every answer as it will be asked for, in a document of its own where the template
-            shows the history otherwise than the answer; ``last`` learns the last one alone; ``shown`` makes one
-            document of a chat and learns what the template shows of each answer.
+        answers: ``shown`` makes one document of a chat and learns what the template shows of each answer. Otherwise
+            every answer is learned as it will be asked for, in a document of its own where the template shows the
+            history otherwise than the answer.
         date: the day that a template prints, as 2026-11-28; today by default.
     """
 
@@ -223,8 +223,13 @@ class ChatRenderer:
         return str(self._tokenizer.eos_token or "")
 
     def template(self, tools: Tools = None) -> str:
-        """The text of the chat template."""
-        return self._fallback or self._tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
+        """The text of the chat template.
+
+        Raises:
+            Malformed: the tokenizer has several, and none for this.
+        """
+        get: Any = self._tokenizer.get_chat_template
+        return self._fallback or _refusals_named(lambda: get(None, tools))
 
     def question(self, text: str) -> str:
         """The prompt for a user's message, ready for the model to answer.
@@ -270,6 +275,14 @@ class ChatRenderer:
             raise refused or Malformed("without an answer to learn")
         return best
 
+    def differ(self, messages: Sequence[Message], others: Sequence[Message], tools: Tools, options: Any) -> bool:
+        """Return True if the template shows two chats otherwise; False as well if it refuses either."""
+        template = self.template(tools)
+        for form, other in zip(_forms(template, messages), _forms(template, others), strict=True):
+            with contextlib.suppress(Malformed):
+                return self.apply(form, tools, options, asks=False) != self.apply(other, tools, options, asks=False)
+        return False
+
     def marked(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Begin and end of what the template itself marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -313,11 +326,12 @@ class _OneForm:
         messages = self._messages
         said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         learned = [number for number in said if messages[number].get("weight", 1) != 0]
-        learned = learned[-1:] if answers == "last" else learned
         texts, lost, notes = list[tuple[str, dict[int, int]]](), list[Malformed](), list[Malformed]()
-        last = -1
+        last, given = -1, ""
         for number in reversed(learned):
             try:
+                if not any(_thought_and_words(messages[number])) and not messages[number].get("tool_calls"):
+                    raise Malformed("with an empty answer")
                 answer = self._shown(number) if answers == "shown" else self._answer(number)
                 answer = self._check_answer(number, answer)
             except Malformed as error:
@@ -326,21 +340,33 @@ class _OneForm:
                 )
                 continue
             notes += [Malformed(why, f"message {number + 1}") for why in answer.said]
+            given = given or answer.prompt
             learned_text = answer.prompt + answer.learned
             spans = next((spans for text, spans in texts if text.startswith(learned_text)), None)
             if spans is None:
                 last, spans = max(last, number), {}
                 texts.append((learned_text + answer.rest, spans))
             spans[len(answer.prompt)] = len(learned_text)
+        hidden = list[int]()
         if texts:
-            self._check_given(messages[:last], texts[0][0])
+            self._check_given(messages[:last], given)
             if self._tools and not re.search(r"\btools\b", self._template):
                 notes.append(Malformed("have tools whose definitions the chat template does not show"))
-            if any(message["role"] != ASSISTANT for message in messages[last:]) and answers != "shown":
+            if last == said[-1] < len(messages) - 1 and answers != "shown":
                 notes.append(Malformed("end with turns that no answer follows, which are left out"))
-        calls = [call for message in messages[:last] for call in message.get("tool_calls") or []] if texts else []
-        hidden = sum(bool(_missing(call, texts[0][0])) for call in calls)
-        return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, hidden)
+            hidden = [number for number in range(last) if self._hides(number, given, number in learned)]
+            if set(hidden) - set(learned):
+                notes.append(Malformed("have words or calls before the last answer that the chat template leaves out"))
+        return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, len(hidden))
+
+    def _hides(self, number: int, given: str, is_learned: bool) -> bool:
+        """True for an answer of which the prompt of the last one lacks calls, or words that are not learned either."""
+        message = self._messages[number]
+        if message["role"] != ASSISTANT:
+            return False
+        words = "" if is_learned else _thought_and_words(message)[1]
+        calls = message.get("tool_calls") or []
+        return not any(form in given for form in _spelled(words)) or any(_missing(call, given) for call in calls)
 
     def _answer(self, number: int) -> Learnable:
         """What has to be written behind the prompt of an answer.
@@ -353,8 +379,10 @@ class _OneForm:
             if missing := _missing(call, shown):
                 raise Malformed(HIDES_CALLS, missing)
         if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
-            begin, end = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)[-1]
-            return Learnable(shown[:begin], shown[begin:end], shown[end:])
+            marks = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)
+            if own := [mark for mark in marks if mark[0] >= len(prompt)]:
+                begin, end = own[0][0], own[-1][1]
+                return Learnable(shown[:begin], shown[begin:end], shown[end:])
         if shown.startswith(prompt):
             return self._ended(number, prompt, shown, {})
         for switch in self._switches():
@@ -381,9 +409,14 @@ class _OneForm:
         """The answer behind a prompt that begins a thought, where the template shows no thoughts."""
         tag, asked = opened[1], prompt[: opened.start()]
         body = shown[len(asked) :] if shown.startswith(asked) else self._behind_header(number, asked, shown)
+        if body is not None and (own := re.match(rf"\s*<{tag}>", body)):  # the template shows the thought
+            return self._ended(number, prompt, prompt + body[own.end() :].lstrip(), {})
         message = self._messages[number]
+        field = message.get(THOUGHTS[0])
         tagged = re.match(rf"\s*<{tag}>(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
-        thought, space = (tagged[1], tagged[2]) if tagged else (message.get(THOUGHTS[0]), "\n\n")
+        if tagged is None and not field:  # as such a model itself writes it
+            tagged = re.match(rf"(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
+        thought, space = (tagged[1], tagged[2]) if tagged else (field, "\n\n")
         if body is None or thought is None:
             why = (
                 f"with an answer without a thought, which the prompt of the chat template begins ({opened[0].strip()})"
@@ -391,10 +424,9 @@ class _OneForm:
             raise Malformed(
                 f"{why}; <{tag}></{tag}> is an empty one, and --answers shown takes what the template shows"
             )
-        begun = prompt[opened.end(1) + 1 :]
-        inner = thought.removeprefix(begun) if tagged and thought.startswith(begun) else thought.lstrip()
         close = f"</{tag}>" if tagged else f"\n</{tag}>"
-        return self._ended(number, prompt, prompt + inner + close + ("" if body[:1].isspace() else space) + body, {})
+        space = "" if body[:1].isspace() else space
+        return self._ended(number, prompt, prompt + thought.lstrip() + close + space + body, {})
 
     def _behind_header(self, number: int, prompt: str, shown: str) -> str | None:
         """What ``shown`` has behind the header of its last turn; None where no header is seen.
@@ -404,7 +436,8 @@ class _OneForm:
         header = prompt.removeprefix(self._said(number - 1)) if number else prompt
         other = self._render([*self._messages[:number], {"role": ASSISTANT, "content": MARK}], asks=False)
         place = shown[: _alike(shown, other)].rfind(header) if header != prompt and header.strip() else -1
-        return None if place < 0 else shown[place + len(header) :]
+        is_last = place >= _alike(shown, self._said(number - 1) if number else "")
+        return shown[place + len(header) :] if place >= 0 and is_last else None
 
     def _ended(self, number: int, prompt: str, shown: str, switch: dict[str, Any]) -> Learnable:
         """The answer through the token that ends its turn: the last special one, or the next speaker's marker."""
@@ -442,7 +475,7 @@ class _OneForm:
         if opened := OPENED.search(header):
             header = header[: opened.start()]
         other = [*self._messages]
-        other[number] = {"role": ASSISTANT, "content": MARK}
+        other[number] = {**_without_thought(message), "content": MARK}
         place = whole[: _alike(whole, self._render(other, asks=False))].rfind(header)
         if place < 0:
             raise Malformed("with an answer that the chat template shows behind no header")
@@ -452,10 +485,10 @@ class _OneForm:
         ending = alone[_end_of_words(message, alone, alone.rfind(header) + len(header)) :].rstrip()
         if ending and whole.startswith(ending, end):
             end += len(ending)
-        elif token := self._renderer.special.search(whole, end):
-            end = token.end()
-        else:
-            end = len(whole)
+        if not _last_end(self._renderer.special, whole[begin:end]):
+            token = self._renderer.special.search(whole, end)
+            whole += "" if token else self._next_marker(number, {}) or self._renderer.end_of_text
+            end = token.end() if token else len(whole)
         return Learnable(whole[:begin], whole[begin:end], whole[end:])
 
     def _check_answer(self, number: int, answer: Learnable) -> Learnable:
@@ -467,9 +500,11 @@ class _OneForm:
         message, text = self._messages[number], answer.learned
         thought, words = _thought_and_words(message)
         calls = message.get("tool_calls") or []
-        if words not in text:
+        if not any(form in text for form in _spelled(words)):
             beside = "words beside a call, which the chat template leaves out"
-            raise Malformed(f"with {beside}" if calls else "with an answer that the chat template leaves out")
+            raise Malformed(
+                f"with {beside}" if calls else "with an answer that the chat template leaves out or changes"
+            )
         if missing := next(filter(None, (_missing(call, text) for call in calls)), ""):
             raise Malformed(HIDES_CALLS, missing)
         for arguments in (call["function"].get("arguments") for call in calls):
@@ -548,11 +583,11 @@ def _forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]
 
 def _without_thought(message: Message) -> Message:
     changed = {key: value for key, value in message.items() if key not in THOUGHTS}
-    return {**changed, "content": _thought_and_words(message)[1] or message["content"]}
+    return changed if message["content"] is None else {**changed, "content": _thought_and_words(message)[1]}
 
 
 def _with_arguments(call: Message, *, as_text: bool) -> Message:
-    arguments = call["function"].get("arguments", {})
+    arguments = call["function"].get("arguments") or {}
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
@@ -564,11 +599,11 @@ def _with_arguments(call: Message, *, as_text: bool) -> Message:
 def _thought_and_words(message: Message) -> tuple[str, str]:
     """The thought of a turn, from its field or in tags, and what it says besides."""
     content = message["content"] or ""
-    tagged, close, words = content.rpartition("</think>")
-    thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
-    if close:
-        thought = thought or tagged.rpartition("<think>")[2]
-    return thought.strip(), words.strip()
+    field = next((message[name] for name in THOUGHTS if message.get(name)), "")
+    tagged, close, words = content.partition("</think>")
+    if close and (tagged.lstrip().startswith("<think>") or not (field or "<think>" in tagged)):
+        return (field or tagged.lstrip().removeprefix("<think>")).strip(), words.strip()
+    return field.strip(), content.strip()
 
 
 def _leaves(call: Message) -> Iterator[str]:
@@ -640,5 +675,13 @@ def _refusals_named(render: Callable[[], Any]) -> Any:
 
     try:
         return render()
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise Malformed("which the chat template refuses", str(error)) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ class Renderer:
         fits: Fits | None = None,
     ) -> None:
         self._chats, self._columns = ChatRenderer(tokenizer, answers, date), columns or Columns()
+        self._only_last = answers == "last"
         self._fits = fits
         self._long_chats: LongChats = long_chats
         self._special = SpecialTokens(tokenizer, special)
@@ -163,8 +164,9 @@ class Renderer:
             why = f"with {name!r} beside messages, where it has no place (--ignore-columns {name})"
             raise Malformed(why, reprlib.repr(given))
         if messages and messages[0]["role"] in SYSTEM_ROLES:
-            only({self._names.get("system", "system"): system, "the first message": messages[0]["content"]})
-            return messages
+            name = self._names.get("system", "system")
+            system = only({name: system, "the first message": messages[0]["content"]}) or ""
+            return [{**messages[0], "content": system}, *messages[1:]]
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> list[Document | Skipped]:
@@ -175,9 +177,11 @@ class Renderer:
             sources |= {f"{name} of the first message": head.pop(name, None) for name in names}
         tools = only({name: read_tools(value) for name, value in sources.items()})
         options, messages = read_options(columns.get("chat_template_kwargs")), [head, *messages[1:]]
-        for number in range(first):
-            if messages[number]["role"] == ASSISTANT:
-                messages[number] = {**messages[number], "weight": 0}
+        if any(message.get(name) for message in messages for name in names):
+            raise Malformed("with tools of a message that is not the first system turn")
+        learned = [n for n, turn in enumerate(messages) if turn["role"] == ASSISTANT and turn.get("weight", 1)]
+        for number in [n for n in learned if n < first] + (learned[:-1] if self._only_last else []):
+            messages[number] = {**messages[number], "weight": 0}
         messages, tools, notes = self._special.messages(messages, tools, row.where)
         if self._fits is None:
             chat = self._chats.chat(messages, tools, options)
@@ -194,22 +198,29 @@ class Renderer:
         documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
         documents += [Skipped("remark" if note.detail else "note", row.where, *note.args) for note in chat.said]
         unread = [f"chat_template_kwargs.{name}" for name in options if name not in self._read]
-        unread += [name for message in messages for name in self._unread(message)]
+        unread += self._unread(messages, tools, options)
         if unread:
             documents.append(Skipped("note", row.where, UNREAD_FIELDS, names=tuple(dict.fromkeys(unread))))
         return documents
 
-    def _unread(self, message: dict[str, Any]) -> Iterator[str]:
-        """The fields of a message that hold something and of which nothing is learned or shown."""
-        for name, value in message.items():
-            if name in (*MARKS, THOUGHT):
-                if message["role"] != ASSISTANT:
-                    yield f"{name} of {message['role']}"
-            elif value not in EMPTY and name not in self._read and name not in ("role", "content", "tool_calls"):
-                yield name
-        for call in message.get("tool_calls", ()):
-            names = [*(call.keys() - {"type", "function"}), *(call["function"].keys() - {"name", "arguments"})]
-            yield from (f"tool_calls.{name}" for name in sorted(names) if name not in self._read)
+    def _unread(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> Iterator[str]:
+        """The fields of messages and of calls that hold something and of which nothing is learned or shown."""
+
+        def is_shown(change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+            return self._chats.differ(messages, list(map(change, messages)), tools, options)
+
+        for message in messages:
+            learned = (*MARKS, THOUGHT, "tool_calls") if message["role"] == ASSISTANT else ()
+            for name, value in message.items():
+                if value in EMPTY or name in ("role", "content", *learned):
+                    continue
+                of = f" of {message['role']}" if name in (*MARKS, THOUGHT, "tool_calls") else ""
+                if not is_shown(lambda turn, name=name: _without(turn, name)):
+                    yield name + of
+            for call in message.get("tool_calls", ()) if learned else ():
+                for name in sorted({*call, *call["function"]} - {"type", "function", "name", "arguments"}):
+                    if not is_shown(lambda turn, name=name: _without_in_calls(turn, name)):
+                        yield f"tool_calls.{name}"
 
     def _instruction(self, row: RawRow) -> list[Document | Skipped]:
         """The prompt as it is written and then the completion; other names than completion in paragraphs."""
@@ -260,6 +271,18 @@ class Renderer:
         if not isinstance(value, str):
             raise Malformed(f"whose column {self._names.get(name, name)!r} holds no text", type(value).__name__)
         return value
+
+
+def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def _without_in_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """The message without a field of its calls."""
+    calls = [
+        {**_without(call, name), "function": _without(call["function"], name)} for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _without_answer(row: RawRow) -> Skipped:

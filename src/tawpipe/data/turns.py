@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from tawpipe.data.chat import Chat, ChatRenderer, ChatText, Message, Tools
-from tawpipe.data.messages import ASSISTANT, Malformed
+from tawpipe.data.messages import ASSISTANT, SYSTEM_ROLES, Malformed
 from tawpipe.data.settings import LongChats
 
 TOO_LONG = "longer than a row: a question with its answer (--sequence-length; --long-chats anywhere cuts them)"
@@ -40,27 +40,39 @@ def chat_that_fits(
         kept = [document for document in whole.documents if fits(document)]
         lost = [Malformed(DROPPED)] * (len(whole.documents) - len(kept))
         return Chat(kept, whole.lost + lost, whole.said)
-    system, questions = _questions(messages)
+    head, questions = _questions(messages)
     parts, begin = list[Chat](), 0
     while begin < len(questions):
-        best, end = Chat([], [Malformed(TOO_LONG, f"question {begin + 1}")], []), begin + 1
-        for more in range(begin + 1, len(questions) + 1):
-            part = [*system, *chain.from_iterable(questions[begin:more])]
-            try:
-                chat = renderer.chat(part, tools, options)
-            except Malformed as error:
-                chat = Chat([], [error], [])
-            if not all(map(fits, chat.documents)):
-                break
-            best, end = chat, more
-        parts.append(best)
-        begin = end
+        systems = [message for message in chain.from_iterable(questions[:begin]) if message["role"] in SYSTEM_ROLES]
+        best, end, longer = Chat([], [Malformed(TOO_LONG)], []), begin, len(questions) + 1
+        step = 1
+        while step:  # first in growing steps, and then in halves, as long parts take long to render
+            part = [*head, *systems, *chain.from_iterable(questions[begin : end + step])]
+            chat = _rendered(renderer, part, tools, options) if end + step < longer else None
+            if chat is not None and all(map(fits, chat.documents)):
+                best, end, step = chat, end + step, 2 * step
+            else:
+                longer, step = min(longer, end + step), step // 2
+        lost = [
+            Malformed(error.why, f"from question {begin + 1} on{error.detail and f': {error.detail}'}")
+            for error in best.lost
+        ]
+        parts.append(best._replace(lost=lost))
+        begin = max(end, begin + 1)
     cut = Malformed("are longer than a row and are cut at turns (--long-chats)")
     return Chat(
         [document for part in parts for document in part.documents],
         [lost for part in parts for lost in part.lost],
         [*(said for part in parts for said in part.said), cut],
     )
+
+
+def _rendered(renderer: ChatRenderer, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Chat:
+    """Render a part of a chat; what the template refuses is lost."""
+    try:
+        return renderer.chat(messages, tools, options)
+    except Malformed as error:
+        return Chat([], [error], [])
 
 
 def _questions(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Sequence[Message]]]:

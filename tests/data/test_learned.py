@@ -1,0 +1,141 @@
+"""What is learned of chats through odd templates: each answer as it will be asked for, or the reason why not."""
+
+from typing import Any
+
+import pytest
+
+from chat_families import byte_level
+from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.render import Document, Renderer
+from tawpipe.data.report import Skipped
+from tawpipe.data.settings import Answers
+
+SPECIAL = ["<s>", "<u>", "<a>", "<|end|>", "<|stop|>", "<|user|>", "<|bot|>", "<|tool|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<' + m.role[:1] + '>' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+THINKS = (  # as Nemotron: the thought stands right behind its tag, and the prompt begins one
+    "{% for m in messages %}{{ '<' + m.role[:1] + '>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+)
+DROPS = (  # as R1: no thoughts, and the prompt begins one
+    "{% for m in messages %}{{ '<' + m.role[:1] + '>' + m.content.split('</think>')[-1] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+)
+MERGES = (  # as Gemma 4: two answers in a row are one turn
+    "{% for m in messages %}{% if not (loop.previtem is defined and loop.previtem.role == m.role) %}"
+    "{{ '<' + m.role[:1] + '>' }}{% endif %}{{ m.content }}"
+    "{% if loop.last or loop.nextitem.role != m.role %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+MARKERS = (  # as GLM: the next speaker's marker ends a turn
+    "{% for m in messages %}{{ {'tool': '<|tool|>', 'assistant': '<|bot|>', 'user': '<|user|>'}[m.role] }}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+MARKED = (  # without a generation prompt, two marks in a turn
+    "{% for m in messages %}{% if m.role == 'assistant' %}<a>{% generation %}{{ m.reasoning_content or '' }}"
+    "{% endgeneration %}:{% generation %}{{ m.content }}{% endgeneration %}<|end|>"
+    "{% else %}<u>{{ m.content }}{% endif %}{% endfor %}"
+)
+ASK, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "nine"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"a": "fen"}}}]}
+
+
+def rendered(template: str | dict[str, str], *messages: dict, answers: Answers = "each", **columns: Any) -> list[Any]:
+    tokenizer = byte_level("", SPECIAL, eos_token="<|stop|>")
+    tokenizer.chat_template = template  # pyright: ignore[reportAttributeAccessIssue]
+    row = Columns().row("here", {"messages": list(messages), **columns})
+    assert isinstance(row, RawRow)
+    return Renderer(tokenizer, as_chat="auto", answers=answers).render(row)
+
+
+def learned(template: str, *messages: dict, **settings: Any) -> list[str]:
+    """Every learned piece, in the order of the chat; it stands behind the prompt of an assistant."""
+    documents = [each for each in rendered(template, *messages, **settings) if isinstance(each, Document)]
+    return [piece.text for document in documents[::-1] for piece in document.pieces if piece.counts]
+
+
+def said(template: str | dict[str, str], *messages: dict, **settings: Any) -> str:
+    left = [each for each in rendered(template, *messages, **settings) if isinstance(each, Skipped)]
+    return "\n".join(f"{each.kind}: {each}" for each in left)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (THINKS, {"content": "<think>Sum.</think>4"}, "Sum.</think>4<|end|>"),
+        (THINKS, {"content": "<think>\nSum.\n</think>\n\n4"}, "Sum.\n</think>\n\n4<|end|>"),
+        (DROPS, {"content": "<think>Sum.</think>4"}, "Sum.</think>4<|end|>"),
+        (DROPS, {"content": "<think></think>4"}, "</think>4<|end|>"),
+        (DROPS, {"content": "Sum.\n</think>\n\n4"}, "Sum.\n</think>\n\n4<|end|>"),
+        (DROPS, {"content": "4", "reasoning": "Sum."}, "Sum.\n</think>\n\n4<|end|>"),
+    ],
+)
+def test_a_thought_is_learned_once_behind_a_prompt_that_begins_it(template, answer, expected):
+    (document,) = rendered(template, ASK, {"role": "assistant", **answer})
+    assert [piece.text for piece in document.pieces] == ["<u>q<|end|><a><think>\n", expected]
+
+
+def test_an_answer_without_the_thought_that_is_asked_for_is_left_out_by_name():
+    assert "the prompt of the chat template begins (<think>)" in said(DROPS, ASK, SAID)
+    assert learned(DROPS, ASK, SAID, answers="shown") == ["nine<|end|>"]
+    words = {"role": "assistant", "content": "write `</think>` last", "reasoning_content": "Hm."}
+    assert "leaves out or changes" in said(DROPS, ASK, words)
+
+
+def test_of_two_answers_in_a_row_nothing_is_learned_twice():
+    assert learned(CHATML, ASK, SAID, {**SAID, "content": "ten"}) == ["nine<|end|>", "ten<|end|>"]
+    outcome = said(MERGES, ASK, SAID, {**SAID, "content": "ten"})
+    assert "behind no prompt" in outcome and "message 3" in outcome
+
+
+def test_a_turn_ends_with_the_marker_of_who_speaks_next():
+    chat = [ASK, SAID, ASK, CALL, {"role": "tool", "content": "wet"}, {**SAID, "content": "ten"}]
+    expected = ["nine<|user|>", '{"name": "look", "arguments": {"a": "fen"}}<|tool|>', "ten<|user|>"]
+    assert learned(MARKERS, *chat) == learned(MARKERS, *chat, answers="shown") == expected
+
+
+def test_without_special_tokens_a_turn_ends_with_the_end_of_text():
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert learned(plain, ASK, SAID, ASK, {**SAID, "content": "ten"}) == ["nine\n<|stop|>", "ten\n<|stop|>"]
+
+
+def test_marks_of_a_template_without_a_generation_prompt():
+    both = {**SAID, "reasoning_content": "hm"}
+    assert learned(MARKED, ASK, SAID, ASK, both) == [":nine", "hm:nine"]
+
+
+def test_what_is_shown_nowhere_is_refused_or_said():
+    sees_users = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ '<' + m.role[:1] + '>' + m.content }}"
+        "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    answer = {**SAID, "content": "It is 42."}
+    assert "leaves out (of the role tool)" in said(sees_users, ASK, {"role": "tool", "content": "42"}, answer)
+    assert "words or calls before the last answer" in said(sees_users, ASK, {**CALL, "weight": 0}, ASK, SAID)
+    assert "with tools of a message" in said(CHATML, ASK, {**ASK, "tools": [{"name": "look"}]}, SAID)
+    assert "with an empty answer" in said(CHATML, ASK, {**SAID, "content": " "})
+    assert "end with turns that no answer follows" in said(CHATML, ASK, SAID, ASK)
+    assert not said(CHATML, ASK, SAID, {**SAID, "weight": 0})
+
+
+def test_a_field_counts_as_read_where_the_template_shows_it():
+    named = CHATML.replace("(m.content or '')", "(m.name or '') + m.content")
+    assert not said(named, {**ASK, "name": "Ann"}, SAID)
+    prose = CHATML + "{# the name of the user #}"
+    assert "neither learned nor shown" in said(prose, {**ASK, "name": "Ann"}, SAID)
+
+
+def test_templates_that_fail_are_told():
+    assert "division" in said("{{ 1 / 0 }}" + CHATML, ASK, SAID)
+    assert "refuses" in said({"tool_use": CHATML}, ASK, SAID)
+
+
+def test_only_the_last_answer_of_a_row():
+    ten = {**SAID, "content": "ten"}
+    assert learned(CHATML, ASK, SAID, ASK, ten, answers="last") == ["ten<|end|>"]
+    assert learned(CHATML, ASK, SAID, ASK, {**ten, "weight": 0}, answers="last") == ["nine<|end|>"]
