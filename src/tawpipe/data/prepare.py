@@ -18,7 +18,7 @@ from tawpipe.data.hub import opened
 from tawpipe.data.lengths import DEVICES, MOST_STREAMED, Balance, Dealing, LengthLimits, padding_share
 from tawpipe.data.mixture import Mixture, sample_shares
 from tawpipe.data.prepared import PreparedData
-from tawpipe.data.render import Document
+from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
 from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CHARACTERS_PER_TOKEN = 4
 """Of usual text."""
+MOST_IN_STREAM = "the most in a stream"
 MOST_WINDOWS = 16
 """Windows of a stream that are looked through for held-out documents."""
 
@@ -163,16 +164,19 @@ class _Preparation:
         if fraction > 0 and not any(len(out) for _, out in split):
             self.notes.append("no validation: too few distinct documents to hold one out")
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
+        files = self.validation.files
+        beside = [self.text.corpus(files, "--validation-data")[0]] if files else []
         if self.limits is not None:
-            files = self.validation.files
-            beside = [self.text.corpus(files, "--validation-data")[0]] if files else []
             self._follow([*corpora, *beside], self.limits)
         first = corpora[0], split[0][0]
         packing = self._packing(read, lambda: self._packed(*first, "balanced"))
+        whole = corpora
         corpora = [
             self._cut(corpus, source.files, "--data", packing)
             for corpus, source in zip(corpora, self.sets, strict=True)
         ]
+        if self.limits is not None and any(corpus not in whole for corpus in corpora):  # what is left may be shorter
+            self._follow([*corpora, *(self._cut(c, files, "--validation-data", packing) for c in beside)], self.limits)
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
@@ -192,17 +196,21 @@ class _Preparation:
 
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
-        limits, packing = self.limits, self.settings.packing
-        if packing != "split":
-            usual = self.lengths["balanced" if packing == "auto" else packing]
-            most = usual if limits is None else limits.most if limits.looks else min(limits.most, MOST_STREAMED)
-            self.text.renderer = self.text.rendering(most)
+        limits = self.limits
+        if limits is not None:  # chats may be as long, and follow the settled length from then on
+            most = limits.most if limits.looks else min(limits.most, MOST_STREAMED)
+            self.text.renderer = self.text.rendering(most, limits.why if most == limits.most else MOST_IN_STREAM)
+        elif self.settings.packing != "split":
+            self.text.renderer = self._rendering(
+                "balanced" if self.settings.packing == "auto" else self.settings.packing
+            )
         looks = [self._first_look(source, fraction) for source in self.sets]
         read = ReadCounts.merged([counts for counts, _ in looks])
         if self.limits is not None:
             self._follow_stream(read, fraction, self.limits)
         first = self.sets[0].files
         packing = self._packing(read, lambda: self._stream(first, "balanced", fraction).first_window())
+        self.text.renderer = self._rendering(packing)
         validation, validation_read = self._validation_files(packing)
         if fraction > 0:
             corpora = [Corpus.from_tokens(self.text.encoder.encode_all(out), counts) for counts, out in looks]
@@ -225,11 +233,23 @@ class _Preparation:
         ]
         return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read)
 
+    def _rendering(self, packing: Packed) -> Renderer:
+        """A renderer of chats that fit a row; under ``split`` of any length."""
+        return self.text.rendering(*((None,) if packing == "split" else (self.lengths[packing], self._bound(packing))))
+
+    def _bound(self, packing: Packed) -> str:
+        """The setting or the limit that says how long a document may be."""
+        if self.limits is not None:
+            return self.limits.bound(self.lengths[packing])
+        return "--max-document" if self.lengths[packing] != self.lengths["none"] else "--sequence-length"
+
     def _cut(self, corpus: Corpus, files: Sequence[SourceFile], setting: str, packing: Packed) -> Corpus:
         """The corpus, made anew if chats or instructions in it are longer than a row."""
         limit = self.lengths[packing]
         is_whole = packing == "split" or self.settings.long_chats == "anywhere" or not corpus.counts.masked
-        return corpus if is_whole or int(corpus.lengths.max()) <= limit else self.text.corpus(files, setting, limit)[0]
+        if is_whole or int(corpus.lengths.max()) <= limit:
+            return corpus
+        return self.text.corpus(files, setting, limit, self._bound(packing))[0]
 
     def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits) -> None:
         """Take the length of the longest document, within the limits."""
@@ -249,7 +269,7 @@ class _Preparation:
             self.why_length = first if length == longest else "as the first documents are shorter"
         else:
             self.use(length := min(within, MOST_STREAMED))
-            self.why_length = "the most in a stream" if length == MOST_STREAMED else limits.bound(length)
+            self.why_length = MOST_IN_STREAM if length == MOST_STREAMED else limits.bound(length)
 
     def _first_look(self, source: SourceSet, fraction: float) -> tuple[ReadCounts, list[Document]]:
         """Counts of the first documents, and which are held out: of a window, and of more until they are enough.

@@ -85,6 +85,7 @@ class Renderer:
         special: the setting ``special_in_text``.
         answers, long_chats: the settings of these names.
         fits: says whether the pieces of a document are short enough; None where documents may be of any length.
+        longest: the length that fits, and what sets it, in words.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class Renderer:
         answers: Answers = "each",
         long_chats: LongChats = "turns",
         fits: Fits | None = None,
+        longest: str = "",
     ) -> None:
         self._chats, self._columns = ChatRenderer(tokenizer, answers, date), columns or Columns()
         self._only_last = answers == "last"
-        self._fits = fits
+        self._fits, self._longest = fits, longest
         self._long_chats: LongChats = long_chats
         self._special = SpecialTokens(tokenizer, special)
         self._names = self._columns.names
@@ -186,7 +188,7 @@ class Renderer:
         if self._fits is None:
             chat = self._chats.chat(messages, tools, options)
         else:
-            chat = chat_that_fits(self._chats, messages, tools, options, self._fits, self._long_chats)
+            chat = chat_that_fits(self._chats, messages, tools, options, self._fits, self._long_chats, self._longest)
         if chat.lost and not chat.documents:
             raise chat.lost[0]
         if not chat.documents:
@@ -247,7 +249,7 @@ class Renderer:
         given, notes = self._special.given(given, row.where)
         pieces = tuple(piece for piece in (ChatText(given, False), ChatText(said, True)) if piece.text)
         if self._fits is not None and not self._fits(pieces):
-            raise Malformed(TOO_LONG)
+            raise Malformed(TOO_LONG.format(longest=self._longest))
         return [*notes, Document("instruction", pieces, where=row.where, identity=row.identity)]
 
     def _meant(self, group: Mapping[str, object]) -> str:

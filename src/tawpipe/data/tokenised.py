@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ CACHE_FORMAT = 5
 """Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
 
 
+ROWS_LOOKED_AT = 64
+"""First rows of a file by which it is known whether there are chats in it."""
 BEGIN_AND_END = 2
 """Tokens that a document may have besides those of its text."""
 
@@ -74,12 +77,16 @@ class TokenisedText:
         chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
         self.chats = with_beginning(chats) if self.encoder.begin else chats
         """The tokenizer with the template that chats go through."""
-        self.renderer = self.rendering(None)
+        self.renderer = self.rendering()
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((token for token in known if isinstance(token, int)), 0)
 
-    def rendering(self, limit: int | None) -> Renderer:
-        """A renderer of chats and instructions of at most ``limit`` tokens, of any number where it is None."""
+    def rendering(self, limit: int | None = None, why: str = "") -> Renderer:
+        """A renderer of chats and instructions of at most ``limit`` tokens, of any number where it is None.
+
+        Args:
+            why: the setting or the limit that says so.
+        """
         settings, encoder = self.settings, self.encoder
 
         def fits(pieces: tuple[ChatText, ...]) -> bool:
@@ -96,6 +103,7 @@ class TokenisedText:
             answers=settings.answers,
             long_chats=settings.long_chats,
             fits=None if limit is None or settings.long_chats == "anywhere" else fits,
+            longest=f"{limit:,} tokens, {why}" if limit else "",
         )
 
     def _choose(
@@ -120,32 +128,35 @@ class TokenisedText:
         return load_tokenizer(str(folder)), "trained on the training files" + ("" if is_new else ", from the cache")
 
     def _has_chats(self, files: Sequence[SourceFile]) -> bool:
-        """True if the first row of some file is one that a chat template renders."""
-        kinds: tuple[str, ...] = ("chat", "instruction") if self._as_chat == "on" else ("chat",)
+        """True if one of the first rows of some file is one that a chat template renders."""
+        kinds = {"chat", "instruction"} if self._as_chat == "on" else {"chat"}
         for file in files:
             rows = self.reader.read(file) if file.format != "text" else ()
-            first = next((row for row in rows if isinstance(row, RawRow)), None)
-            if first and (first.kind in kinds or any(isinstance(value, list) for value in first.columns.values())):
-                return True
+            for row in islice((row for row in rows if isinstance(row, RawRow)), ROWS_LOOKED_AT):
+                if row.kind in kinds or any(isinstance(value, list) for value in row.columns.values()):
+                    return True
         return False
 
-    def corpus(self, files: Sequence[SourceFile], setting: str, limit: int | None = None) -> tuple[Corpus, bool]:
+    def corpus(
+        self, files: Sequence[SourceFile], setting: str, limit: int | None = None, why: str = ""
+    ) -> tuple[Corpus, bool]:
         """The tokens of the files; True beside them if the cache had them already.
 
         Args:
-            limit: tokens of a chat or an instruction at most; see ``rendering``.
+            limit, why: as in ``rendering``.
         """
         settings = self.settings
         template = self.chats.chat_template
-        date = self.date if PRINTS_DATE in str(template) and self._has_chats(files) else ""
+        has_rows = any(file.format != "text" for file in files)
+        date = self.date if PRINTS_DATE in str(template) and has_rows else ""
         meaning = settings.rows, settings.columns, settings.ignore_columns, self._as_chat, settings.special_in_text
-        meaning = *meaning, settings.answers, limit, settings.long_chats if limit else ""
+        meaning = *meaning, settings.answers, (limit, why, settings.long_chats) if limit else ""
         key = content_hash(CACHE_FORMAT, stamps(files), self.hash, meaning, template, date)
         folder = self.root / "corpora" / key
 
         def fill(work: Path) -> None:
             rows = (row for file in files for row in self.reader.read(file))
-            renderer = self.rendering(limit)
+            renderer = self.rendering(limit, why)
             counts = write_corpus(work, rows, renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
             if not counts.documents:
                 raise no_documents(setting, files, counts)

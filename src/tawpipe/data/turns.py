@@ -10,8 +10,9 @@ from tawpipe.data.chat import Chat, ChatRenderer, ChatText, Message, Tools
 from tawpipe.data.messages import ASSISTANT, SYSTEM_ROLES, Malformed
 from tawpipe.data.settings import LongChats
 
-TOO_LONG = "longer than a row: a question with its answer (--sequence-length; --long-chats anywhere cuts them)"
-DROPPED = "longer than a row (--sequence-length; --long-chats turns cuts chats where a user's turn begins)"
+TOO_LONG = "longer than {longest}: a question with its answer (--long-chats anywhere cuts them)"
+DROPPED = "longer than {longest} (--long-chats turns cuts chats where a user's turn begins)"
+CUT = "are longer than {longest}, and are cut at turns (--long-chats)"
 
 Fits = Callable[[tuple[ChatText, ...]], bool]
 """Says whether the pieces of a document are short enough."""
@@ -24,11 +25,15 @@ def chat_that_fits(
     options: Mapping[str, Any],
     fits: Fits,
     long_chats: LongChats,
+    longest: str,
 ) -> Chat:
-    """Render a chat, or parts of it that fit, each behind the system's turn.
+    """Render a chat, or parts of it that fit, each behind the system's turns before it.
 
     A part takes as many questions with their answers as fit, in the chat's order. A question that does not fit alone is
     among the ``lost`` ones. Under ``drop`` documents that do not fit are.
+
+    Args:
+        longest: the length that fits, and what sets it, in words.
 
     Raises:
         Malformed: as in ``ChatRenderer.chat``.
@@ -38,13 +43,13 @@ def chat_that_fits(
         return whole
     if long_chats == "drop":
         kept = [document for document in whole.documents if fits(document)]
-        lost = [Malformed(DROPPED)] * (len(whole.documents) - len(kept))
+        lost = [Malformed(DROPPED.format(longest=longest))] * (len(whole.documents) - len(kept))
         return Chat(kept, whole.lost + lost, whole.said)
     head, questions = _questions(messages)
     parts, begin = list[Chat](), 0
     while begin < len(questions):
         systems = [message for message in chain.from_iterable(questions[:begin]) if message["role"] in SYSTEM_ROLES]
-        best, end, longer = Chat([], [Malformed(TOO_LONG)], []), begin, len(questions) + 1
+        best, end, longer = Chat([], [Malformed(TOO_LONG.format(longest=longest))], []), begin, len(questions) + 1
         step = 1
         while step:  # first in growing steps, and then in halves, as long parts take long to render
             part = [*head, *systems, *chain.from_iterable(questions[begin : end + step])]
@@ -59,7 +64,7 @@ def chat_that_fits(
         ]
         parts.append(best._replace(lost=lost))
         begin = max(end, begin + 1)
-    cut = Malformed("are longer than a row and are cut at turns (--long-chats)")
+    cut = Malformed(CUT.format(longest=longest))
     return Chat(
         [document for part in parts for document in part.documents],
         [lost for part in parts for lost in part.lost],
