@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 from tawpipe.data.messages import EMPTY, MARKS, MEDIA, truth, without_nulls, words
 from tawpipe.data.report import Skipped
-from tawpipe.data.settings import ANSWERS, BESIDES, CHATS, PROMPTS, TEXT, DataSettings, Rows
+from tawpipe.data.settings import ANSWERS, BESIDES, CHATS, COLUMN_NAMES, PROMPTS, TEXT, DataSettings, Rows
 from tawpipe.errors import UserError
 
 RowKind = Literal["text", "chat", "instruction"]
@@ -68,14 +68,9 @@ class RawRow:
         return int.from_bytes(digest.digest(), "little")
 
 
-class RowPlan(NamedTuple):
-    """The kind of rows with some columns, the columns of use with tawpipe's names, and the others."""
-
-    kind: RowKind | None
-    useful: list[tuple[str, str]]
-    unread: tuple[str, ...]
-    meanings: list[tuple[str, str]]
-    """Those of the others that may change what a row means, and what they may say."""
+RowPlan = tuple[RowKind | None, dict[str, str], tuple[str, ...], dict[str, str]]
+"""The kind of rows with some columns, the columns of use by tawpipe's names, the others, and what some of the others
+say that may change what a row means."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +92,15 @@ class Columns:
         return cls(settings.rows, settings.column_names(), tuple(settings.ignore_columns))
 
     @cached_property
-    def _seen(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], RowPlan]:
+    def _plan(self) -> Callable[[tuple[str, ...], tuple[str, ...]], RowPlan]:
         """The plan of rows with these columns, of which those hold something."""
-        return {}
+        return lru_cache(maxsize=SEEN)(self._planned)
 
     def wanted(self, where: str, names: Collection[str]) -> tuple[list[str], tuple[str, ...]] | Skipped:
-        """The columns to read of a table, and its others: where rows can only be texts, no more than these is read.
-
-        Raises:
-            UserError: they are those of preferences.
-        """
+        """The columns to read of a table, and its others: where rows can only be texts, no more than these is read."""
         present = [name for name in names if name not in self.ignored]
         kinds = self._possible(present)
-        if not kinds:
-            compared = [name for name in present if meaning(name) == COMPARES]
-            if compared and self.rows != "text":
-                raise self.untrainable(where, present, compared)
+        if not kinds and not any(meaning(name) == COMPARES for name in present):  # which a row names
             return self.lacking("file", where, names)
         read = [name for name in present if kinds != ["text"] or name in map(self._column, TEXT)]
         return read, tuple(name for name in present if name not in read)
@@ -128,19 +116,15 @@ class Columns:
         """
         if self.ignored:
             item = {name: value for name, value in item.items() if name not in self.ignored}
-        names = tuple(item), tuple(name for name, value in item.items() if value not in EMPTY)
-        plan = self._seen.get(names)
-        if plan is None:
-            plan = self._plan(*names)
-            if len(self._seen) < SEEN:
-                self._seen[names] = plan
-        changed = [name for name, says in plan.meanings if _applies(says, item[name])]
+        names = tuple(item)
+        kind, useful, others, meanings = self._plan(names, tuple(n for n in names if item[n] not in EMPTY))
+        changed = [name for name, says in meanings.items() if _applies(says, item[name])]
         if changed:
             where += f", {changed[0]} = {reprlib.repr(item[changed[0]])}"
-            raise self.untrainable(where, names[0], changed)
-        if plan.kind is None:
-            return self.lacking("row", where, names[0])
-        return RawRow(where, plan.kind, {name: item[column] for name, column in plan.useful}, plan.unread + unread)
+            raise self.untrainable(where, names, changed)
+        if kind is None:
+            return self.lacking("row", where, names)
+        return RawRow(where, kind, {name: item[column] for name, column in useful.items()}, others + unread)
 
     def untrainable(self, where: str, present: Collection[str], changed: Sequence[str], says: str = "") -> UserError:
         """Return the refusal of a data set for the columns ``changed`` of its rows, and the ways to train on it.
@@ -163,16 +147,16 @@ class Columns:
         """A row of an Arrow table, whose fields that are null within a column are taken to be absent; see ``row``."""
         return self.row(where, {name: without_nulls(value) for name, value in item.items()}, unread)
 
-    def _plan(self, names: tuple[str, ...], filled: tuple[str, ...]) -> RowPlan:
+    def _planned(self, names: tuple[str, ...], filled: tuple[str, ...]) -> RowPlan:
         kind = self.kind(filled) or self.kind(names)
         wanted = [name for group in NEEDED[kind] for name in group] if kind else []
         wanted += BESIDES if kind in ("chat", "instruction") else ()
-        useful = [(name, column) for name in wanted if (column := self._column(name)) in filled]
-        unread = tuple(name for name in filled if name not in dict(useful).values())
-        meanings = [] if "text" in (kind, self.rows) else [(name, meaning(name)) for name in unread]
+        useful = {name: column for name in wanted if (column := self._column(name)) in filled}
+        others = tuple(name for name in filled if name not in useful.values())
+        meanings = {} if "text" in (kind, self.rows) else {name: meaning(name) for name in others}
         # Where more is wrong with the row, only preferences say what it is.
-        meanings = [(name, says) for name, says in meanings if says and (kind or says == COMPARES)]
-        return RowPlan(kind, useful, unread, meanings)
+        meanings = {name: says for name, says in meanings.items() if says and (kind or says == COMPARES)}
+        return kind, useful, others, meanings
 
     def kind(self, present: Collection[str]) -> RowKind | None:
         """Kind of a row with these columns; None if it lacks those that the settings ask for."""
@@ -180,23 +164,15 @@ class Columns:
 
     def _possible(self, present: Collection[str]) -> list[RowKind]:
         """The kinds that a row with these columns may be of, the likeliest first."""
-        has = {
-            kind: [any(self._column(name) in present for name in group) for group in NEEDED[kind]] for kind in NEEDED
-        }
-        return [kind for kind in self._kinds if all(has[kind])]
+        known = {name for name in COLUMN_NAMES if self._column(name) in present}
+        return [kind for kind in self._kinds if all(known.intersection(group) for group in NEEDED[kind])]
 
     def lacking(self, kind: Literal["file", "row"], where: str, present: Collection[str]) -> Skipped:
         """A row, or a file whose rows are alike, that is of no kind; says which columns there are."""
-        ways = [
-            " with ".join(" or ".join(repr(self._column(name)) for name in group) for group in NEEDED[row_kind])
-            for row_kind in sorted(self._kinds, key=list(NEEDED).index)
-        ]
-        return Skipped(
-            kind,
-            where,
-            f"lacking the columns {', or '.join(ways)} (--columns names others)",
-            f"it has {sorted(present)}",
-        )
+        wanted = [NEEDED[row_kind] for row_kind in NEEDED if row_kind in self._kinds]
+        groups = [[" or ".join(repr(self._column(name)) for name in group) for group in needed] for needed in wanted]
+        why = f"lacking the columns {', or '.join(map(' with '.join, groups))} (--columns names others)"
+        return Skipped(kind, where, why, f"it has {sorted(present)}")
 
     @cached_property
     def _kinds(self) -> list[RowKind]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 PART_CHARACTERS = 1 << 18
 """A longer text is tokenised in parts, cut before a space: a tokenizer holds some 100 bytes for every token of a text,
@@ -81,9 +83,8 @@ class Encoder:
         )
         ids: Any = encoded["input_ids"]
         if self._special.mode == "plain":
-            return [
-                self._special.encode(text) if BREAK in text else some for text, some in zip(texts, ids, strict=True)
-            ]
+            broken = (self._special.encode(text) if BREAK in text else None for text in texts)
+            return [some or usual for some, usual in zip(broken, ids, strict=True)]
         return ids
 
     def beginning(self, text: str) -> list[int]:
@@ -99,17 +100,8 @@ class Encoder:
         ]
         anchor = next(iter(self._anchors), "")
         texts = [anchor + text if place else text for document in parts for place, (text, _) in enumerate(document)]
-        encoded = self._in_batches(texts)
+        encoded = (ids for batch in _batches(texts, len) for ids in self._plain(batch))
         return [self._join(document, part, encoded) for document, part in zip(documents, parts, strict=True)]
-
-    def _in_batches(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The tokens of each text, which has at most PART_CHARACTERS. One document may have any number of texts."""
-        begin = characters = 0
-        for number, text in enumerate(texts):
-            characters += len(text)
-            if characters >= BATCH_CHARACTERS or number == len(texts) - 1:
-                yield from self._plain(list(texts[begin : number + 1]))
-                begin, characters = number + 1, 0
 
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
         begin, end = ([], []) if document.complete else (self.begin, self._end)
@@ -146,16 +138,21 @@ class Encoder:
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
         """Tokenise any number of documents, holding about BATCH_CHARACTERS of them at a time."""
-        batch: list[Document] = []
-        characters = 0
-        for document in documents:
-            batch.append(document)
-            characters += sum(len(piece.text) for piece in document.pieces)
-            if characters >= BATCH_CHARACTERS:
-                yield from zip(batch, self.encode(batch), strict=True)
-                batch, characters = [], 0
-        if batch:
+        for batch in _batches(documents, lambda document: sum(len(piece.text) for piece in document.pieces)):
             yield from zip(batch, self.encode(batch), strict=True)
+
+
+def _batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of items that have about BATCH_CHARACTERS together."""
+    batch, total = list[T](), 0
+    for item in items:
+        batch.append(item)
+        total += characters(item)
+        if total >= BATCH_CHARACTERS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def split_text(text: str) -> Iterator[str]:

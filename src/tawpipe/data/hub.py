@@ -23,7 +23,7 @@ NAME = re.compile(r"hf:(?P<path>[^:#]+)(:(?P<config>[^:\[\]#]+)(?=:))?(:(?P<spli
 
 DECODED = re.compile(r"((List|LargeList|Sequence)\((feature=)?)?(Image|Audio|Video|Pdf)\(")
 """Features whose values ``datasets`` decodes."""
-UNTYPED = ("csv", "tsv", "json", "jsonl")
+UNTYPED = {"csv", "tsv", "json", "jsonl"}
 """Formats whose files are read as files are: ``datasets`` would guess, and make ``007`` a number and a text a date."""
 OF_ANY_SET = ("name", "version", "data_dir", "data_files", "description")
 """Fields of a data set's configuration that say nothing on how its files are read."""
@@ -50,13 +50,9 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
             sources += plain
             continue
         data = load(file.path, streaming, setting)
-        if streaming:
-            parts, size = data.num_shards, data.info.dataset_size or UNKNOWN_SIZE
-        else:
-            parts, size = 1, data.data.nbytes
-        version = zlib.crc32(
-            f"{data.info.version} {data.info.dataset_size} {getattr(data, '_fingerprint', '')}".encode()
-        )
+        info = data.info
+        parts, size = (data.num_shards, info.dataset_size or UNKNOWN_SIZE) if streaming else (1, data.data.nbytes)
+        version = zlib.crc32(f"{info.version} {info.dataset_size} {getattr(data, '_fingerprint', '')}".encode())
         mode = "~" if streaming else ""
         sources += [SourceFile(f"{file.path}#{mode}{part}/{parts}", size // parts, version) for part in range(parts)]
     return sources
@@ -103,11 +99,15 @@ def _parts(name: str, setting: str) -> tuple[str, str | None, str | None]:
     """Path, configuration and split of a name.
 
     Raises:
-        UserError: it is of another form.
+        UserError: it is of another form, or of a folder that ``datasets`` cannot read.
     """
     parts = NAME.fullmatch(name)
     if parts is None:
         raise UserError(setting, name, "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    path = parts["path"]
+    if Path(path).is_dir() and glob.has_magic(folder := str(Path(path).resolve())):
+        expected = f"no * ? [ in the folder's path, as datasets takes {folder} for a pattern"
+        raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")
     return parts["path"], parts["config"], parts["split"]
 
 
@@ -121,8 +121,6 @@ def _builder(path: str, config: str | None) -> Any:
     from huggingface_hub import snapshot_download
 
     try:
-        if glob.has_magic(str(Path(path).resolve())):
-            return None
         try:
             return datasets.load_dataset_builder(path, config)
         except ConnectionError:
@@ -142,17 +140,13 @@ def _plain_files(name: str, streaming: bool, setting: str) -> list[SourceFile]:
     if options is None or (streaming and "[" in (split or "")):
         return []
     by_split = {str(key): list(files) for key, files in (options.data_files or {}).items()}
-    usual = "train" if "train" in by_split or len(by_split) > 1 else "".join(by_split)
-    wanted = (split or usual).partition("[")[0].split("+")
-    names = [file for part in wanted for file in by_split.get(part, [])]
+    usual = "train" if len(by_split) > 1 else "".join(by_split)
+    names = by_split.get((split or usual).partition("[")[0], [])
+    formats = {SourceFile(file, 0, 0).format for file in names}
     default = {**vars(type(options)()), **{key: getattr(options, key) for key in OF_ANY_SET}}
-    if "sep" in default:
-        default["sep"] = "\t" if all(SourceFile(file, 0, 0).format == "tsv" for file in names) else ","
-    if (
-        vars(options) != default
-        or not by_split.keys() >= set(wanted)
-        or not all(SourceFile(file, 0, 0).format in UNTYPED for file in names)
-    ):
+    if formats == {"tsv"}:
+        default["sep"] = "\t"
+    if not formats or not formats <= UNTYPED or vars(options) != default:
         return []
     return [_file_of_set(file, streaming) for file in names]
 
@@ -166,8 +160,8 @@ def _file_of_set(name: str, streaming: bool) -> SourceFile:
     if streaming:
         return SourceFile(name, system.info(name)["size"], 0)
     at: Any = system.resolve_path(name)
-    kind = getattr(at, "repo_type", "dataset")
-    return source_file(Path(hf_hub_download(at.repo_id, at.path_in_repo, repo_type=kind, revision=at.revision)))
+    local = hf_hub_download(at.repo_id, at.path_in_repo, repo_type="dataset", revision=at.revision)
+    return source_file(Path(local))
 
 
 @lru_cache(maxsize=16)
@@ -181,9 +175,6 @@ def load(name: str, streaming: bool, setting: str) -> Any:
     from datasets.exceptions import DatasetsError
 
     path, config, split = _parts(name, setting)
-    if Path(path).is_dir() and glob.has_magic(folder := str(Path(path).resolve())):
-        expected = f"no * ? [ in the folder's path, as datasets takes {folder} for a pattern"
-        raise UserError(setting, name, f"{expected}; {setting} {path} reads it without {HUB}")
     if streaming and split and "[" in split:
         raise UserError(setting, name, "a whole split with --streaming, without [...]")
     try:

@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +46,9 @@ PARTS = {
     "tool_call": ("call", ("tool_call", "value", "text")),
 }
 """Use of a content's part by its type, and the fields that may hold what is said."""
+CALL = (("name",), ("arguments", "parameters"))
+"""Fields of a call: its name, and the two names of its arguments."""
+
 USES = ("thought", "text", "call")
 """Uses of parts in the order in which a turn has them."""
 
@@ -63,13 +67,9 @@ FORM = "messages that are objects with a role and a content"
 class Malformed(Exception):
     """A row that has its columns, but not what belongs into them; a reason, and what is special about this row."""
 
-    @property
-    def why(self) -> str:
-        return self.args[0]
-
-    @property
-    def detail(self) -> str:
-        return str(self.args[1]) if len(self.args) > 1 else ""
+    def __init__(self, why: str, detail: str = "") -> None:
+        super().__init__(*filter(None, (why, detail)))
+        self.why, self.detail = why, detail
 
 
 class Untrainable(Malformed):
@@ -100,11 +100,18 @@ def read_messages(value: object, names: Mapping[str, str], ignored: Collection[s
         kind = f"an object with {sorted(value)}" if isinstance(value, dict) else type(value).__name__
         raise Malformed(f"without a list of {FORM}", f"{kind} instead")
     messages = list[dict[str, Any]]()
+    roles = (names["role"],) if "role" in names else FIELDS["role"]
     for number, item in enumerate(value, 1):
-        message, is_call = _message(number, item, names, ignored)
+        if not isinstance(item, dict) or not any(isinstance(item.get(name), str) for name in roles):
+            kind = f"has {sorted(item)}" if isinstance(item, dict) else f"is of type {type(item).__name__}"
+            raise Malformed(f"without {FORM}", f"message {number} {kind}")
+        try:
+            message, is_call = _message(item, names, ignored)
+        except Malformed as error:
+            raise type(error)(error.why, f"message {number}: {error.detail}".rstrip(": ")) from error
         last = messages[-1] if messages else {}
-        alike = all(last.get(key) == message[key] for key in message.keys() - {"content", "tool_calls"})
-        if is_call and alike and last.get("weight") == message.get("weight"):  # calls of one turn, or words before one
+        compared = {*message, MARKS[0]} - {"content", "tool_calls"}
+        if is_call and all(last.get(key) == message.get(key) for key in compared):  # of one turn, or behind its words
             messages[-1] = last | {"tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
         else:
             messages.append(message)
@@ -123,108 +130,97 @@ def _turns(fields: dict[str, Any]) -> object:
     return [{name: item for name, item in zip(lists, turn, strict=True) if item is not None} for turn in turns]
 
 
-def _message(
-    number: int, value: object, names: Mapping[str, str], ignored: Collection[str]
-) -> tuple[dict[str, Any], bool]:
+def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collection[str]) -> tuple[dict[str, Any], bool]:
     """The message; True beside it if its role says that its content is a call."""
-    where = f"message {number}"
-    if not isinstance(value, dict):
-        raise Malformed(f"without {FORM}", f"{where} is of type {type(value).__name__}")
     fields, taken = dict(value), dict[str, Any]()
-    shown = [name for name, field in fields.items() if field not in EMPTY and not isinstance(field, int | float)]
-    _refuse_media(where, shown, ignored)
+    shown = [name for name, field in value.items() if field not in EMPTY and not isinstance(field, int | float)]
+    _refuse_media(shown, ignored)
     for name, usual in FIELDS.items():
         named = names.get(name)
-        sources = _popped(fields, (named,) if named else usual)
-        taken[name] = only(sources, where, _known_role) if name == "role" else only(sources, where)
+        taken[name] = only(_popped(fields, (named,) if named else usual), _known_role)
         if name in fields:  # beside the one that --columns names
             fields[f"{name} beside {named}"] = fields.pop(name)
-    if not isinstance(taken["role"], str):
-        raise Malformed(f"without {FORM}", f"{where} has {sorted(value)}")
-    is_call = taken["role"] in CALL_ROLES
-    content = [{"type": "tool_call", "value": taken["content"]}] if is_call else taken["content"]
+    role, content, is_call = _known_role(taken["role"]), taken["content"], taken["role"] in CALL_ROLES
     said: dict[str, list[Any]] = {use: [] for use in USES}
-    if isinstance(content, list):
-        for part in content:
-            fields |= _read_part(where, part, ignored, said)
+    if isinstance(content, list) or is_call:
+        for part in [{"type": "tool_call", "value": content}] if is_call else content:
+            fields |= _read_part(part, ignored, said)
         content = "".join(said["text"])
-    message = {"role": _known_role(taken["role"]), "content": content}
-    calls = _popped(fields, ("tool_calls", "function_call")) | {"content": said["call"]}
-    calls = {name: _calls(where, some) for name, some in calls.items() if some}
-    if called := only(calls, where, _meant):
+    message = {"role": role, "content": content}
+    calls = _popped(fields, ("tool_calls", "function_call"))
+    calls = {name: _calls(some) for name, some in calls.items() if some} | {"content": said["call"]}
+    if called := only(calls, _meant):
         message["tool_calls"] = called
-    thoughts = _popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}
-    if thought := only(thoughts, where):
+    if thought := only(_popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}):
         if not isinstance(thought, str):
-            raise Malformed("with a thought that is no text", f"{where}: {reprlib.repr(thought)}")
+            raise Malformed("with a thought that is no text", reprlib.repr(thought))
         message[THOUGHT] = thought
-    message |= _weight(where, message["role"], fields)
-    if not isinstance(content, str) and not (content is None and called and message["role"] == ASSISTANT):
+    message |= _weight(role, fields)
+    if not isinstance(content, str) and not (content is None and called and role == ASSISTANT):
         kind = f"null in {sorted(value)}" if content is None else type(content).__name__
-        raise Malformed("with a message whose content is neither a text nor a list of parts", f"{where}: {kind}")
+        raise Malformed("with a message whose content is neither a text nor a list of parts", kind)
     return message | fields, is_call
 
 
-def _read_part(where: str, part: object, ignored: Collection[str], said: dict[str, list[Any]]) -> dict[str, Any]:
+def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]]) -> dict[str, Any]:
     """Add to ``said`` by use what a part of a content says; return its other fields."""
     fields = {name: field for name, field in part.items() if field is not None} if isinstance(part, dict) else {}
-    kind = fields.pop("type", None) or next((name for name in fields if words(name) & MEDIA), "text")
-    _refuse_media(where, [str(kind)], ignored)
+    kind = str(fields.pop("type", None) or next((name for name in fields if words(name) & MEDIA), "text"))
+    _refuse_media([kind], ignored)
     if kind in ignored:
         return {}
-    if not isinstance(kind, str) or kind not in PARTS:
-        known = ", ".join(PARTS)
-        raise Malformed(f"with a part of a content whose type is none of {known}", f"{where}: {kind!r}")
+    if kind not in PARTS:
+        raise Malformed(f"with a part of a content whose type is none of {', '.join(PARTS)}", repr(kind))
     use, names = PARTS[kind]
-    text = only(_popped(fields, names), where)
+    text = only(_popped(fields, names))
     if use == "call":
-        said[use] += _calls(where, fields if text is None else text)
+        said[use] += _calls(fields if text is None else text)
         return {}
     if not isinstance(text, str):
-        expected = f"with a part of a content that holds no text in {' or '.join(map(repr, names))}"
-        raise Malformed(expected, f"{where}: {reprlib.repr(part)}")
+        names = " or ".join(map(repr, names))
+        raise Malformed(f"with a part of a content that holds no text in {names}", reprlib.repr(part))
     if any(said[later] for later in USES[USES.index(use) + 1 :]):
-        raise Malformed(f"with parts of a content in another order than {', '.join(USES)}", where)
+        raise Malformed(f"with parts of a content in another order than {', '.join(USES)}")
     said[use].append(text)
     return {f"content.{name}": field for name, field in fields.items() if field not in EMPTY}
 
 
-def _refuse_media(where: str, names: Collection[str], ignored: Collection[str]) -> None:
+def _refuse_media(names: Collection[str], ignored: Collection[str]) -> None:
     for name in names:
         if words(name) & MEDIA and name not in ignored:
-            raise Untrainable(f"chats of text alone; --ignore-columns {name} reads them without", f"{where}: {name!r}")
+            raise Untrainable(f"chats of text alone; --ignore-columns {name} reads them without", repr(name))
 
 
-def _calls(where: str, value: object) -> list[dict[str, Any]]:
+def _calls(value: object) -> list[dict[str, Any]]:
     """Calls of tools, each a function's name and its arguments, as they were given."""
-    value = _of_json(value)
-    calls = []
+    value, calls = _of_json(value), []
     for call in value if isinstance(value, list) else [value]:
         outer = dict(call) if isinstance(call, dict) else {}
         inner = dict(inner) if isinstance(inner := outer.pop("function", None), dict) else {}
         name, arguments = (
-            only({f"function.{key}": inner.pop(key, None) for key in keys} | _popped(outer, keys), where, _of_json)
-            for keys in (("name",), ("arguments", "parameters"))
+            only({f"function.{key}": inner.pop(key, None) for key in keys} | _popped(outer, keys), _of_json)
+            for keys in CALL
         )
         arguments = {} if arguments is None else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict | str):
             expected = "with a tool call that has no name and arguments as an object or a text"
-            raise Malformed(expected, f"{where}: {reprlib.repr(call)}")
+            raise Malformed(expected, reprlib.repr(call))
         function = {"name": name, "arguments": arguments, **inner}
         calls.append({**outer, "type": outer.get("type") or "function", "function": function})
     return calls
 
 
-def _weight(where: str, role: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _weight(role: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The mark whether the message is learned, under its first name; of other roles, a mark that asks to learn it."""
     marks = _popped(fields, MARKS)
-    mark = only(marks, where, truth)
-    if mark not in EMPTY and truth(mark) is None:
-        detail = f"{where}: {', '.join(f'{name}={value!r}' for name, value in marks.items())}"
+    mark = only(marks, truth)
+    learns = truth(mark)
+    if mark not in EMPTY and learns is None:
+        detail = ", ".join(f"{name}={value!r}" for name, value in marks.items())
         raise Malformed("with a mark of what is learned that is none of 0, 1, true and false", detail)
     if role != ASSISTANT:
-        return marks if truth(mark) else {}
-    return {} if mark in EMPTY else {MARKS[0]: int(bool(truth(mark)))}
+        return marks if learns else {}
+    return {} if learns is None else {MARKS[0]: int(learns)}
 
 
 def read_tools(value: object) -> list[dict[str, Any]] | None:
@@ -237,7 +233,7 @@ def read_tools(value: object) -> list[dict[str, Any]] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise Malformed("whose tools are no list of JSON schemas", f"{type(value).__name__}")
+        raise Malformed("whose tools are no list of JSON schemas", type(value).__name__)
     bare = [tool if "function" not in tool and "name" in tool else None for tool in value]
     return [{"type": "function", "function": spec} if spec else tool for tool, spec in zip(value, bare, strict=True)]
 
@@ -254,12 +250,11 @@ def read_options(value: object) -> dict[str, Any]:
     return value
 
 
-def only(sources: Mapping[str, Any], where: str = "", same: Callable[[Any], object] = lambda value: value) -> Any:
+def only(sources: Mapping[str, Any], same: Callable[[Any], object] = lambda value: value) -> Any:
     """Return the value of the source that holds something, the first if all are equal; None without any source.
 
     Args:
         sources: the names of columns or fields for one use, and their values.
-        where: the message that has them.
         same: gives one value for all that mean the same.
 
     Raises:
@@ -271,9 +266,8 @@ def only(sources: Mapping[str, Any], where: str = "", same: Callable[[Any], obje
     (first, value), *others = filled.items()
     for name, other in others:
         if same(other) != same(value):
-            detail = f"{reprlib.repr(value)} and {reprlib.repr(other)}"
             why = f"with both {first!r} and {name!r}, which differ, where one belongs"
-            raise Malformed(why, f"{where}: {detail}" if where else detail)
+            raise Malformed(why, f"{reprlib.repr(value)} and {reprlib.repr(other)}")
     return value
 
 
@@ -313,8 +307,6 @@ def _meant(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 def _of_json(value: object) -> Any:
     """What a text holds that is JSON's list or object; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
+        with suppress(ValueError):
             return json.loads(value)
-        except ValueError:
-            return value
     return value

@@ -7,13 +7,11 @@ corrupt, gives up the file there, and wants one schema for all files. Tables of 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import tee
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,7 +52,7 @@ class RowReader:
             for rows in self._rows(file, start):
                 yield rows
                 last = rows.where
-        except (OSError, EOFError, zlib.error) as error:
+        except OSError as error:
             after = f", after {last.removeprefix(file.path).lstrip(', ')}" if last else ""
             reason = getattr(error, "strerror", None) or error
             yield Skipped("file", file.path + after, "not readable", str(reason))
@@ -63,47 +61,38 @@ class RowReader:
                 yield Skipped("file", file.path, "without a row")
 
     def _rows(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
-        match file.format:
-            case "hub":
-                yield from read_hub(file, self.columns, self.read)
-            case "parquet":
-                yield from self._parquet(file, start)
-            case "text":
-                yield self._text(file)
-            case "json":
-                yield from self._json(file)
-            case "jsonl":
-                with _open(file) as stream:
-                    if start:
-                        stream.seek(int(start * file.size))
-                        stream.readline()
-                    yield from self._lines(file, stream)
-            case "csv" | "tsv":
-                with _open(file) as stream:
-                    yield from self._table(file, stream)
-
-    def _text(self, file: SourceFile) -> RawRow | Skipped:
-        try:
+        if file.format == "hub":
+            yield from read_hub(file, self.columns, self.read)
+        elif file.format == "parquet":
+            yield from self._parquet(file, start)
+        else:
+            readers = {"text": self._text, "json": self._json, "jsonl": self._lines}
             with _open(file) as stream:
-                text = stream.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            return Skipped("file", file.path, "not UTF-8", f"byte {error.start}")
-        return RawRow(file.path, "text", {"text": text})
+                if start:
+                    stream.seek(int(start * file.size))
+                    stream.readline()
+                yield from readers.get(file.format, self._table)(file, stream)
 
-    def _json(self, file: SourceFile) -> Iterator[RawRow | Skipped]:
+    def _text(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
+        try:
+            yield RawRow(file.path, "text", {"text": stream.read().decode("utf-8-sig")})
+        except UnicodeDecodeError as error:
+            yield Skipped("file", file.path, "not UTF-8", f"byte {error.start}")
+
+    def _json(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
         """A list of objects, or else JSON lines under another name."""
-        with _open(file) as stream:
-            data = stream.read()
+        data = stream.read()
         try:
             content = json.loads(data, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             if data.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] != b"[":
                 yield from self._lines(file, io.BytesIO(data))
-                return
-            yield Skipped("file", file.path, "neither a list of JSON objects in UTF-8 nor one on each line", str(error))
-            return
-        for number, item in enumerate(content if isinstance(content, list) else [content], 1):
-            yield self._row(f"{file.path}, row {number}", item)
+            else:
+                why = "neither a list of JSON objects in UTF-8 nor one on each line"
+                yield Skipped("file", file.path, why, str(error))
+        else:
+            for number, item in enumerate(content if isinstance(content, list) else [content], 1):
+                yield self._row(f"{file.path}, row {number}", item)
 
     def _lines(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
         for number, line in enumerate(stream, 1):
@@ -155,7 +144,7 @@ class RowReader:
 
         number = 0
         try:
-            with _open(file) if file.packed else Path(file.path).open("rb") as stream:
+            with _open(file) as stream:
                 table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if file.packed else stream)
                 names = table.schema_arrow.names
                 wanted = self.columns.wanted(file.path, names)
@@ -172,24 +161,6 @@ class RowReader:
             yield Skipped("file", f"{file.path}, after row {number}", "not readable as parquet", reason)
 
 
-class _Lines:
-    """Lines of a text, of which those since ``taken`` was cleared are kept, to be given again."""
-
-    def __init__(self, text: Iterator[str]) -> None:
-        self._text, self._again = text, deque[str]()
-        self.taken: list[str] = []
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.taken.append(self._again.popleft() if self._again else next(self._text))
-        return self.taken[-1]
-
-    def give_again(self, lines: Sequence[str]) -> None:
-        self._again.extendleft(reversed(lines))
-
-
 def _records(text: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[str] | None]]:
     """Number of the first line and fields of every record; None for a line with a quote that is not closed.
 
@@ -197,34 +168,30 @@ def _records(text: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[st
     the file. Then the record is given up, and its lines behind the first are read anew.
     """
     csv.field_size_limit(LONGEST_FIELD)
-    lines, number = _Lines(text), 1
-    table = csv.reader(lines, delimiter=delimiter, strict=True)
+    number = 1
     while True:
-        lines.taken.clear()
+        lines, text = tee(text)
+        table = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            fields = next(table, None)
-        except csv.Error:
-            first, *rest = lines.taken
-            lines.give_again(rest)
-            fields = None if first.count('"') % 2 else next(csv.reader([first], delimiter=delimiter))
-            yield number, fields
-            number += 1
-            continue
-        if fields is None:
+            yield number, next(table)
+        except StopIteration:
             return
-        yield number, fields
-        number += len(lines.taken)
+        except csv.Error:
+            first = next(text)
+            yield number, None if first.count('"') % 2 else next(csv.reader([first], delimiter=delimiter))
+            number += 1
+        else:
+            text, number = lines, number + table.line_num
 
 
 def _open(file: SourceFile) -> BinaryIO:
     """The file's bytes, unpacked."""
-    if file.packed == "gz":
-        return gzip.open(_stored(file.path))  # pyright: ignore[reportReturnType]
-    if file.packed == "zst":
-        import pyarrow
+    stream = _stored(file.path)
+    if not file.packed:
+        return stream
+    import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(_stored(file.path), compression="zstd"))
-    return _stored(file.path)
+    return io.BufferedReader(pyarrow.input_stream(stream, compression=file.packed))
 
 
 def _stored(path: str) -> BinaryIO:

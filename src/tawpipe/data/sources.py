@@ -31,7 +31,7 @@ FORMATS: dict[str, Format] = {
     ".tsv": "tsv",
 }
 """Formats that hold rows, by the end of the file's name."""
-PACKED = {".gz": "gz", ".zst": "zst"}
+PACKED = {".gz": "gzip", ".zst": "zstd"}
 ANY_FOLDERS, ANY_NAME = "**", "*"
 
 BLOCKS, BLOCK_BYTES = 64, 4096
@@ -57,9 +57,9 @@ class SourceFile:
     wanted: bool = True
 
     @property
-    def packed(self) -> Literal["", "gz", "zst"]:
+    def packed(self) -> str:
         """The way in which it is compressed."""
-        return PACKED.get(Path(self.path).suffix.lower(), "")  # pyright: ignore[reportReturnType]
+        return PACKED.get(Path(self.path).suffix.lower(), "")
 
     @property
     def format(self) -> Format:
@@ -201,13 +201,10 @@ def _looked_at(file: SourceFile) -> list[object]:
     try:
         with Path(file.path).open("rb", buffering=0) as stream:
             stat = os.fstat(stream.fileno())
-            digest, last = hashlib.blake2b(digest_size=16), stat.st_size - BLOCK_BYTES
-            if last < BLOCKS * BLOCK_BYTES:
-                digest.update(stream.read())
-            else:
-                for number in range(BLOCKS):
-                    stream.seek(number * last // (BLOCKS - 1))
-                    digest.update(stream.read(BLOCK_BYTES))
+            digest, last = hashlib.blake2b(digest_size=16), max(0, stat.st_size - BLOCK_BYTES)
+            for place in sorted({number * last // (BLOCKS - 1) for number in range(BLOCKS)}):
+                stream.seek(place)
+                digest.update(stream.read(BLOCK_BYTES))
     except OSError:
         return []
     return [stat.st_ctime_ns, digest.hexdigest()]

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 BREAK = "\ufdd0"
 """A letter that no text has. Behind its first letter it makes a special token text, until the text is tokenised."""
 
-WHY = {
-    "keep": "with special tokens in what users, tools or the system said, which stay special tokens "
-    "(--special-in-text plain makes them text)",
-    "plain": "with special tokens in what users, tools or the system said, which are tokenised as text "
-    "(--special-in-text)",
+WHY = "with special tokens in what users, tools or the system said, which "
+USES = {
+    "keep": "stay special tokens (--special-in-text plain makes them text)",
+    "plain": "are tokenised as text (--special-in-text)",
 }
 
 
@@ -44,7 +43,7 @@ class SpecialTokens:
         """Texts inside lists and objects as they go into a template, and a note if they have special tokens."""
         seen: list[str] = []
         broken = self._break(value, seen)
-        notes = [Skipped("note", where, WHY[self.mode], seen[0])] if seen else []
+        notes = [Skipped("note", where, WHY + USES[self.mode], seen[0])] if seen else []
         return (broken if self.mode == "plain" else value), notes
 
     def messages(

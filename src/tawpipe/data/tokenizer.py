@@ -34,11 +34,11 @@ UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-PROBES = (
+PROBES = [
     "Hello World, DON'T  do it.\n\n\tif x_1 == 12345.67: return  HTTPServer()   \r\n",
     " \u00c0 la carte \ufb01ve \u00bd cafe\u0301 \u201cno\u201d \u2026\u00a0",
     "\u6f22\u5b57\u3042\u3002\ud55c\uad6d \u0440\u0443\u0441 \u0e44\u0e17\u0e22 \U0001f642\u200d\U0001f525 ",
-)
+]
 """Texts that tell tokenizers apart: cases, digits, runs of space, signs, letters that normalizers change."""
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
@@ -89,17 +89,15 @@ def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrained
 def _has_ids_of_file(tokenizer: PreTrainedTokenizerBase, place: str) -> bool:
     """False if the tokenizer.json in a folder, or of a Hub name, gives other ids of a text than the tokenizer."""
     from huggingface_hub import try_to_load_from_cache
-    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     name = "tokenizer.json"
     file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name)
     if not isinstance(file, str | Path) or not Path(file).exists():
         return True
-    backend = Tokenizer.from_file(str(file))
-    backend.no_truncation()
-    backend.no_padding()
-    ids = [encoded.ids for encoded in backend.encode_batch(list(PROBES), add_special_tokens=False)]
-    return tokenizer(list(PROBES), add_special_tokens=False)["input_ids"] == ids
+    plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    ids, wanted = (each(PROBES, add_special_tokens=False)["input_ids"] for each in (tokenizer, plain))
+    return ids == wanted
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -100,10 +100,10 @@ def length_in_memory(config: TrainConfig, model: RunModel, world: World, length:
     def is_late() -> bool:
         return time.thread_time() > end
 
-    def row(tokens: int) -> int:
-        return BatchShape.of(with_length(config, tokens, packing, world.size), packing, world.size).row_tokens
+    def shape(tokens: int) -> BatchShape:
+        return BatchShape.of(with_length(config, tokens, packing, world.size), packing, world.size)
 
-    batch = BatchShape.of(with_length(config, length, packing, world.size), packing, world.size)
+    batch = shape(length)
     asked = Asked(
         batch.row_tokens,
         batch.rows,
@@ -120,7 +120,7 @@ def length_in_memory(config: TrainConfig, model: RunModel, world: World, length:
     def fits(tokens: int) -> bool:
         if request is None:
             return True
-        of_length = request.with_length(row(tokens))
+        of_length = request.with_length(shape(tokens).row_tokens)
         if config.plan == "auto" and not chosen_by_hand(config.schedule):
             return some_fit(of_length, is_late) or is_late()
         try:
