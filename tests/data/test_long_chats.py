@@ -68,25 +68,25 @@ def test_a_question_that_is_too_long_alone_is_left_out_and_the_others_stay(tmp_p
     pairs, report = read(tmp_path, KEEPS, [SYSTEM, *turns(10, 400, 10)])
     learned = "".join(some for _, some in pairs)
     assert "say 0" in learned and "say 2" in learned and "say 1" not in learned
-    assert any("1 answer left out, longer than a row" in line and "question 2" in line for line in report.lines())
+    assert any("1 answer left out, longer than 160 tokens" in line and "question 2" in line for line in report.lines())
 
 
 def test_drop_leaves_long_chats_out_and_anywhere_cuts_tokens(tmp_path):
     chats = turns(40, 40, 40), turns(5)
     dropped, report = read(tmp_path, KEEPS, *chats, long_chats="drop")
     assert [some for _, some in dropped] == ["say 0 xxxxx<|end|>"]
-    assert any("1 row left out, longer than a row" in line for line in report.lines())
+    assert any("1 row left out, longer than 160 tokens, --sequence-length" in line for line in report.lines())
     torn, report = read(tmp_path, KEEPS, *chats, long_chats="anywhere")
     assert len(torn) == 3 and report.train.torn == 1
     assert any("1 piece of documents lacks the beginning" in line for line in report.lines())
 
 
 def test_a_data_set_of_long_questions_is_refused_with_the_ways_out(tmp_path):
-    with pytest.raises(UserError, match=r"2 rows left out, longer than a row.*; --long-chats anywhere"):
+    with pytest.raises(UserError, match=r"2 rows left out, longer than 160 tokens, --sequence-length.*--long-chats anywhere"):
         read(tmp_path, KEEPS, turns(400), turns(300))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 400}))
     settings = DataSettings(data=[str(tmp_path / "b.jsonl")], validation_fraction=0.0, cache_dir=str(tmp_path))
-    with pytest.raises(UserError, match="1 row left out, longer than a row"):
+    with pytest.raises(UserError, match="1 row left out, longer than 64 tokens"):
         prepare_data(
             settings, sequence_length=64, seed=0, tokenizer=byte_level(KEEPS, ["<|end|>"], eos_token="<|end|>")
         )

@@ -85,7 +85,7 @@ def longest_chat(home: Path) -> int:
     tokenizer: Any = AutoTokenizer.from_pretrained(home / "model")
     chats = [json.loads(line)["messages"] for line in (home / "chats.jsonl").read_text().splitlines()]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-    return max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+    return max(len(tokenizer(text).input_ids) for text in texts)  # with the token that begins a text
 
 
 def train(output: str, *given: str) -> int:
@@ -183,7 +183,8 @@ def test_the_longest_document_sets_the_length_within_the_limits(home):
     assert chats.report.sequence_length == chats.longest == longest > 512 and chats.report.train.cut == 0
     assert f"sequence length: {longest:,} tokens, the longest document (--sequence-length)" in chats.report.lines()
     fewer = prepared("chats.jsonl", replace(limits, most=600)).report
-    assert fewer.sequence_length == 600 and fewer.why_length == "the model's positions; 2 documents are longer"
+    assert fewer.sequence_length == 512 and fewer.why_length == "no document is longer"
+    assert any("2 rows left out, longer than 600 tokens, the model's positions" in line for line in fewer.lines())
     texts = prepared("texts.jsonl", replace(limits, most=9000)).report
     assert texts.sequence_length == 4096 and texts.why_length == "the tokens of a step; 1 document is longer"
     both = DataSettings(data=["chats.jsonl"], validation_data=["texts.jsonl"], cache_dir="cache")
@@ -236,13 +237,14 @@ def long_chat() -> list[dict[str, str]]:
 def test_memory_ends_the_length_and_the_same_settings_run_by_hand(home, capsys, monkeypatch):
     real = lengths.holds
     monkeypatch.setattr(lengths, "holds", lambda request, step: real(request, step) and request.sequence_length < 1200)
-    assert train("memory", "--model", "wide", "--data", "chats.jsonl") == 0
+    given = ("--model", "wide", "--data", "chats.jsonl", "--long-chats", "anywhere")
+    assert train("memory", *given) == 0
     said = capsys.readouterr().out
     length = saved("memory")["sequence_length"]
     assert f"sequence length: {length:,} tokens, what memory holds; 2 documents are longer" in said
     assert 790 < length <= 800  # bins have 3/2 of it
     by_hand = ("--sequence-length", str(length), "--tokens-per-step", "4096")
-    assert train("hand", "--model", "wide", "--data", "chats.jsonl", *by_hand) == 0
+    assert train("hand", *given, *by_hand) == 0
     assert losses("memory") == losses("hand")
 
 
