@@ -13,6 +13,7 @@ import pandas
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from chat_families import TRAINED
 from chats import with_own
 from found_files import find_files
 from letters import letters
@@ -62,10 +63,11 @@ def asked(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {str(tokenizer.decode(row)).partition("ask ")[2].split("<")[0] for row in rows}
 
 
-def identity(row: dict) -> int:
-    raw = Columns().row("here", row)
+def identity(row: dict | RawRow) -> int:
+    raw = row if isinstance(row, RawRow) else Columns().row("here", row)
     assert isinstance(raw, RawRow)
-    return raw.identity
+    (document,) = [each for each in Renderer(TRAINED).render(raw) if isinstance(each, Document)]
+    return document.identity
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,21 @@ def identity(row: dict) -> int:
         [{"prompt": "a", "completion": "b"}, {"completion": "b", "prompt": "a", "note": None, "system": ""}],
         [{"text": "a"}, {"text": "a", "timestamp": "2020"}],
         [chat(1), {"messages": [{**message, "name": None} for message in chat(1)["messages"]]}],
+        [chat(1), {"messages": [{**message, "id": n} for n, message in enumerate(chat(1)["messages"])]}],
+        [
+            chat(1),
+            {"messages": json.dumps(chat(1)["messages"])},
+            {
+                "conversations": [
+                    {"from": message["role"], "value": message["content"]} for message in chat(1)["messages"]
+                ]
+            },
+        ],
+        [
+            {"prompt": "a", "completion": "b"},
+            {"instruction": "a", "output": "b"},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        ],
     ],
 )
 def test_rows_that_differ_in_what_is_not_read_have_one_identity(rows):
@@ -86,7 +103,7 @@ def test_rows_that_differ_in_what_is_not_read_have_one_identity(rows):
     [
         (chat(1), chat(2)),
         (chat(1), chat(1, system="Be brief.")),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "ab", "completion": ""}),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "ab", "completion": "b"}),
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "input": "c"}),
     ],
 )
@@ -98,7 +115,7 @@ def test_a_copy_in_a_table_has_the_identity_of_the_line(tmp_path):
     rows = [chat(1), {**chat(2), "tools": [{"name": "now"}]}]
     pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
     paths = [str(write(tmp_path / "a.jsonl", rows)), str(tmp_path / "a.parquet")]
-    known = [[row.identity for row in RowReader().read(file) if isinstance(row, RawRow)] for file in find_files(paths)]
+    known = [[identity(row) for row in RowReader().read(file) if isinstance(row, RawRow)] for file in find_files(paths)]
     assert len(known[0]) == 2 and known[0] == known[1]
 
 
@@ -182,5 +199,5 @@ def test_documents_of_one_row_share_its_identity(tokenizer):
     raw = Columns().row("here", chat(1))
     assert isinstance(raw, RawRow)
     (document,) = Renderer(tokenizer).render(raw)
-    assert isinstance(document, Document) and document.identity == raw.identity != document.content
-    assert replace(document, pieces=document.pieces[:1]).identity == raw.identity
+    assert isinstance(document, Document) and document.identity == identity(raw) != document.content
+    assert replace(document, pieces=document.pieces[:1]).identity == identity(raw)

@@ -61,8 +61,6 @@ CHATML = (
 )
 """The template that many models use, with tools as Hermes and Qwen have them."""
 
-WRITES_BEGINNING = "{{ bos_token }}"
-
 NAMED = {"chatml": CHATML, "plain": PLAIN}
 HASHED = {name: text.replace("\n' }}" + _CONTENT, "\n' + message['content'] }}") for name, text in NAMED.items()}
 """The templates as hashes of tokenizers have them: as they were at first, or a run on text would not know its data."""
@@ -169,16 +167,17 @@ class Learnable(NamedTuple):
     said: tuple[str, ...] = ()
 
 
-def with_beginning(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer with a chat template that writes its begin-of-text token; a copy if its own does not."""
+def with_beginning(tokenizer: PreTrainedTokenizerBase, beginning: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with a chat template that writes what a text begins with; a copy if its own does not."""
+    written = "{{ bos_token }}" if beginning == tokenizer.bos_token else beginning
 
     def begins(template: str) -> str:
         chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         try:
             text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
         except Exception:  # a template for tools alone may raise any
-            return template if "bos_token" in template else WRITES_BEGINNING + template
-        return template if str(text).startswith(str(tokenizer.bos_token)) else WRITES_BEGINNING + template
+            return template if "bos_token" in template else written + template
+        return template if str(text).startswith(beginning) else written + template
 
     given: Any = tokenizer.chat_template
     template = {name: begins(text) for name, text in given.items()} if isinstance(given, dict) else begins(given)

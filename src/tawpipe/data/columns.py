@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,19 +51,6 @@ class RawRow:
     kind: RowKind
     columns: dict[str, Any]
     unread: tuple[str, ...] = ()
-
-    @property
-    def identity(self) -> int:
-        """A hash of the columns, 64 bits, which no template and no tokenizer changes; of a text row, of its text.
-
-        Nulls inside a column do not count: tables give every row the fields of all.
-        """
-        if self.kind == "text":
-            content = f"\x01{self.columns.get('text', '')}"
-        else:
-            content = json.dumps(without_nulls(self.columns), sort_keys=True, separators=(",", ":"), default=str)
-        digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8)
-        return int.from_bytes(digest.digest(), "little")
 
 
 RowPlan = tuple[RowKind | None, dict[str, str], tuple[str, ...], dict[str, str]]
@@ -149,6 +134,12 @@ class Columns:
 
     def _planned(self, names: tuple[str, ...], filled: tuple[str, ...]) -> RowPlan:
         kind = self.kind(filled) or self.kind(names)
+        if (
+            kind == "text"
+            and self.kind(names) == "instruction"
+            and any(self._column(name) in filled for name in PROMPTS)
+        ):
+            kind = "instruction"  # whose answer is empty; the text repeats the prompt
         wanted = [name for group in NEEDED[kind] for name in group] if kind else []
         wanted += BESIDES if kind in ("chat", "instruction") else ()
         useful = {name: column for name in wanted if (column := self._column(name)) in filled}

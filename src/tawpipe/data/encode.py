@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tawpipe.data.render import Document
 from tawpipe.data.settings import SpecialInText
-from tawpipe.data.special import BREAK, SpecialTokens
+from tawpipe.data.special import BREAK, ESCAPED, SpecialTokens
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,21 +43,26 @@ class Encoder:
     Every piece of a document is tokenised by itself, as the prompt is when text is generated, so no token stands
     astride the border between what counts and what does not. A document begins with the tokenizer's beginning-of-text
     token if the tokenizer itself would place one, and ends with its end-of-text token if it has one (which counts).
-    A text that has these tokens already gets no second ones. Documents that a chat template has rendered are left as
-    they are.
+    A text that has these tokens already gets no second ones. Documents that a chat template has rendered end as they
+    are.
 
     Args:
         special: the setting ``special_in_text``.
+        chats_begin: chats begin like texts, whatever their template has written.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialInText = "keep") -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, special: SpecialInText = "keep", *, chats_begin: bool = False
+    ) -> None:
         # TOKENIZERS_PARALLELISM stays as it is: unset, tokenizers works in parallel and turns that off in a forked
         # child; set to true, a child that tokenises hangs.
         self._tokenizer = tokenizer
-        self._special = SpecialTokens(tokenizer, special)
-        with_special = list(tokenizer("a")["input_ids"])
-        begins = with_special[:1] == [tokenizer.bos_token_id] and self._plain(["a"])[0][:1] != with_special[:1]
-        self.begin: list[int] = [tokenizer.bos_token_id] if begins else []  # pyright: ignore[reportAttributeAccessIssue]
+        self._special, self._chats_begin = SpecialTokens(tokenizer, special), chats_begin
+        with_special, (alone,) = list(tokenizer("a")["input_ids"]), self._plain(["a"])
+        places = (at for at in range(len(with_special)) if with_special[at : at + len(alone)] == alone)
+        begin = with_special[: next(places, 0)]
+        is_named = tokenizer.bos_token_id is not None
+        self.begin: list[int] = begin if not is_named or begin == [tokenizer.bos_token_id] else []
         """Tokens with which a text begins."""
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._anchors = self._find_anchors()
@@ -83,6 +88,7 @@ class Encoder:
         )
         ids: Any = encoded["input_ids"]
         if self._special.mode == "plain":
+            texts = [text.replace(ESCAPED, BREAK) for text in texts]
             broken = (self._special.encode(text) if BREAK in text else None for text in texts)
             return [some or usual for some, usual in zip(broken, ids, strict=True)]
         return ids
@@ -98,19 +104,26 @@ class Encoder:
             [(part, piece.counts) for piece in document.pieces for part in split_text(piece.text)]
             for document in documents
         ]
-        anchor = next(iter(self._anchors), "")
-        texts = [anchor + text if place else text for document in parts for place, (text, _) in enumerate(document)]
+        texts = [
+            self._anchor(document[place - 1][0]) + text if place else text
+            for document in parts
+            for place, (text, _) in enumerate(document)
+        ]
         encoded = (ids for batch in _batches(texts, len) for ids in self._plain(batch))
         return [self._join(document, part, encoded) for document, part in zip(documents, parts, strict=True)]
 
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
-        begin, end = ([], []) if document.complete else (self.begin, self._end)
+        begin = self.begin if not document.complete or (self._chats_begin and document.kind == "chat") else []
+        end = [] if document.complete else self._end
         ids, counts = list[NDArray[np.uint32]](), list[NDArray[np.bool_]]()
         for place, (text, part_counts) in enumerate(parts):
-            tokens = self._inside(text, next(encoded)) if place else next(encoded)
-            if place == 0 and tokens[:1] != begin:  # the text may have it already
-                ids.append(np.array(begin, np.uint32))
-                counts.append(np.zeros(len(begin), np.bool_))
+            tokens = self._inside(text, next(encoded), self._anchor(parts[place - 1][0])) if place else next(encoded)
+            if place == 0 and begin:  # the text may have it already, or a chat template has written it twice
+                while document.complete and tokens[: 2 * len(begin)] == 2 * begin:
+                    tokens = tokens[len(begin) :]
+                if tokens[: len(begin)] != begin:
+                    ids.append(np.array(begin, np.uint32))
+                    counts.append(np.zeros(len(begin), np.bool_))
             if place == len(parts) - 1 and tokens[-1:] == end:
                 end = []
             ids.append(np.array(tokens, np.uint32))
@@ -119,14 +132,21 @@ class Encoder:
         counts.append(np.ones(len(end), np.bool_))
         return Tokens(np.concatenate(ids), np.concatenate(counts))
 
-    def _inside(self, text: str, tokens: list[int]) -> list[int]:
-        """The text's tokens in the middle of a document, out of those behind the first anchor.
+    def _anchor(self, before: str) -> str:
+        """What a piece is tokenised behind, after a piece ``before``: the special token that ends it, if one does."""
+        last = self._special.last(before) if self._anchors else ""
+        return last or next(iter(self._anchors), "")
+
+    def _inside(self, text: str, tokens: list[int], anchor: str) -> list[int]:
+        """The text's tokens in the middle of a document, out of those behind ``anchor``.
 
         The two may have merged, as two line breaks do that have a token of their own; then behind another anchor.
 
         Raises:
             UserError: every anchor merges with this text.
         """
+        if anchor and anchor not in self._anchors:
+            return tokens[1:]
         for number, (anchor, anchor_tokens) in enumerate(self._anchors.items()):
             tokens = self._plain([anchor + text])[0] if number else tokens
             if tokens[: len(anchor_tokens)] == anchor_tokens:

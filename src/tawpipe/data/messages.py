@@ -18,6 +18,8 @@ ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
     "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "ai": ASSISTANT,
     "model": ASSISTANT,
     "observation": "tool",
     "function": "tool",
@@ -46,14 +48,18 @@ PARTS = {
     "tool_call": ("call", ("tool_call", "value", "text")),
 }
 """Use of a content's part by its type, and the fields that may hold what is said."""
-CALL = (("name",), ("arguments", "parameters"))
-"""Fields of a call: its name, and the two names of its arguments."""
+CALL = (("name",), ("arguments", "parameters", "args", "input"))
+"""Fields of a call: its name, and the names of its arguments."""
 
 USES = ("thought", "text", "call")
 """Uses of parts in the order in which a turn has them."""
 
 MEDIA = frozenset({"image", "images", "img", "imgs", "video", "videos", "audio", "audios"})
 """Words in the names of columns and parts that hold something else than text."""
+
+TRUTHS = {"true": True, "yes": True, "1": True, "1.0": True, 1: True}
+TRUTHS |= {"false": False, "no": False, "0": False, "0.0": False, 0: False}
+"""What words and numbers say; fields of csv files are words."""
 
 EMPTY = (None, "", [], {})
 """Values of a column or field that holds nothing: tables give every row the columns of all."""
@@ -149,7 +155,7 @@ def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collectio
     message = {"role": role, "content": content}
     calls = _popped(fields, ("tool_calls", "function_call"))
     calls = {name: _calls(some) for name, some in calls.items() if some} | {"content": said["call"]}
-    if called := only(calls, _meant):
+    if called := only(calls, meant_calls):
         message["tool_calls"] = called
     if thought := only(_popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}):
         if not isinstance(thought, str):
@@ -158,7 +164,8 @@ def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collectio
     message |= _weight(role, fields)
     if not isinstance(content, str) and not (content is None and called and role == ASSISTANT):
         kind = f"null in {sorted(value)}" if content is None else type(content).__name__
-        raise Malformed("with a message whose content is neither a text nor a list of parts", kind)
+        why = "with a message whose content is neither a text nor a list of parts"
+        raise Malformed(f"{why} (--columns content=NAME names another field)", kind)
     return message | fields, is_call
 
 
@@ -274,7 +281,7 @@ def only(sources: Mapping[str, Any], same: Callable[[Any], object] = lambda valu
 def truth(value: object) -> bool | None:
     """Return what a boolean, a number or a word says; None if that is neither true nor false."""
     word = value.strip().lower() if isinstance(value, str) else value
-    return {"true": True, "false": False, 1: True, 0: False}.get(word) if isinstance(word, str | int | float) else None
+    return TRUTHS.get(word) if isinstance(word, str | int | float) else None
 
 
 @lru_cache(maxsize=10_000)
@@ -296,10 +303,14 @@ def _popped(fields: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def _known_role(role: Any) -> Any:
-    return ROLES.get(role, role) if isinstance(role, str) else role
+    """The role under its usual name, however it is written."""
+    if not isinstance(role, str):
+        return role
+    lower = role.lower()
+    return ROLES.get(lower, lower if lower in KNOWN_ROLES else role)
 
 
-def _meant(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+def meant_calls(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     """Names and arguments of calls, alike for arguments as an object and as a text."""
     return [(call["function"]["name"], _of_json(call["function"]["arguments"])) for call in calls]
 

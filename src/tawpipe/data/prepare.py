@@ -235,7 +235,8 @@ class _Preparation:
 
     def _rendering(self, packing: Packed) -> Renderer:
         """A renderer of chats that fit a row; under ``split`` of any length."""
-        return self.text.rendering(*((None,) if packing == "split" else (self.lengths[packing], self._bound(packing))))
+        limit = None if packing == "split" else self.lengths[packing]
+        return self.text.rendering(limit, self._bound(packing))
 
     def _bound(self, packing: Packed) -> str:
         """The setting or the limit that says how long a document may be."""

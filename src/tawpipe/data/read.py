@@ -153,7 +153,7 @@ class RowReader:
                     return
                 groups = list(range(int(start * table.num_row_groups), table.num_row_groups))
                 for batch in table.iter_batches(PARQUET_BATCH, row_groups=groups, columns=wanted[0]):
-                    for item in batch.to_pylist():
+                    for item in batch.to_pylist(maps_as_pydicts="strict"):
                         number += 1
                         yield self.columns.table_row(f"{file.path}, row {number}", item, wanted[1])
         except (pyarrow.ArrowException, ValueError) as error:

@@ -7,9 +7,10 @@ template) does not count; text that it shall write does.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,12 @@ from tawpipe.data.messages import (
     THOUGHTS,
     Malformed,
     Untrainable,
+    meant_calls,
     only,
     read_messages,
     read_options,
     read_tools,
+    without_nulls,
 )
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, Answers, AsChat, LongChats, SpecialInText
@@ -46,7 +49,7 @@ class Document:
     Attributes:
         complete: a chat template has placed the tokens that begin and end a text; the tokenizer adds none.
         where: it stands: the file, with the line or row where there is one.
-        identity: that of its row, which all documents of the row share, wherever they are stored; 0 without a row.
+        identity: that of its row, which all documents of the row share, wherever they are stored; else ``content``.
         content: a hash of the pieces, 64 bits; of a text row its identity.
     """
 
@@ -64,6 +67,7 @@ class Document:
             digest.update(b"\x01" if piece.counts else b"\x00")
             digest.update(piece.text.encode())
         object.__setattr__(self, "content", int.from_bytes(digest.digest(), "little"))
+        object.__setattr__(self, "identity", self.identity or self.content)
 
 
 WITHOUT_ANSWER = "without an answer to learn"
@@ -71,6 +75,8 @@ UNREAD_COLUMNS = "with columns that are not read"
 UNREAD_FIELDS = "with fields that are neither learned nor shown by the chat template"
 
 
+MEDIA_MARK = re.compile(r"<(image|video|audio)>")
+MARKED = "have <image>, <video> or <audio> in their text, which is read as text"
 AS_CHAT = "are instructions and go through the chat template (--as-chat off writes them as they are)"
 
 
@@ -125,9 +131,7 @@ class Renderer:
             match row.kind:
                 case "text":
                     text = ChatText(self._text(row.columns, "text"), True)
-                    documents: list[Document | Skipped] = [
-                        Document("text", (text,), where=row.where, identity=row.identity)
-                    ]
+                    documents: list[Document | Skipped] = [Document("text", (text,), where=row.where)]
                 case "chat":
                     documents = self._chat(row)
                 case "instruction":
@@ -148,7 +152,8 @@ class Renderer:
         chats = {name: self._messages(row, name) for name in CHATS}
         messages = chats[self._meant(chats)]
         if not any(message["role"] == ASSISTANT for message in messages):
-            return [Skipped("empty", row.where, "without an assistant's turn")]
+            roles = ", ".join(sorted({str(message["role"]) for message in messages}))
+            return [Skipped("empty", row.where, "without an assistant's turn", roles and f"its roles are {roles}")]
         return self._rendered(row, self._with_system(row, messages))
 
     def _messages(self, row: RawRow, name: str, role: str = "") -> list[dict[str, Any]]:
@@ -184,7 +189,10 @@ class Renderer:
         learned = [n for n, turn in enumerate(messages) if turn["role"] == ASSISTANT and turn.get("weight", 1)]
         for number in [n for n in learned if n < first] + (learned[:-1] if self._only_last else []):
             messages[number] = {**messages[number], "weight": 0}
+        identity = _identity(messages, tools, options)
         messages, tools, notes = self._special.messages(messages, tools, row.where)
+        if any(MEDIA_MARK.search(turn["content"] or "") for turn in messages):
+            notes.append(Skipped("note", row.where, MARKED))
         if self._fits is None:
             chat = self._chats.chat(messages, tools, options)
         else:
@@ -195,7 +203,7 @@ class Renderer:
             return [_without_answer(row)]
         documents: list[Document | Skipped] = [*notes]
         documents += [
-            Document("chat", pieces, complete=True, where=row.where, identity=row.identity) for pieces in chat.documents
+            Document("chat", pieces, complete=True, where=row.where, identity=identity) for pieces in chat.documents
         ]
         documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
         documents += [Skipped("remark" if note.detail else "note", row.where, *note.args) for note in chat.said]
@@ -236,9 +244,9 @@ class Renderer:
         system, said = self._text(columns, "system"), self._text(columns, answer)
         if not said.strip():
             return [_without_answer(row)]
+        turns = {"system": system, "user": "\n".join(parts), ASSISTANT: said}
+        messages = [{"role": role, "content": text} for role, text in turns.items() if text]
         if self._as_chat:
-            turns = {"system": system, "user": "\n".join(parts), ASSISTANT: said}
-            messages = [{"role": role, "content": text} for role, text in turns.items() if text]
             return [*self._rendered(row, messages), Skipped("note", row.where, AS_CHAT)]
         for name in ("tools", "functions", "chat_template_kwargs"):
             if name in columns:
@@ -250,7 +258,7 @@ class Renderer:
         pieces = tuple(piece for piece in (ChatText(given, False), ChatText(said, True)) if piece.text)
         if self._fits is not None and not self._fits(pieces):
             raise Malformed(TOO_LONG.format(longest=self._longest))
-        return [*notes, Document("instruction", pieces, where=row.where, identity=row.identity)]
+        return [*notes, Document("instruction", pieces, where=row.where, identity=_identity(messages))]
 
     def _meant(self, group: Mapping[str, object]) -> str:
         """The one of some columns for one use that holds something; those that the settings name come first.
@@ -273,6 +281,19 @@ class Renderer:
         if not isinstance(value, str):
             raise Malformed(f"whose column {self._names.get(name, name)!r} holds no text", type(value).__name__)
         return value
+
+
+def _identity(
+    messages: Sequence[Mapping[str, Any]], tools: Any = None, options: Mapping[str, Any] | None = None
+) -> int:
+    """A hash of what a chat says, 64 bits: no template, no other field and no form of the row changes it."""
+    turns = [
+        [turn["role"], turn["content"] or "", turn.get(THOUGHT), meant_calls(turn.get("tool_calls", []))]
+        for turn in messages
+    ]
+    said = without_nulls([turns, tools or [], dict(options or {})])
+    content = json.dumps(said, sort_keys=True, separators=(",", ":"), default=str)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little")
 
 
 def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:

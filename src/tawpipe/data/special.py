@@ -15,6 +15,9 @@ from tawpipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ESCAPED = "\\ufdd0"
+"""``BREAK`` as JSON and Python escape it."""
+
 BREAK = "\ufdd0"
 """A letter that no text has. Behind its first letter it makes a special token text, until the text is tokenised."""
 
@@ -38,6 +41,10 @@ class SpecialTokens:
         self._broken = {name: name[0] + BREAK + name[1:] for name in sorted(names, key=len, reverse=True)}
         self._names = re.compile("|".join(map(re.escape, self._broken)) or "(?!)")
         self._swapped = re.compile("|".join(map(re.escape, [*self._broken.values(), *self._broken, BREAK])))
+
+    def last(self, text: str) -> str:
+        """The special token with which a text ends, or ``""``."""
+        return next((name for name in self._broken if text.endswith(name)), "")
 
     def given(self, value: Any, where: str) -> tuple[Any, list[Skipped]]:
         """Texts inside lists and objects as they go into a template, and a note if they have special tokens."""

@@ -73,9 +73,10 @@ class TokenisedText:
             self.tokenizer = with_template(self.tokenizer, self.fallback)
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
-        self.encoder = Encoder(self.tokenizer, settings.special_in_text)
+        self.encoder = Encoder(self.tokenizer, settings.special_in_text, chats_begin=True)
         chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
-        self.chats = with_beginning(chats) if self.encoder.begin else chats
+        beginning = str(self.tokenizer.decode(self.encoder.begin))
+        self.chats = with_beginning(chats, beginning) if beginning else chats
         """The tokenizer with the template that chats go through."""
         self.renderer = self.rendering()
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
