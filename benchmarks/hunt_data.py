@@ -154,7 +154,7 @@ def draw(draw: random.Random) -> dict[str, Any]:
 
 
 def _chat(name: str, turns: list[list[Any]], bos: str, eos: str) -> Pieces:
-    """A chat as the template says, by hand."""
+    """A chat as the template says, by hand, through its last learned answer; the white space behind an end is shown."""
     pieces: list[tuple[str, bool]] = [(bos, False)] if name in ("llama3", "gemma3", "mistral") else []
     first = ""
     if name in ("gemma3", "mistral") and turns[0][0] == "system":
@@ -172,19 +172,35 @@ def _chat(name: str, turns: list[list[Any]], bos: str, eos: str) -> Pieces:
             "gemma3": (f"<start_of_turn>{'model' if mine else 'user'}\n", "<end_of_turn>\n", "" if n else first),
             "mistral": ("", eos, " ") if mine else ("[INST] ", "[/INST]", first if n == last_user else ""),
         }[name]
-        pieces += [(before, False), (lead + said + after, bool(mine and weight))]
-        if name == "qwen3" and mine and n < last_user:  # written otherwise than as a last turn: up to what ends it
-            pieces[-1:] = [(said + "<|im_end|>", bool(weight)), ("\n", False)]
+        lead = "" if name == "qwen3" and not mine else lead
+        pieces += [(before, False), (lead + said + after.rstrip("\n"), bool(mine and weight))]
+        pieces += [("\n", False)] if after.endswith("\n") else []
     return tuple(pieces)
 
 
-def _document(one: dict[str, Any], case: dict[str, Any], tokenizer: Any) -> Pieces | None:
-    """The document that a row means; None if nothing of it is learned."""
+def _chats(name: str, turns: list[list[Any]], bos: str, eos: str) -> list[Pieces]:
+    """The documents of a chat: one for every answer where the template shows earlier turns otherwise than the last."""
+    learned = [n for n, (role, said, weight) in enumerate(turns) if role == "assistant" and weight and said.strip()]
+    endless = name == "chatml" and eos != "<|im_end|>"  # without a token that ends a turn, the end of text does
+    if endless or name == "qwen3" or (name == "mistral" and turns[0][0] == "system"):
+        alone = []
+        for last in learned:
+            shown = [[role, said, int(n == last)] for n, (role, said, _) in enumerate(turns[: last + 1])]
+            alone.append(_chat(name, shown, bos, eos))
+        return [(*each[:-1], ("\n" + eos, True)) for each in alone] if endless else alone
+    blank = [[role, said, int(weight and bool(said.strip()))] for role, said, weight in turns]
+    return [_chat(name, blank[: learned[-1] + 1], bos, eos)] if learned else []
+
+
+def _documents(one: dict[str, Any], case: dict[str, Any], tokenizer: Any) -> list[Pieces]:
+    """The documents that a row means; none if nothing of it is learned."""
     name = case["template"] or (case["tokenizer"] if case["tokenizer"] != "trained" else "plain")
     eos = tokenizer.eos_token
     if name == "chatml" and "<|im_end|>" in tokenizer.get_vocab():
         eos = "<|im_end|>"
-    begin = tokenizer.bos_token if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else ""
+    first, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    placed = tokenizer.decode(first[:1]) if first[0] != plain[0] else ""
+    begin = placed if tokenizer.bos_token in (None, placed) else ""
     has_template = bool(case["template"]) or case["tokenizer"] != "trained"
     as_chat = case["as_chat"] == "on" or (case["as_chat"] == "auto" and has_template)
     if "turns" in one or ("parts" in one and as_chat):
@@ -192,10 +208,11 @@ def _document(one: dict[str, Any], case: dict[str, Any], tokenizer: Any) -> Piec
         if not turns:
             texts = {"system": one["system"], "user": "\n".join(one["parts"]), "assistant": one["said"]}
             turns = [[role, text, 1] for role, text in texts.items() if text]
-        found = _chat(name, turns, tokenizer.bos_token, eos)
-        if case["tokenizer"] == "mistral" and name != "mistral":
-            found = ((" ", False), *found)
-        return found if any(counts for _, counts in found) else None
+        found = _chats(name, turns, tokenizer.bos_token or "", eos)
+        found = [each if each[0][0] == begin else ((begin, False), *each) for each in found]
+        if case["tokenizer"] == "mistral" and name != "mistral" and not begin:
+            found = [((" ", False), *each) for each in found]
+        return found
     given, said = "", one.get("text") or one.get("said") or ""
     if "parts" in one:
         parts = [one["system"], *one["parts"]] if one["system"] else one["parts"]
@@ -204,7 +221,7 @@ def _document(one: dict[str, Any], case: dict[str, Any], tokenizer: Any) -> Piec
         first = given or said
         lead = "" if first.startswith(" ") else " "
         given, said = (lead + given, said) if given else (given, lead + said)
-    return (begin, False), (given, False), (said, True), (eos, True)
+    return [((begin, False), (given, False), (said, True), (eos, True))]
 
 
 class Shown(NamedTuple):
@@ -379,7 +396,7 @@ def check(case: dict[str, Any]) -> str:
     """
     tokenizer = copy.deepcopy(TRAINED if case["tokenizer"] == "trained" else FAMILIES[case["tokenizer"]][0])
     means = [[one for _, one in each["rows"] if one] for each in case["sets"]]
-    documents = [[Shown.of(found) for one in own if (found := _document(one, case, tokenizer))] for own in means]
+    documents = [[Shown.of(each) for one in own for each in _documents(one, case, tokenizer)] for own in means]
     with tempfile.TemporaryDirectory(prefix="tawpipe-hunt-") as folder:
         paths = [_entry(Path(folder), number, one) for number, one in enumerate(case["sets"])]
         settings = DataSettings(
@@ -389,6 +406,7 @@ def check(case: dict[str, Any]) -> str:
             columns=[f"{name}={column}" for name, column in case["names"].items()],
             chat_template=case["template"],
             as_chat=case["as_chat"],
+            long_chats="anywhere",  # which is laid out here as well
             packing=case["packing"],
             streaming=case["window"] > 0,
             stream_window=case["window"] or 4096,
@@ -431,10 +449,12 @@ def _compared(case: dict[str, Any], documents: list[list[Shown]], data: Any, tok
     wrong = _untiled(documents[0], [*trained[0], *out], *how) if case["use"] == "one" else ""
     if wrong or case["length"] < 1024:
         return wrong
-    return _sides(case, documents, trained, out)
+    return _sides(case, documents, trained, out, tokenizer)
 
 
-def _sides(case: dict[str, Any], documents: list[list[Shown]], trained: list[list[Shown]], out: list[Shown]) -> str:
+def _sides(
+    case: dict[str, Any], documents: list[list[Shown]], trained: list[list[Shown]], out: list[Shown], tokenizer: Any
+) -> str:
     """What is wrong with what is held out, where every document is shown whole."""
     known = list(dict.fromkeys(one for own in documents for one in own))
 
@@ -455,7 +475,9 @@ def _sides(case: dict[str, Any], documents: list[list[Shown]], trained: list[lis
         if missing := [one.text for one in set(own) - set(seen) - held if case["use"] == "one"]:
             return f"neither trained on nor held out: {missing}"
     spare = any(not any(set(own) == {one} for own in documents) for one in known)
-    if case["fraction"] > 0 and bool(out) != spare and not case["window"]:
+    rows = (_documents(one, case, tokenizer) for each in case["sets"] for _, one in each["rows"] if one)
+    alone = all(len(row) <= 1 for row in rows)  # the documents of a row stay on one side
+    if case["fraction"] > 0 and bool(out) != spare and not case["window"] and alone:
         return f"{len(out)} held out, though one document {'could' if spare else 'could not'} be spared"
     return ""
 

@@ -8,6 +8,7 @@ import pytest
 from chat_families import byte_level
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
+from tawpipe.data.turns import TOO_LONG
 from tawpipe.errors import UserError
 
 KEEPS = (
@@ -89,7 +90,7 @@ def test_a_data_set_of_long_questions_is_refused_with_the_ways_out(tmp_path):
         read(tmp_path, KEEPS, turns(400), turns(300))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 400}))
     settings = DataSettings(data=[str(tmp_path / "b.jsonl")], validation_fraction=0.0, cache_dir=str(tmp_path))
-    with pytest.raises(UserError, match="1 row left out, longer than 64 tokens"):
+    with pytest.raises(UserError, match=TOO_LONG.format(longest="64 tokens, --sequence-length").partition(":")[0]):
         prepare_data(
             settings, sequence_length=64, seed=0, tokenizer=byte_level(KEEPS, ["<|end|>"], eos_token="<|end|>")
         )

@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from cases import llama
+from tawpipe.checkpoint.resume import Mark, ResumePoint
 from tawpipe.console import Console
 from tawpipe.errors import UserError
 from tawpipe.model.pretrained import SafetensorsSource
@@ -25,6 +26,7 @@ from tawpipe.runtime.passes import Room
 from tawpipe.runtime.world import World
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.prepare import prepare
+from tawpipe.train.start import documents_of
 
 MODULES = ["k_proj", "v_proj", "o_proj", "q_proj"]
 """Names that a config keeps as a set, whose order differs from process to process."""
@@ -59,11 +61,13 @@ def of_runs(world: World, *, machines: list[str], data: str) -> str:
     class ReadyError(Exception):
         """Model and documents are those of all ranks."""
 
-    def start() -> Any:
+    def documents(*given: Any) -> Any:
+        documents_of(*given)
         raise ReadyError
 
+    start = lambda: ResumePoint(None, None, "", Mark(), ())  # noqa: E731
     with suppress(ReadyError), chdir(machines[world.rank]):
-        return words(lambda: prepare(config, world, Console(rank=1), start=start))
+        return words(lambda: prepare(config, world, Console(rank=1), start=start, documents=documents))
     return "ready"
 
 

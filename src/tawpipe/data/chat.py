@@ -379,8 +379,8 @@ class _OneForm:
                 raise Malformed(HIDES_CALLS, missing)
         if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
             marks = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)
-            if own := [mark for mark in marks if mark[0] >= len(prompt)]:
-                begin, end = own[0][0], own[-1][1]
+            if here := [mark for mark in marks if mark[0] >= len(prompt)]:
+                begin, end = here[0][0], here[-1][1]
                 return Learnable(shown[:begin], shown[begin:end], shown[end:])
         if shown.startswith(prompt):
             return self._ended(number, prompt, shown, {})
@@ -408,8 +408,8 @@ class _OneForm:
         """The answer behind a prompt that begins a thought, where the template shows no thoughts."""
         tag, asked = opened[1], prompt[: opened.start()]
         body = shown[len(asked) :] if shown.startswith(asked) else self._behind_header(number, asked, shown)
-        if body is not None and (own := re.match(rf"\s*<{tag}>", body)):  # the template shows the thought
-            return self._ended(number, prompt, prompt + body[own.end() :].lstrip(), {})
+        if body is not None and (again := re.match(rf"\s*<{tag}>", body)):  # the template shows the thought
+            return self._ended(number, prompt, prompt + body[again.end() :].lstrip(), {})
         message = self._messages[number]
         field = message.get(THOUGHTS[0])
         tagged = re.match(rf"\s*<{tag}>(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
