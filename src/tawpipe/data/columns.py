@@ -125,7 +125,7 @@ class Columns:
             others = " ".join(name for name in changed if name != learned)
             way = f"--columns {use}={learned}{f' --ignore-columns {others}' if others else ''} learns {learned!r}"
         says = says or meaning(changed[0])
-        expected = f"rows that mean the same without {changed[0]!r}, which says {says} and is not trained on"
+        expected = f"no column {changed[0]!r}: it says {says}, and training would not follow it"
         return UserError("--data", where, f"{expected}; {way}")
 
     def table_row(self, where: str, item: Mapping[str, Any], unread: tuple[str, ...] = ()) -> RawRow | Skipped:
