@@ -47,7 +47,7 @@ STAND_INS = {
 }
 """Models that nobody has here, and what is there instead."""
 GIVEN = ["--model", "small-model", "--data", "corpus/*.txt"]
-SMALL = ["--nproc", "1", "--nodes", "1", "--sequence-length", "64", "--micro-batch", "1"]
+SMALL = ["--nproc", "1", "--nodes", "1", "--sequence-length", "128", "--micro-batch", "1"]
 SMALL += ["--steps", "2", "--plan", "none", "--check", "never", "--sample.tokens", "2", "--cache-dir", "cache"]
 SMALL += ["--validation-fraction", "0.2", "--evaluation.batches", "1", "--schedule.sequence-ranks", "1"]
 
@@ -131,7 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder / "small-model")
     chat = [
-        [{"role": "user", "content": texts[i][:60]}, {"role": "assistant", "content": texts[i][60:90]}]
+        [{"role": "user", "content": texts[i][:20]}, {"role": "assistant", "content": texts[i][20:30]}]
         for i in range(40)
     ]
     lines = "\n".join(json.dumps({"messages": turns}) for turns in chat) + "\n"
@@ -142,7 +142,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("\n\n".join(texts))
     (folder / "corpus" / "two.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
-    rows = [f"{text[:40]},{text[40:60]}" for text in texts]
+    rows = [f"{text[:15]},{text[15:25]}" for text in texts]
     (folder / "questions.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
     return folder
 
