@@ -147,6 +147,7 @@ def documents_of(
         UserError: see ``prepare_data`` and ``check_lengths``.
     """
     config = lengths_before_data(config, earlier, pretrained=model.pretrained)
+    check_lengths(config)  # before anything is read
     date = (earlier.settled.get("date") if earlier is not None else "") or world.broadcast_text(today())
 
     def dealing(length: int) -> Dealing:
