@@ -74,6 +74,8 @@ class TokenisedText:
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
         self.encoder = Encoder(self.tokenizer, settings.special_in_text, chats_begin=True)
+        if self.encoder.begin and self.tokenizer.bos_token_id is None:  # earlier versions placed none then
+            self.hash = content_hash(self.hash, self.encoder.begin)
         chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
         beginning = str(self.tokenizer.decode(self.encoder.begin))
         self.chats = with_beginning(chats, beginning) if beginning else chats
