@@ -143,7 +143,7 @@ def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = 
 
 
 class Chat(NamedTuple):
-    """What a row's chat becomes.
+    """Documents of a row's chat, and the reasons for what is left out.
 
     Attributes:
         documents: the pieces of each; an answer is learned in one of them.
@@ -368,7 +368,7 @@ class _OneForm:
         return not any(form in given for form in _spelled(words)) or any(_missing(call, given) for call in calls)
 
     def _answer(self, number: int) -> Learnable:
-        """What has to be written behind the prompt of an answer.
+        """Return the prompt of an answer and the text that the model has to write behind it.
 
         Raises:
             Malformed: the template refuses the messages, or shows the answer behind no prompt.
@@ -428,7 +428,7 @@ class _OneForm:
         return self._ended(number, prompt, prompt + thought.lstrip() + close + space + body, {})
 
     def _behind_header(self, number: int, prompt: str, shown: str) -> str | None:
-        """What ``shown`` has behind the header of its last turn; None where no header is seen.
+        """Return the text of ``shown`` behind the header of its last turn, or None if the header is not found.
 
         The history before it may be shown otherwise than in the prompt.
         """
@@ -512,9 +512,12 @@ class _OneForm:
                 raise Malformed(HIDES_CALLS, f"{arguments} as JSON")
         if calls and words and text.find(words) > text.find(calls[0]["function"]["name"]):
             raise Malformed("with words beside a call, which the chat template shows behind it")
+        said = answer.said
         if thought and thought not in text:
-            return answer._replace(said=(*answer.said, "whose thought the chat template leaves out"))
-        return answer
+            said += ("whose thought the chat template leaves out",)
+        if self._renderer.special.search(words):
+            said += ("that hold a special token, which is learned where it stands",)
+        return answer._replace(said=said)
 
     def _check_given(self, before: Sequence[Message], text: str) -> None:
         """Refuse a chat of which the model would not see a turn or the tools before its last answer."""
@@ -623,7 +626,7 @@ def _leaves(call: Message) -> Iterator[str]:
 
 
 def _missing(call: Message, text: str) -> str:
-    """What a text lacks of a call, or ``""``."""
+    """Return the first name, key or value of a call that ``text`` lacks, or ``""``."""
     return next((leaf for leaf in _leaves(call) if not any(form in text for form in _spelled(leaf))), "")
 
 

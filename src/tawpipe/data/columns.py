@@ -31,7 +31,7 @@ MEANINGS: dict[str, frozenset[str]] = {
     SHOWS: MEDIA,
     "which turns come before": frozenset({"history"}),
 }
-"""What columns say that change what their row means, and words in the names of such columns."""
+"""Words in the names of columns that change the meaning of a row, by what such a column says."""
 
 SEEN = 1000
 """Sets of columns whose kinds are remembered."""

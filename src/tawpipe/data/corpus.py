@@ -11,6 +11,7 @@ import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,11 @@ class Corpus:
         shown = lengths if limit is None else np.minimum(lengths, limit)
         return self.counted(begins + np.minimum(shown, 1), begins + shown)
 
+    @cached_property
+    def is_partly_learned(self) -> NDArray[np.bool_]:
+        """[documents] True for chats and instructions: something of them is shown and not learned."""
+        return self.learned(np.arange(len(self.lengths))) < self.lengths - 1
+
     @classmethod
     def from_tokens(cls, documents: Iterable[tuple[Document, Tokens]], counts: ReadCounts) -> Corpus:
         """A corpus in memory."""
@@ -163,11 +169,8 @@ def write_corpus(
     """
     counts = ReadCounts(files=files)
     dtype = token_dtype(vocab_size)
-    lengths, identities, contents = (
-        array("q"),
-        array("Q"),
-        array("Q"),
-    )  # 8 bytes per document; a list would hold objects
+    # 8 bytes per document; a list would hold objects.
+    lengths, identities, contents = array("q"), array("Q"), array("Q")
     bits = np.zeros(0, np.bool_)
     with (folder / TOKENS).open("wb") as tokens_file, (folder / MASK).open("wb") as mask_file:
         for document, tokens in encoder.encode_all(render_counted(rows, renderer, counts)):

@@ -133,7 +133,7 @@ class Encoder:
         return Tokens(np.concatenate(ids), np.concatenate(counts))
 
     def _anchor(self, before: str) -> str:
-        """What a piece is tokenised behind, after a piece ``before``: the special token that ends it, if one does."""
+        """Return the text behind which a piece is tokenised: the special token that ends ``before``, or an anchor."""
         last = self._special.last(before) if self._anchors else ""
         return last or next(iter(self._anchors), "")
 

@@ -59,7 +59,7 @@ MEDIA = frozenset({"image", "images", "img", "imgs", "video", "videos", "audio",
 
 TRUTHS = {"true": True, "yes": True, "1": True, "1.0": True, 1: True}
 TRUTHS |= {"false": False, "no": False, "0": False, "0.0": False, 0: False}
-"""What words and numbers say; fields of csv files are words."""
+"""Truth of words and of numbers; fields of csv files are words."""
 
 EMPTY = (None, "", [], {})
 """Values of a column or field that holds nothing: tables give every row the columns of all."""

@@ -247,14 +247,20 @@ class _Preparation:
     def _cut(self, corpus: Corpus, files: Sequence[SourceFile], setting: str, packing: Packed) -> Corpus:
         """The corpus, made anew if chats or instructions in it are longer than a row."""
         limit = self.lengths[packing]
-        is_whole = packing == "split" or self.settings.long_chats == "anywhere" or not corpus.counts.masked
-        if is_whole or int(corpus.lengths.max()) <= limit:
+        is_whole = packing == "split" or self.settings.long_chats == "anywhere"
+        if is_whole or corpus.lengths[corpus.is_partly_learned].max(initial=0) <= limit:
             return corpus
         return self.text.corpus(files, setting, limit, self._bound(packing))[0]
 
     def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits) -> None:
         """Take the length of the longest document, within the limits."""
-        longest = max(limits.of(corpus.lengths, masked=bool(corpus.counts.masked)) for corpus in corpora)
+        parts = [
+            limits.of(some, masked=is_chat)
+            for corpus in corpora
+            for is_chat in (False, True)
+            if len(some := corpus.lengths[corpus.is_partly_learned == is_chat])
+        ]
+        longest = max(parts)
         self.use(length := limits.at_least_usual(longest))
         self.why_length = limits.words(length, np.concatenate([corpus.lengths for corpus in corpora]))
 

@@ -7,6 +7,7 @@ corrupt, gives up the file there, and wants one schema for all files. Tables of 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -189,6 +190,8 @@ def _open(file: SourceFile) -> BinaryIO:
     stream = _stored(file.path)
     if not file.packed:
         return stream
+    if file.packed == "gz":  # which reads a file that is cut off up to its end
+        return gzip.GzipFile(fileobj=stream)  # pyright: ignore[reportReturnType]
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(stream, compression=file.packed))

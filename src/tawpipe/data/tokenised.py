@@ -160,7 +160,11 @@ class TokenisedText:
         def fill(work: Path) -> None:
             rows = (row for file in files for row in self.reader.read(file))
             renderer = self.rendering(limit, why)
-            counts = write_corpus(work, rows, renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
+            try:
+                counts = write_corpus(work, rows, renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
+            except UserError as error:  # a row's refusal, which does not know whose files these are
+                name = setting if error.setting == "--data" else error.setting
+                raise UserError(name, error.value, error.expected) from error
             if not counts.documents:
                 raise no_documents(setting, files, counts)
 
