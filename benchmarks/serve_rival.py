@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe.data.chat import PLAIN
+from tawpipe.data.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 
 TEXT = "A pipeline is a row of stages; what one stage has done the next one takes up, and none of them waits for long. "

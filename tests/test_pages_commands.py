@@ -18,7 +18,7 @@ from pages import PAGES, ROOT, Command, commands, complaint, inline_options, inl
 from runs import TIMEOUT_S, environment
 from tawpipe.cli import main
 from tawpipe.commands import plan
-from tawpipe.data.chat import PLAIN
+from tawpipe.data.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 
 ALL = [command for page in PAGES for command in commands(page)]

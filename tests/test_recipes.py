@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from family_configs import tiny_config
 from tawpipe.cli import main
-from tawpipe.data.chat import PLAIN
+from tawpipe.data.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.train.config import load_config
 

@@ -170,6 +170,14 @@ def test_a_run_on_preferences_does_not_start(tokenizer, tmp_path, streaming):
     assert data.report.read.chat == 4
 
 
+def test_a_refusal_of_validation_rows_names_their_setting(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHAT, "label": False}))
+    given: dict[str, Any] = {"data": [str(tmp_path / "a.jsonl")], "validation_data": [str(tmp_path / "b.jsonl")]}
+    with pytest.raises(UserError, match=r"^--validation-data: got '.*b.jsonl, line 1, label = False'"):
+        prepare_data(DataSettings(**given, cache_dir=str(tmp_path)), sequence_length=32, seed=0, tokenizer=tokenizer)
+
+
 def test_text_rows_may_have_any_other_columns(given):
     rows = [{"text": "a", "label": False, "score": 1}, {"text": "b", "chosen": "x", "images": ["a.png"], "none": None}]
     wholes, _, counts = given(*rows)

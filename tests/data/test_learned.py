@@ -1,11 +1,13 @@
 """What is learned of chats through odd templates: each answer as it will be asked for, or the reason why not."""
 
+import json
 from typing import Any
 
 import pytest
 
 from chat_families import byte_level
 from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.forms import lacking, thought_and_words
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import Answers
@@ -128,6 +130,33 @@ def test_a_field_counts_as_read_where_the_template_shows_it():
     assert not said(named, {**ASK, "name": "Ann"}, SAID)
     prose = CHATML + "{# the name of the user #}"
     assert "neither learned nor shown" in said(prose, {**ASK, "name": "Ann"}, SAID)
+
+
+def test_a_special_token_within_an_answer_is_said():
+    assert "hold a special token" in said(CHATML, ASK, {**SAID, "content": "one<|end|>two"})
+    assert not said(CHATML, ASK, {**SAID, "content": "one<end>two"})
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "<think>hm</think>\n\nyes"}, ("hm", "yes")),
+        ({"content": "hm</think>yes"}, ("hm", "yes")),
+        ({"content": "write </think> last", "reasoning_content": "hm"}, ("hm", "write </think> last")),
+        ({"content": "a <think> b </think> c"}, ("", "a <think> b </think> c")),
+        ({"content": None, "thinking": "hm"}, ("hm", "")),
+    ],
+)
+def test_a_thought_is_told_from_words(message, expected):
+    assert thought_and_words(message) == expected
+
+
+def test_a_call_is_shown_where_its_name_keys_texts_and_numbers_are():
+    call = {"function": {"name": "f", "arguments": '{"a": ["x\\ny", 7], "b": {"c": "\u00e9"}}'}}
+    whole = json.dumps({"name": "f", "arguments": {"a": ["x\ny", 7], "b": {"c": "\u00e9"}}})
+    assert not lacking(call, whole)
+    for part in ("f", "x", "7", "c"):
+        assert lacking(call, whole.replace(part, "_"))
 
 
 def test_templates_that_fail_are_told():

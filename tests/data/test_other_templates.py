@@ -196,6 +196,8 @@ def test_few_answers_are_left_out_for_want_of_a_prompt():
         reasons.update({reason: len(some) for reason, some in places.items()})
     rendered = len(templates()) * sum(len(answers_of(shape)) for shape in SHAPES) - reasons["the template raises"]
     assert len(listed) == len(templates()) == 41 and len(SHAPES) == 30
+    pictures = [name for name, places in listed.items() if "the template shows only pictures" in places]
+    assert pictures == [*ONLY_PICTURES]
     assert reasons["no prompt"] <= 0.03 * rendered, reasons
 
 

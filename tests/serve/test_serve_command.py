@@ -30,7 +30,7 @@ from forked_commands import ForkedCommand
 from pages import ROOT, commands
 from processes import is_alive, wait_for
 from tawpipe.cli import main
-from tawpipe.data.chat import PLAIN
+from tawpipe.data.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.serve.engine import bound_socket
 

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forked_commands import run_tawpipe
 from runs import environment
 from tawpipe.cli import main
-from tawpipe.data.chat import PLAIN
 from tawpipe.data.lengths import LengthLimits
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.settings import DataSettings
+from tawpipe.data.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.options import Open
@@ -189,6 +189,14 @@ def test_the_longest_document_sets_the_length_within_the_limits(home):
     assert texts.sequence_length == 4096 and texts.why_length == "the tokens of a step; 1 document is longer"
     both = DataSettings(data=["chats.jsonl"], validation_data=["texts.jsonl"], cache_dir="cache")
     assert prepare_data(both, sequence_length=limits, seed=0, model="wide").report.sequence_length == 4000
+
+
+def test_a_long_text_beside_chats_is_cut_as_texts_are(home):
+    limits = LengthLimits(most=9000, why="the model's positions", text=4096)
+    both = DataSettings(data=["chats.jsonl", "texts.jsonl"], validation_fraction=0.0, cache_dir="cache")
+    report = prepare_data(both, sequence_length=limits, seed=0, model="wide").report
+    assert report.sequence_length == 4096 and report.train.cut == 1  # the text, and no chat is cut at turns
+    assert not report.read.troubles
 
 
 def test_short_documents_share_rows_of_the_usual_length(tmp_path):

@@ -9,70 +9,28 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date as day
 from functools import cached_property
-from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tawpipe.data.forms import (
+    SHOWN_AS,
+    Message,
+    end_of_words,
+    forms,
+    lacking,
+    spelled,
+    thought_and_words,
+    without_thought,
+)
 from tawpipe.data.messages import ASSISTANT, KNOWN_ROLES, Malformed
 from tawpipe.data.settings import Answers
+from tawpipe.data.templates import CHATML_TOKENS, NAMED, PRINTS_DATE, fallback_template, template_text
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTENT = (
-    "{{ ('<think>\n' + message['reasoning_content'] + '\n</think>\n\n') if message['reasoning_content'] else '' }}"
-    "{{ message['content'] or '' }}"
-)
-_TOOL_CALLS = (
-    "{%- for call in message['tool_calls'] or [] -%}"
-    "{{ '\n<tool_call>\n' if message['content'] or not loop.first else '<tool_call>\n' }}"
-    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
-    "{{ '\n</tool_call>' }}"
-    "{%- endfor -%}"
-)
-_TOOLS = (
-    "{{ 'You may call these functions:\n<tools>' }}"
-    "{%- for tool in tools -%}{{ '\n' }}{{ tool | tojson }}{%- endfor -%}"
-    "{{ '\n</tools>\nTo call one, answer with its name and arguments as JSON between <tool_call> and </tool_call>.' }}"
-)
-
-PLAIN = (
-    "{%- if tools -%}{{ '<|tools|>\n' }}" + _TOOLS + "{{ '\n' }}{%- endif -%}"
-    "{%- for message in messages -%}"
-    "{{ '<|' + message['role'] + '|>\n' }}" + _CONTENT + _TOOL_CALLS + ""
-    "{{ eos_token if message['role'] == 'assistant' and eos_token else '' }}{{ '\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
-)
-"""Chat template for any tokenizer: ``<|role|>``, a line break, the content, the end-of-text token after the
-assistant's, a line break. The headers are plain text, so that any vocabulary can spell them."""
-
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-CHATML = (
-    "{%- if tools -%}{{ '<|im_start|>system\n' }}"
-    "{%- if messages[0]['role'] == 'system' -%}{{ messages[0]['content'] + '\n\n' }}{%- endif -%}"
-    + _TOOLS
-    + "{{ '<|im_end|>\n' }}{%- endif -%}"
-    "{%- for message in messages -%}{%- if not (tools and loop.first and message['role'] == 'system') -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}" + _CONTENT + _TOOL_CALLS + "{{ '<|im_end|>\n' }}"
-    "{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
-"""The template that many models use, with tools as Hermes and Qwen have them."""
-
-NAMED = {"chatml": CHATML, "plain": PLAIN}
-HASHED = {name: text.replace("\n' }}" + _CONTENT, "\n' + message['content'] }}") for name, text in NAMED.items()}
-"""The templates as hashes of tokenizers have them: as they were at first, or a run on text would not know its data."""
-
-PRINTS_DATE = "strftime_now"
-"""The function by which a template prints a date."""
-
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A mark around what the assistant says, which some templates have."""
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which templates look for the thought of a turn."""
 
 SWITCH = re.compile(r"\b(?!\w*(?:preserve|truncate|history|clear|keep|effort|budget))\w*(?:think|reason)\w*\b")
 """Names of variables by which templates turn thinking on and off."""
@@ -85,7 +43,6 @@ MARK = "\ue000"
 
 HIDES_CALLS = "with tool calls, which the chat template does not show (--chat-template chatml does)"
 
-Message = Mapping[str, Any]
 Tools = list[dict[str, Any]] | None
 
 
@@ -99,28 +56,6 @@ class ChatText(NamedTuple):
 def today() -> str:
     """The day, as 2026-11-28."""
     return day.today().isoformat()
-
-
-def template_text(name: str) -> str:
-    """The template that ``--chat-template`` names.
-
-    Raises:
-        UserError: it is none of ours, and no file that holds one.
-    """
-    if name in NAMED:
-        return NAMED[name]
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            "--chat-template", name, f"{', '.join(NAMED)}, or a file with a Jinja template ({reason})"
-        ) from error
-
-
-def fallback_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The name of the template for a tokenizer that has none."""
-    return "chatml" if set(CHATML_TOKENS) <= tokenizer.get_vocab().keys() else "plain"
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = "") -> PreTrainedTokenizerBase:
@@ -260,7 +195,7 @@ class ChatRenderer:
             if role not in (*KNOWN_ROLES, "developer") and f"'{role}'" not in template and f'"{role}"' not in template:
                 roles = "human, gpt, observation, function_call"
                 raise Malformed(f"with a role that is neither {', '.join(KNOWN_ROLES)} nor {roles}", repr(role))
-        for form in _forms(template, messages):
+        for form in forms(template, messages):
             try:
                 chat = _OneForm(self, form, tools, dict(options or {}), template).read(self._answers)
             except Malformed as error:
@@ -277,7 +212,7 @@ class ChatRenderer:
     def differ(self, messages: Sequence[Message], others: Sequence[Message], tools: Tools, options: Any) -> bool:
         """Return True if the template shows two chats otherwise; False as well if it refuses either."""
         template = self.template(tools)
-        for form, other in zip(_forms(template, messages), _forms(template, others), strict=True):
+        for form, other in zip(forms(template, messages), forms(template, others), strict=True):
             with contextlib.suppress(Malformed):
                 return self.apply(form, tools, options, asks=False) != self.apply(other, tools, options, asks=False)
         return False
@@ -329,7 +264,7 @@ class _OneForm:
         last, given = -1, ""
         for number in reversed(learned):
             try:
-                if not any(_thought_and_words(messages[number])) and not messages[number].get("tool_calls"):
+                if not any(thought_and_words(messages[number])) and not messages[number].get("tool_calls"):
                     raise Malformed("with an empty answer")
                 answer = self._shown(number) if answers == "shown" else self._answer(number)
                 answer = self._check_answer(number, answer)
@@ -363,9 +298,9 @@ class _OneForm:
         message = self._messages[number]
         if message["role"] != ASSISTANT:
             return False
-        words = "" if is_learned else _thought_and_words(message)[1]
+        words = "" if is_learned else thought_and_words(message)[1]
         calls = message.get("tool_calls") or []
-        return not any(form in given for form in _spelled(words)) or any(_missing(call, given) for call in calls)
+        return not any(form in given for form in spelled(words)) or any(lacking(call, given) for call in calls)
 
     def _answer(self, number: int) -> Learnable:
         """Return the prompt of an answer and the text that the model has to write behind it.
@@ -375,7 +310,7 @@ class _OneForm:
         """
         prompt, shown = self._asked(number), self._said(number)
         for call in self._messages[number].get("tool_calls") or []:
-            if missing := _missing(call, shown):
+            if missing := lacking(call, shown):
                 raise Malformed(HIDES_CALLS, missing)
         if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
             marks = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)
@@ -411,7 +346,7 @@ class _OneForm:
         if body is not None and (again := re.match(rf"\s*<{tag}>", body)):  # the template shows the thought
             return self._ended(number, prompt, prompt + body[again.end() :].lstrip(), {})
         message = self._messages[number]
-        field = message.get(THOUGHTS[0])
+        field = message.get(SHOWN_AS[0])
         tagged = re.match(rf"\s*<{tag}>(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
         if tagged is None and not field:  # as such a model itself writes it
             tagged = re.match(rf"(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
@@ -457,7 +392,7 @@ class _OneForm:
         following: Message = {"role": "tool" if self._messages[number].get("tool_calls") else "user", "content": MARK}
         if number + 1 < len(self._messages) and self._messages[number + 1]["role"] != ASSISTANT:
             following = self._messages[number + 1]
-        before = [_without_thought(message) for message in self._messages[: number + 1]]
+        before = [without_thought(message) for message in self._messages[: number + 1]]
         try:
             alone = self._render(before, asks=False, **switch).rstrip()
             more = self._render([*before, following], asks=False, **switch)
@@ -474,14 +409,14 @@ class _OneForm:
         if opened := OPENED.search(header):
             header = header[: opened.start()]
         other = [*self._messages]
-        other[number] = {**_without_thought(message), "content": MARK}
+        other[number] = {**without_thought(message), "content": MARK}
         place = whole[: _alike(whole, self._render(other, asks=False))].rfind(header)
         if place < 0:
             raise Malformed("with an answer that the chat template shows behind no header")
         begin = place + len(header)
         alone = self._said(number)
-        end = _end_of_words(message, whole, begin)
-        ending = alone[_end_of_words(message, alone, alone.rfind(header) + len(header)) :].rstrip()
+        end = end_of_words(message, whole, begin)
+        ending = alone[end_of_words(message, alone, alone.rfind(header) + len(header)) :].rstrip()
         if ending and whole.startswith(ending, end):
             end += len(ending)
         if not _last_end(self._renderer.special, whole[begin:end]):
@@ -497,14 +432,14 @@ class _OneForm:
             Malformed: words or calls of it are not shown.
         """
         message, text = self._messages[number], answer.learned
-        thought, words = _thought_and_words(message)
+        thought, words = thought_and_words(message)
         calls = message.get("tool_calls") or []
-        if not any(form in text for form in _spelled(words)):
+        if not any(form in text for form in spelled(words)):
             beside = "words beside a call, which the chat template leaves out"
             raise Malformed(
                 f"with {beside}" if calls else "with an answer that the chat template leaves out or changes"
             )
-        if missing := next(filter(None, (_missing(call, text) for call in calls)), ""):
+        if missing := next(filter(None, (lacking(call, text) for call in calls)), ""):
             raise Malformed(HIDES_CALLS, missing)
         for arguments in (call["function"].get("arguments") for call in calls):
             shown = text.replace(thought, "").replace(words, "")
@@ -523,13 +458,13 @@ class _OneForm:
         """Refuse a chat of which the model would not see a turn or the tools before its last answer."""
         for message in before:
             shown = (message["content"] or "").strip()
-            if message["role"] != ASSISTANT and not any(form in text for form in _spelled(shown)):
+            if message["role"] != ASSISTANT and not any(form in text for form in spelled(shown)):
                 raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
 
     def _switches(self) -> Iterator[dict[str, bool]]:
         """Settings of the variables by which the template turns thinking on and off."""
         names = dict.fromkeys(SWITCH.findall(self._template))
-        for name in sorted(names.keys() - set(THOUGHTS) - self._options.keys(), key=lambda name: (len(name), name)):
+        for name in sorted(names.keys() - set(SHOWN_AS) - self._options.keys(), key=lambda name: (len(name), name)):
             yield from ({name: True}, {name: False})
 
     def _asked(self, number: int, **switch: Any) -> str:
@@ -557,95 +492,6 @@ class _OneForm:
 
     def _render(self, messages: Sequence[Message], *, asks: bool, **switch: Any) -> str:
         return self._renderer.apply(messages, self._tools, self._options | switch, asks=asks)
-
-
-def _forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages in the forms that a template may want: thoughts under the name that it reads, the arguments of calls
-    as an object or as its JSON, no content beside a call as null or as an empty text.
-    """
-    reads = next((name for name in THOUGHTS if re.search(rf"[.'\"]{name}\b", template)), THOUGHTS[0])
-    roles = {} if re.search(r"['\"]developer['\"]", template) else {"developer": "system"}
-
-    def form(message: Message, as_text: bool, as_null: bool) -> Message:
-        changed = {**message, "role": roles.get(message["role"], message["role"])}
-        thought = changed.pop("reasoning_content", None)
-        if thought:
-            changed[reads] = thought
-        if calls := changed.get("tool_calls"):
-            changed["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in calls]
-            changed["content"] = changed["content"] or (None if as_null else "")
-        return changed
-
-    if not any(message.get("tool_calls") for message in messages):
-        yield [form(message, False, False) for message in messages]
-        return
-    for as_null, as_text in product((False, True), repeat=2):
-        yield [form(message, as_text, as_null) for message in messages]
-
-
-def _without_thought(message: Message) -> Message:
-    changed = {key: value for key, value in message.items() if key not in THOUGHTS}
-    return changed if message["content"] is None else {**changed, "content": _thought_and_words(message)[1]}
-
-
-def _with_arguments(call: Message, *, as_text: bool) -> Message:
-    arguments = call["function"].get("arguments") or {}
-    if as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _thought_and_words(message: Message) -> tuple[str, str]:
-    """The thought of a turn, from its field or in tags, and what it says besides."""
-    content = message["content"] or ""
-    field = next((message[name] for name in THOUGHTS if message.get(name)), "")
-    tagged, close, words = content.partition("</think>")
-    if close and (tagged.lstrip().startswith("<think>") or not (field or "<think>" in tagged)):
-        return (field or tagged.lstrip().removeprefix("<think>")).strip(), words.strip()
-    return field.strip(), content.strip()
-
-
-def _leaves(call: Message) -> Iterator[str]:
-    """The name of a call, and the keys, texts and numbers of its arguments."""
-    function = call["function"]
-    waiting: list[Any] = [function["name"], function.get("arguments")]
-    if isinstance(waiting[1], str):
-        with contextlib.suppress(ValueError):
-            waiting[1] = json.loads(waiting[1])
-    while waiting:
-        value = waiting.pop(0)
-        if isinstance(value, Mapping):
-            waiting[:0] = [part for item in value.items() for part in item]
-        elif isinstance(value, list):
-            waiting[:0] = value
-        elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            yield str(value).strip()
-
-
-def _missing(call: Message, text: str) -> str:
-    """Return the first name, key or value of a call that ``text`` lacks, or ``""``."""
-    return next((leaf for leaf in _leaves(call) if not any(form in text for form in _spelled(leaf))), "")
-
-
-def _spelled(text: str) -> tuple[str, ...]:
-    """The ways in which a template may write a text: as it is, or as in JSON."""
-    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _end_of_words(message: Message, text: str, begin: int) -> int:
-    """The place in ``text`` behind the words and calls of a turn that begins at ``begin``."""
-    leaves = [
-        _thought_and_words(message)[1],
-        *(leaf for call in message.get("tool_calls") or [] for leaf in _leaves(call)),
-    ]
-    end = begin
-    for leaf in leaves:
-        places = [(place, len(form)) for form in _spelled(leaf) if (place := text.find(form, end)) >= 0]
-        end = sum(min(places)) if places else end
-    return end
 
 
 def _last_end(special: re.Pattern[str], text: str) -> int:

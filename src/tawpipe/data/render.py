@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.data.chat import NAMED, ChatRenderer, ChatText, fallback_template
+from tawpipe.data.chat import ChatRenderer, ChatText
 from tawpipe.data.columns import Columns, RawRow, RowKind
 from tawpipe.data.messages import (
     ASSISTANT,
@@ -35,6 +35,7 @@ from tawpipe.data.messages import (
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, Answers, AsChat, LongChats, SpecialInText
 from tawpipe.data.special import SpecialTokens
+from tawpipe.data.templates import NAMED, fallback_template
 from tawpipe.data.turns import TOO_LONG, Fits, chat_that_fits
 from tawpipe.errors import UserError
 

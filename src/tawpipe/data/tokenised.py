@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash, is_complete, make_folder
-from tawpipe.data.chat import PRINTS_DATE, ChatText, fallback_template, with_beginning, with_template
+from tawpipe.data.chat import ChatText, with_beginning, with_template
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.corpus import Corpus, write_corpus
 from tawpipe.data.encode import Encoder
@@ -17,6 +17,7 @@ from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.settings import AsChat, DataSettings
 from tawpipe.data.sources import SourceFile, name_files, stamps
+from tawpipe.data.templates import PRINTS_DATE, fallback_template
 from tawpipe.data.tokenizer import (
     has_tokenizer,
     load_tokenizer,

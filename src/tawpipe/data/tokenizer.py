@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.cache import content_hash
-from tawpipe.data.chat import HASHED, fallback_template
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import raw_text
 from tawpipe.data.report import Skipped
 from tawpipe.data.sources import SourceFile
+from tawpipe.data.templates import HASHED, fallback_template
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:

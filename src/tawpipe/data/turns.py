@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
-from tawpipe.data.chat import Chat, ChatRenderer, ChatText, Message, Tools
+from tawpipe.data.chat import Chat, ChatRenderer, ChatText, Tools
+from tawpipe.data.forms import Message
 from tawpipe.data.messages import ASSISTANT, SYSTEM_ROLES, Malformed
 from tawpipe.data.settings import LongChats
 

@@ -1,0 +1,104 @@
+"""Forms of messages that chat templates want, and words and calls of a turn in a rendered text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+Message = Mapping[str, Any]
+
+SHOWN_AS = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which templates look for the thought of a turn."""
+
+
+def forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The messages in the forms that a template may want: thoughts under the name that it reads, the arguments of calls
+    as an object or as its JSON, no content beside a call as null or as an empty text.
+    """
+    reads = next((name for name in SHOWN_AS if re.search(rf"[.'\"]{name}\b", template)), SHOWN_AS[0])
+    roles = {} if re.search(r"['\"]developer['\"]", template) else {"developer": "system"}
+
+    def form(message: Message, as_text: bool, as_null: bool) -> Message:
+        changed = {**message, "role": roles.get(message["role"], message["role"])}
+        thought = changed.pop("reasoning_content", None)
+        if thought:
+            changed[reads] = thought
+        if calls := changed.get("tool_calls"):
+            changed["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in calls]
+            changed["content"] = changed["content"] or (None if as_null else "")
+        return changed
+
+    if not any(message.get("tool_calls") for message in messages):
+        yield [form(message, False, False) for message in messages]
+        return
+    for as_null, as_text in product((False, True), repeat=2):
+        yield [form(message, as_text, as_null) for message in messages]
+
+
+def without_thought(message: Message) -> Message:
+    changed = {key: value for key, value in message.items() if key not in SHOWN_AS}
+    return changed if message["content"] is None else {**changed, "content": thought_and_words(message)[1]}
+
+
+def _with_arguments(call: Message, *, as_text: bool) -> Message:
+    arguments = call["function"].get("arguments") or {}
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def thought_and_words(message: Message) -> tuple[str, str]:
+    """The thought of a turn, from its field or in tags, and what it says besides."""
+    content = message["content"] or ""
+    field = next((message[name] for name in SHOWN_AS if message.get(name)), "")
+    tagged, close, words = content.partition("</think>")
+    if close and (tagged.lstrip().startswith("<think>") or not (field or "<think>" in tagged)):
+        return (field or tagged.lstrip().removeprefix("<think>")).strip(), words.strip()
+    return field.strip(), content.strip()
+
+
+def _leaves(call: Message) -> Iterator[str]:
+    """The name of a call, and the keys, texts and numbers of its arguments."""
+    function = call["function"]
+    waiting: list[Any] = [function["name"], function.get("arguments")]
+    if isinstance(waiting[1], str):
+        with contextlib.suppress(ValueError):
+            waiting[1] = json.loads(waiting[1])
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting[:0] = [part for item in value.items() for part in item]
+        elif isinstance(value, list):
+            waiting[:0] = value
+        elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            yield str(value).strip()
+
+
+def lacking(call: Message, text: str) -> str:
+    """Return the first name, key or value of a call that ``text`` lacks, or ``""``."""
+    return next((leaf for leaf in _leaves(call) if not any(form in text for form in spelled(leaf))), "")
+
+
+def spelled(text: str) -> tuple[str, ...]:
+    """The ways in which a template may write a text: as it is, or as in JSON."""
+    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def end_of_words(message: Message, text: str, begin: int) -> int:
+    """The place in ``text`` behind the words and calls of a turn that begins at ``begin``."""
+    leaves = [
+        thought_and_words(message)[1],
+        *(leaf for call in message.get("tool_calls") or [] for leaf in _leaves(call)),
+    ]
+    end = begin
+    for leaf in leaves:
+        places = [(place, len(form)) for form in spelled(leaf) if (place := text.find(form, end)) >= 0]
+        end = sum(min(places)) if places else end
+    return end
