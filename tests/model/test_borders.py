@@ -542,6 +542,7 @@ def test_modules_in_evaluation_mode_stay_there():
     assert_same(piped_numbers(make, rows_of()), piped_numbers(llama(), rows_of()))
 
 
+@pytest.mark.slow
 def test_ranks_with_different_batches_are_refused(pool):
     """As a script for DDP gives them, of whose batches only a part would be used."""
     messages = pool.run("borders:different_batches", 2, 1)

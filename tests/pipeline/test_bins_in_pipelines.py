@@ -141,6 +141,7 @@ def test_slices_cut_documents_anywhere(pool):
     check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (5, 13, 39)])
 
 
+@pytest.mark.slow
 def test_slices_with_delays_change_no_bit_and_draw_what_they_drew(pool):
     knobs = {"strategy": "zero-bubble", "dropout": 0.3, **SLICED}
     first, again = (pool.run("piped_documents:trained", 2, 1, delays=delays, **knobs)[0] for delays in (0.0, 0.003))

@@ -78,6 +78,7 @@ def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
     assert [line for line in lines if line] == ["what would fit is said without measured times: no times"]
 
 
+@pytest.mark.slow
 def test_a_step_to_come_may_hold_more_than_the_typical_one_and_is_what_is_said(monkeypatch, chain):
     monkeypatch.setattr(memory, "find", lambda _: SimpleNamespace(axis="world"))  # one process is no pipeline
     few, full = (40, 30), (250, 240, 230, 220)
