@@ -95,7 +95,8 @@ def test_other_rules_do_not_exist():
         tawpipe.adamw(groups="shape")
 
 
-@pytest.mark.parametrize("kind", ["norms of heads", pytest.param("experts' biases", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["norms of heads", "experts' biases"])
+@pytest.mark.slow
 def test_a_run_keeps_the_groups_of_its_checkpoint_and_says_so(kind, tmp_path, capsys):
     make_small(tmp_path, files=20, layers=1, positions=256)
     TABLES[kind].save_pretrained(tmp_path / "model")

@@ -87,6 +87,7 @@ SLICED = {"bin_tokens": 11}
 
 
 @pytest.mark.parametrize("first", [1, pytest.param(0, marks=SLOW), pytest.param(2, marks=SLOW)])
+@pytest.mark.slow
 def test_slices_have_the_numbers_of_one_process(pool, first):
     """Quick are other cases than those of whole bins."""
     cases = [

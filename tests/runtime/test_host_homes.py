@@ -98,6 +98,7 @@ def _bytes(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
 
 
+@pytest.mark.slow
 def test_what_was_saved_goes_on_under_any_place_of_homes_and_strategy_and_number_of_processes(pool, tmp_path) -> None:
     """From homes on devices to homes in the host's memory on other processes, and back; files are equal."""
     run = lambda nodes, local, **knobs: pool.run("host_homes:saved", nodes, local, folder=str(tmp_path), **knobs)[0]  # noqa: E731

@@ -242,6 +242,7 @@ def long_chat() -> list[dict[str, str]]:
     return [{"role": "user", "content": "word1 " * 1500}, {"role": "assistant", "content": "word2"}]
 
 
+@pytest.mark.slow
 def test_memory_ends_the_length_and_the_same_settings_run_by_hand(home, capsys, monkeypatch):
     real = lengths.holds
     monkeypatch.setattr(lengths, "holds", lambda request, step: real(request, step) and request.sequence_length < 1200)
@@ -256,6 +257,7 @@ def test_memory_ends_the_length_and_the_same_settings_run_by_hand(home, capsys, 
     assert losses("memory") == losses("hand")
 
 
+@pytest.mark.slow
 def test_positions_end_the_length_and_rows_are_those_that_were_asked_for(home):
     assert train("rows", "--model", "model", "--data", "texts.jsonl", "--global-batch", "2") == 0
     assert saved("rows")["sequence_length"] == POSITIONS and saved("rows")["global_batch"] == 2

@@ -76,6 +76,7 @@ def test_the_best_step_holds_for_the_data_that_it_was_measured_on(state, record,
     assert found == best and bool(line) == bool(words) and re.search(words, line)
 
 
+@pytest.mark.slow
 def test_other_validation_data_begins_the_patience_anew(home, monkeypatch, capsys):
     words = command(home, "other", *QUIET, "--evaluation.every", "1", "--evaluation.patience", "2")[2:]
     losses(monkeypatch, 1.0, 2.0)
