@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import takewhile
 from pathlib import Path
@@ -69,7 +70,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         raise UserError("--evaluation.retrieval-lengths", lengths, expected)
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
-    check_lengths(config)
+    is_preset = "/" not in config.model and not Path(config.model).is_dir()
+    if is_preset and config.resume == "none":  # random weights: lengths that are not set are the usual ones
+        check_lengths(replace(config, sequence_length=int(config.sequence_length)))
+    else:
+        check_lengths(config)
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
