@@ -21,6 +21,7 @@ from tawpipe.data.render import AS_CHAT, Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import find_sets
+from tawpipe.data.tokenised import TokenisedText
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
@@ -51,8 +52,10 @@ def tokenizer(plain):
 def read(tokenizer, path: Path, **settings: Any) -> tuple[list[str], list[str], ReadCounts]:
     """Documents, what is learned of each, and what is said."""
     columns = Columns.of(data := DataSettings(data=[str(path)], **settings))
-    renderer, counts = Renderer(tokenizer, columns, as_chat=data.as_chat), ReadCounts()
-    rows = [row for file in find_files(data.data) for row in RowReader(columns).read(file)]
+    files = find_files(data.data)
+    as_chat = TokenisedText(data, files, path.parent, tokenizer=tokenizer, model=None).as_chat
+    renderer, counts = Renderer(tokenizer, columns, as_chat=as_chat), ReadCounts()
+    rows = [row for file in files for row in RowReader(columns).read(file)]
     documents = list[Document]()
     for row in rows:
         for document in [row] if isinstance(row, Skipped) else renderer.render(row):
@@ -91,7 +94,7 @@ def given(tokenizer, tmp_path):
     ],
 )
 def test_columns_that_change_what_a_row_means_refuse_the_data_set(given, row, column):
-    with pytest.raises(UserError, match=f"--data.*a.jsonl, line 2, {column} = .*--ignore-columns {column} reads"):
+    with pytest.raises(UserError, match=f"--data.*a.jsonl, line 2, {column} = .*--ignore-columns {column} trains"):
         given({"messages": CHAT}, row)
     if isinstance(row.get("completion"), list):
         return
@@ -297,7 +300,7 @@ def test_a_field_beside_the_one_that_the_settings_name_is_named(given):
 )  # fmt: skip
 def test_pictures_and_sounds_in_a_message_refuse_the_data_set(given, content, ignored, shown):
     row = {"messages": [{"role": "user", "content": content}, SAID]}
-    with pytest.raises(UserError, match=f"line 1, message 1: '{ignored}'.*--ignore-columns {ignored} reads them"):
+    with pytest.raises(UserError, match=f"line 1, message 1: '{ignored}'.*--ignore-columns {ignored} leaves"):
         given(row)
     assert given(row, ignore_columns=[ignored])[0] == [f"<user>{shown}|<assistant>Four.|"]
     with pytest.raises(UserError, match="message 2: 'images'"):

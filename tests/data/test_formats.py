@@ -280,7 +280,7 @@ def test_columns_become_documents(tokenizer, row, names, whole, answer):
 
 
 def test_instructions_may_be_written_as_chats(tokenizer):
-    whole, parts = learned(tokenizer, {"instruction": "a", "input": "c", "output": "b"}, as_chat="on")
+    whole, parts = learned(tokenizer, {"instruction": "a", "input": "c", "output": "b"}, as_chat=True)
     assert whole.startswith("<|im_start|>user\na\nc<|im_end|>") and parts == ["b<|im_end|>"]
 
 
@@ -298,7 +298,10 @@ def test_a_tokenizer_that_pads_or_cuts_on_the_left_makes_no_difference(tokenizer
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"messages": [{"role": "gpt4", "content": "x"}, CHAT[1]]}, "with a role that is neither system, user.*'gpt4'"),
+        (
+            {"messages": [{"role": "gpt4", "content": "x"}, CHAT[1]]},
+            "with an unknown role .expected system, user.*'gpt4'",
+        ),
         ({"messages": [{"role": "user"}, CHAT[1]]}, "whose content is neither a text nor.*message 1: null"),
         ({"messages": [{"user": "x"}]}, r"message 1 has \['user'\]"),
         ({"messages": [CHAT[0]]}, "without an assistant's turn"),

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pandas
@@ -196,8 +195,13 @@ def test_a_moved_file_is_tokenised_again_and_is_the_same_data(tokenizer, tmp_pat
 
 
 def test_documents_of_one_row_share_its_identity(tokenizer):
-    raw = Columns().row("here", chat(1))
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}{{ '!' if m.role == 'assistant' and loop.last }}"
+        "{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt else eos_token }}"
+    )
+    own = with_own(tokenizer, template)
+    raw = Columns().row("here", {"messages": [*chat(1)["messages"], *chat(2)["messages"]]})
     assert isinstance(raw, RawRow)
-    (document,) = Renderer(tokenizer).render(raw)
-    assert isinstance(document, Document) and document.identity == identity(raw) != document.content
-    assert replace(document, pieces=document.pieces[:1]).identity == identity(raw)
+    first, second = Renderer(own).render(raw)
+    assert isinstance(first, Document) and isinstance(second, Document)
+    assert first.identity == second.identity == identity(raw) and first.content != second.content

@@ -1,4 +1,4 @@
-"""What is learned of chats through odd templates: each answer as it will be asked for, or the reason why not."""
+"""Odd templates: every answer is learned as it will be asked for, or left out with the reason."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ def rendered(template: str | dict[str, str], *messages: dict, answers: Answers =
     tokenizer.chat_template = template  # pyright: ignore[reportAttributeAccessIssue]
     row = Columns().row("here", {"messages": list(messages), **columns})
     assert isinstance(row, RawRow)
-    return Renderer(tokenizer, as_chat="auto", answers=answers).render(row)
+    return Renderer(tokenizer, as_chat=bool(tokenizer.chat_template), answers=answers).render(row)
 
 
 def learned(template: str, *messages: dict, **settings: Any) -> list[str]:
@@ -82,7 +82,7 @@ def test_a_thought_is_learned_once_behind_a_prompt_that_begins_it(template, answ
 
 
 def test_an_answer_without_the_thought_that_is_asked_for_is_left_out_by_name():
-    assert "the prompt of the chat template begins (<think>)" in said(DROPS, ASK, SAID)
+    assert "lacks a thought, although the prompt begins one (<think>)" in said(DROPS, ASK, SAID)
     assert learned(DROPS, ASK, SAID, answers="shown") == ["nine<|end|>"]
     words = {"role": "assistant", "content": "write `</think>` last", "reasoning_content": "Hm."}
     assert "leaves out or changes" in said(DROPS, ASK, words)
@@ -121,7 +121,7 @@ def test_what_is_shown_nowhere_is_refused_or_said():
     assert "words or calls before the last answer" in said(sees_users, ASK, {**CALL, "weight": 0}, ASK, SAID)
     assert "with tools of a message" in said(CHATML, ASK, {**ASK, "tools": [{"name": "look"}]}, SAID)
     assert "with an empty answer" in said(CHATML, ASK, {**SAID, "content": " "})
-    assert "end with turns that no answer follows" in said(CHATML, ASK, SAID, ASK)
+    assert "with turns at the end that no answer follows" in said(CHATML, ASK, SAID, ASK)
     assert not said(CHATML, ASK, SAID, {**SAID, "weight": 0})
 
 
@@ -133,7 +133,7 @@ def test_a_field_counts_as_read_where_the_template_shows_it():
 
 
 def test_a_special_token_within_an_answer_is_said():
-    assert "hold a special token" in said(CHATML, ASK, {**SAID, "content": "one<|end|>two"})
+    assert "with a special token in the text" in said(CHATML, ASK, {**SAID, "content": "one<|end|>two"})
     assert not said(CHATML, ASK, {**SAID, "content": "one<end>two"})
 
 

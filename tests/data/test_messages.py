@@ -75,7 +75,7 @@ def test_calls_of_tools_are_names_with_arguments_as_they_were_given(message: dic
         ([{"role": "user", "content": None}], "whose content is neither a text nor a list of parts", "message 1: null"),
         (
             [{"role": "user", "content": [{"image": "x"}]}],
-            "chats of text alone; --ignore-columns image",
+            "chats with text only; --ignore-columns image",
             "message 1: 'image'",
         ),
         (

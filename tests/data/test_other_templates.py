@@ -38,7 +38,7 @@ REASONS = {
     "with an answer that the chat template leaves out": "the template shows only pictures",
     "with a turn that the chat template leaves out": "the template shows no calls",
     "with an answer that the chat template shows behind no prompt": "no prompt",
-    "with an answer without a thought": "no prompt",
+    "with an answer that lacks a thought": "no prompt",
 }
 ONLY_PICTURES = ("idefics3", "llava_next", "smolvlm")
 THOUGHTS = "reasoning_content", "reasoning", "thinking"
@@ -127,6 +127,30 @@ def prompts_of(tokenizer: Any, messages: list[dict], tools: Any, number: int) ->
     return prompts
 
 
+def thought_of(message: dict) -> str:
+    tagged = (message["content"] or "").rpartition("</think>")[0]
+    return (message.get("reasoning_content") or tagged.replace("<think>", "")).strip()
+
+
+def ends_of(tokenizer: Any, messages: list[dict], tools: Any, number: int) -> list[str]:
+    """The chat through an answer, in every form, up to its last special token."""
+    special = re.compile("|".join(re.escape(str(token)) for token in tokenizer.added_tokens_decoder.values()))
+    ends = []
+    for form in in_every_form(messages):
+        with contextlib.suppress(Exception):
+            shown = rendered(tokenizer, form[: number + 1], False, tools=tools)
+            ends.append(shown[: [match.end() for match in special.finditer(shown)][-1]])
+    return ends
+
+
+def is_written(text: str, thought: str, words: str, ends: list[str]) -> bool:
+    """True for a thought with its closing tag, if one is learned, and the end of a chat from the words or a call on."""
+    before, close, body = text.rpartition("</think>")
+    body = body.lstrip() if close else text
+    is_header = re.fullmatch(r"(<\|\w+\|>\w*)*", body.partition(words or body)[0].replace(thought, ""))
+    return before.strip() in ("", thought) and bool(is_header) and any(end.endswith(body) for end in ends)
+
+
 def learned_of(name: str, shape: str) -> Chat | Malformed:
     messages, tools = SHAPES[shape]
     try:
@@ -185,7 +209,9 @@ def test_what_is_learned_is_what_the_model_has_to_write(name):
                 assert any("\0".join(piece) in pairs for piece in pieces), (shape, number, pieces, pairs)
             else:  # the history is shown otherwise behind the answer, or the prompt begins a thought
                 prompts = prompts_of(tokenizer, messages, tools, number)
-                assert any(given in prompts and words in text for given, text in pieces), (shape, number, pieces)
+                thought, ends = thought_of(messages[number]), ends_of(tokenizer, messages, tools, number)
+                behind = [text for given, text in pieces if given in prompts and words in text]
+                assert any(is_written(text, thought, words, ends) for text in behind), (shape, number, pieces)
 
 
 @needs_trl

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chats import documents_of
+from chats import documents_of, encoded
 from found_files import find_files
 from tawpipe.data.chat import ChatText
 from tawpipe.data.columns import Columns, RawRow
@@ -55,7 +55,7 @@ def with_template(tokenizer, template):
 
 def counted_text(tokenizer, kind, **columns) -> tuple[str, str]:
     """The whole row as text, and the text of its tokens that count."""
-    tokens = Encoder(tokenizer).encode(documents_of(Renderer(tokenizer), RawRow("here", kind, columns)))
+    tokens = encoded(Encoder(tokenizer), documents_of(Renderer(tokenizer), RawRow("here", kind, columns)))
     return tokenizer.decode(tokens[0].ids), "".join(tokenizer.decode(each.ids[each.counts]) for each in tokens[::-1])
 
 

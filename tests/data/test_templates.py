@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chat_families import FAMILIES, byte_level
-from chats import documents_of, learned
+from chats import documents_of, encoded, learned
 from tawpipe.data.columns import RawRow
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import Renderer
@@ -27,7 +27,7 @@ def test_every_answer_is_learned_behind_the_tokens_that_ask_for_it(name, system)
         expected[tuple(prompt)] = word + end
         chat.append(said | ({"reasoning_content": "Sum."} if name == "gpt-oss" else {}))
     (row,) = [RawRow("here", "chat", {"messages": chat})]
-    for tokens in Encoder(tokenizer).encode(documents_of(Renderer(tokenizer), row)):
+    for tokens in encoded(Encoder(tokenizer), documents_of(Renderer(tokenizer), row)):
         for begin in np.flatnonzero(tokens.counts & ~np.append(False, tokens.counts[:-1])):
             text = expected.pop(tuple(tokens.ids[:begin].tolist()))
             answer = tokens.ids[begin:][: np.argmin(np.append(tokens.counts[begin:], False))]

@@ -33,7 +33,7 @@ def test_a_turn_of_weight_0_is_not_learned(tokenizer, kind):
         assert [part.replace("<|endoftext|>", "").strip() for part in parts] == said
     for weights, why in (
         ([0, 0], "without an answer to learn"),
-        ([0.5], "with a mark of what is learned that is none of 0, 1"),
+        ([0.5], "with a learning mark other than 0, 1"),
     ):
         raw = Columns().row("here", {kind: turns(*weights)})
         assert isinstance(raw, RawRow)

@@ -112,8 +112,13 @@ def test_a_file_at_the_hub_is_downloaded_or_streamed_by_its_name(tmp_path, monke
     builder = hub._builder(str(tmp_path / "set"), None)
     builder.config.data_files = {"train": [remote]}
     monkeypatch.setattr(hub, "_builder", lambda *_: builder)
-    downloaded = lambda repo, path, **_: str(tmp_path / "set" / path)  # noqa: E731
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", downloaded)
+    downloads = []
+
+    def download(repo, path, **_):
+        downloads.append(path)
+        return str(tmp_path / "set" / path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
 
     class System:
         def info(self, name):
@@ -128,3 +133,4 @@ def test_a_file_at_the_hub_is_downloaded_or_streamed_by_its_name(tmp_path, monke
     monkeypatch.setattr("huggingface_hub.HfFileSystem", System)
     monkeypatch.setattr("tawpipe.data.read._stored", lambda path: (tmp_path / "set" / Path(path).name).open("rb"))
     assert rows_of("hf:org/name", streaming) == [{"prompt": "q0", "completion": "NA"}]
+    assert bool(downloads) != streaming

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,8 @@ def test_random_weights_keep_their_rows_and_steps_and_so_do_states_of_earlier_ve
     assert config == TrainConfig(sequence_length=512, global_batch=8)
     assert with_length(config, 512, "balanced", 64) == config
     assert isinstance(lengths_before_data(load_config([]), None, pretrained=True).sequence_length, Open)
+    earlier: Any = SimpleNamespace(settled={})
+    assert lengths_before_data(load_config([]), earlier, pretrained=True) == config
 
 
 @pytest.mark.parametrize(
@@ -183,8 +186,8 @@ def test_the_longest_document_sets_the_length_within_the_limits(home):
     assert chats.report.sequence_length == chats.longest == longest > 512 and chats.report.train.cut == 0
     assert f"sequence length: {longest:,} tokens, the longest document (--sequence-length)" in chats.report.lines()
     fewer = prepared("chats.jsonl", replace(limits, most=600)).report
-    assert fewer.sequence_length == 512 and fewer.why_length == "no document is longer"
-    assert any("2 rows left out, longer than 600 tokens, the model's positions" in line for line in fewer.lines())
+    assert fewer.sequence_length == 512 and fewer.why_length == "the minimum; all documents are shorter"
+    assert any("exceeds 600 tokens (the model's positions)" in line for line in fewer.lines())
     texts = prepared("texts.jsonl", replace(limits, most=9000)).report
     assert texts.sequence_length == 4096 and texts.why_length == "the tokens of a step; 1 document is longer"
     both = DataSettings(data=["chats.jsonl"], validation_data=["texts.jsonl"], cache_dir="cache")
@@ -250,7 +253,7 @@ def test_memory_ends_the_length_and_the_same_settings_run_by_hand(home, capsys, 
     assert train("memory", *given) == 0
     said = capsys.readouterr().out
     length = saved("memory")["sequence_length"]
-    assert f"sequence length: {length:,} tokens, what memory holds; 2 documents are longer" in said
+    assert f"sequence length: {length:,} tokens, the memory; 2 documents are longer" in said
     assert 790 < length <= 800  # bins have 3/2 of it
     by_hand = ("--sequence-length", str(length), "--tokens-per-step", "4096")
     assert train("hand", *given, *by_hand) == 0

@@ -69,7 +69,8 @@ def test_a_run_keeps_its_day_and_chats_of_an_earlier_version_are_refused(home, m
     for more in ((), ("--dry-run",)):
         assert main(words(home, "chats", "--steps", "4", *more)) == 2
         said = "".join(capsys.readouterr())
-        assert re.search(rf"--resume: got '{re.escape(str(folder))}'.*begun by tawpipe \d.*commit 1eeab342", said)
+        refusal = rf"--resume: got '{re.escape(str(folder))}'.*begun by this version. tawpipe \d.*commit 1eeab342"
+        assert re.search(refusal, said)
         assert "documents changed" in said
     assert {path: path.stat().st_mtime_ns for path in (home / "chats").rglob("*")} == before
 
@@ -81,3 +82,7 @@ def test_a_run_on_texts_of_an_earlier_version_goes_on(home, monkeypatch, capsys)
     assert main(words(home, "text", "--steps", "3")) == 0
     said = "".join(capsys.readouterr())
     assert "data has changed" not in said and rows(home, "text")[-1]["step"] == 3
+    as_before(home, "text", documents="0123456789abcdef")
+    assert main(words(home, "text", "--steps", "4")) == 0
+    assert "the data has changed since then (documents)" in "".join(capsys.readouterr())
+    assert rows(home, "text")[-1]["step"] == 4

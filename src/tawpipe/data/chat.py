@@ -59,7 +59,7 @@ def today() -> str:
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = "") -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer that has the template, and under chatml ends a text with what ends a turn.
+    """Return a copy of the tokenizer with the template. Under chatml, <|im_end|> becomes its end-of-text token.
 
     Raises:
         UserError: the template of ``setting`` cannot render a chat.
@@ -103,7 +103,7 @@ class Learnable(NamedTuple):
 
 
 def with_beginning(tokenizer: PreTrainedTokenizerBase, beginning: str) -> PreTrainedTokenizerBase:
-    """The tokenizer with a chat template that writes what a text begins with; a copy if its own does not."""
+    """Return the tokenizer, or a copy whose chat template writes ``beginning``."""
     written = "{{ bos_token }}" if beginning == tokenizer.bos_token else beginning
 
     def begins(template: str) -> str:
@@ -133,8 +133,8 @@ class ChatRenderer:
     Args:
         tokenizer: its chat template is used, or a built-in one where it has none.
         answers: ``shown`` makes one document of a chat and learns what the template shows of each answer. Otherwise
-            every answer is learned as it will be asked for, in a document of its own where the template shows the
-            history otherwise than the answer.
+            every answer is learned behind its own prompt. It gets a document of its own if the template renders the
+            earlier turns differently there.
         date: the day that a template prints, as 2026-11-28; today by default.
     """
 
@@ -193,8 +193,8 @@ class ChatRenderer:
             raise Malformed("with tools, which the chat template does not show (--chat-template chatml does)")
         for role in (message["role"] for message in messages):
             if role not in (*KNOWN_ROLES, "developer") and f"'{role}'" not in template and f'"{role}"' not in template:
-                roles = "human, gpt, observation, function_call"
-                raise Malformed(f"with a role that is neither {', '.join(KNOWN_ROLES)} nor {roles}", repr(role))
+                expected = f"expected {', '.join(KNOWN_ROLES)}, another name of one, or a role of the template"
+                raise Malformed(f"with an unknown role ({expected})", repr(role))
         for form in forms(template, messages):
             try:
                 chat = _OneForm(self, form, tools, dict(options or {}), template).read(self._answers)
@@ -210,7 +210,7 @@ class ChatRenderer:
         return best
 
     def differ(self, messages: Sequence[Message], others: Sequence[Message], tools: Tools, options: Any) -> bool:
-        """Return True if the template shows two chats otherwise; False as well if it refuses either."""
+        """Return True if the template renders two chats differently; False if it refuses either."""
         template = self.template(tools)
         for form, other in zip(forms(template, messages), forms(template, others), strict=True):
             with contextlib.suppress(Malformed):
@@ -285,16 +285,16 @@ class _OneForm:
         if texts:
             self._check_given(messages[:last], given)
             if self._tools and not re.search(r"\btools\b", self._template):
-                notes.append(Malformed("have tools whose definitions the chat template does not show"))
+                notes.append(Malformed("with tools whose definitions the chat template does not show"))
             if last == said[-1] < len(messages) - 1 and answers != "shown":
-                notes.append(Malformed("end with turns that no answer follows, which are left out"))
+                notes.append(Malformed("with turns at the end that no answer follows, left out"))
             hidden = [number for number in range(last) if self._hides(number, given, number in learned)]
             if set(hidden) - set(learned):
-                notes.append(Malformed("have words or calls before the last answer that the chat template leaves out"))
+                notes.append(Malformed("with words or calls before the last answer that the chat template leaves out"))
         return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, len(hidden))
 
     def _hides(self, number: int, given: str, is_learned: bool) -> bool:
-        """True for an answer of which the prompt of the last one lacks calls, or words that are not learned either."""
+        """True if the prompt of the last answer lacks calls of this one, or its words if they are not learned."""
         message = self._messages[number]
         if message["role"] != ASSISTANT:
             return False
@@ -325,7 +325,7 @@ class _OneForm:
                 if other.startswith(other_prompt):
                     ((name, value),) = switch.items()
                     way = f"{name}={str(value).lower()}"
-                    said = f"that follow only the prompt of {way}, and are learned there"
+                    said = f"fitting only the prompt with {way}, learned with it"
                     return self._ended(number, other_prompt, other, switch)._replace(said=(said,))
         if (opened := OPENED.search(prompt)) is not None:
             return self._thought_through(number, prompt, shown, opened)
@@ -335,7 +335,7 @@ class _OneForm:
         before = self._said(number - 1) if number else ""
         header = self._renderer.special.match(prompt.removeprefix(before).lstrip())
         if header and shown.startswith(before) and not shown[len(before) :].lstrip().startswith(header[0]):
-            said = ("that the chat template shows without a header, and are learned as they stand",)
+            said = ("shown by the chat template without a header, learned as shown",)
             return self._ended(number, before, shown, {})._replace(said=said)
         raise Malformed("with an answer that the chat template shows behind no prompt")
 
@@ -352,12 +352,8 @@ class _OneForm:
             tagged = re.match(rf"(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
         thought, space = (tagged[1], tagged[2]) if tagged else (field, "\n\n")
         if body is None or thought is None:
-            why = (
-                f"with an answer without a thought, which the prompt of the chat template begins ({opened[0].strip()})"
-            )
-            raise Malformed(
-                f"{why}; <{tag}></{tag}> is an empty one, and --answers shown takes what the template shows"
-            )
+            why = f"with an answer that lacks a thought, although the prompt begins one ({opened[0].strip()})"
+            raise Malformed(f"{why}; write <{tag}></{tag}> for an empty thought, or use --answers shown")
         close = f"</{tag}>" if tagged else f"\n</{tag}>"
         space = "" if body[:1].isspace() else space
         return self._ended(number, prompt, prompt + thought.lstrip() + close + space + body, {})
@@ -382,7 +378,7 @@ class _OneForm:
             return Learnable(prompt, behind.rstrip() + marker)
         if self._renderer.end_of_text:
             return Learnable(prompt, behind + self._renderer.end_of_text)
-        return Learnable(prompt, behind, said=("that end without a token to stop at",))
+        return Learnable(prompt, behind, said=("ending without a token to stop at",))
 
     def _next_marker(self, number: int, switch: dict[str, Any]) -> str:
         """The token with which the next speaker's turn begins, and white space before it; or ``""``.
@@ -451,7 +447,7 @@ class _OneForm:
         if thought and thought not in text:
             said += ("whose thought the chat template leaves out",)
         if self._renderer.special.search(words):
-            said += ("that hold a special token, which is learned where it stands",)
+            said += ("with a special token in the text, which is learned where it stands",)
         return answer._replace(said=said)
 
     def _check_given(self, before: Sequence[Message], text: str) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from tawpipe.data.messages import EMPTY, MARKS, MEDIA, truth, without_nulls, words
+from tawpipe.data.messages import (
+    ASSISTANT,
+    EMPTY,
+    MARKS,
+    MEDIA,
+    Malformed,
+    read_messages,
+    truth,
+    without_nulls,
+    words,
+)
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import ANSWERS, BESIDES, CHATS, COLUMN_NAMES, PROMPTS, TEXT, DataSettings, Rows
 from tawpipe.errors import UserError
@@ -54,8 +65,8 @@ class RawRow:
 
 
 RowPlan = tuple[RowKind | None, dict[str, str], tuple[str, ...], dict[str, str]]
-"""The kind of rows with some columns, the columns of use by tawpipe's names, the others, and what some of the others
-say that may change what a row means."""
+"""Kind of the rows of a table, its useful columns by tawpipe's names, its other columns, and the meanings of those
+others that may change what a row means."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,11 @@ class Columns:
 
     @cached_property
     def _plan(self) -> Callable[[tuple[str, ...], tuple[str, ...]], RowPlan]:
-        """The plan of rows with these columns, of which those hold something."""
+        """Plan of rows with columns ``names``, of which ``filled`` hold something."""
         return lru_cache(maxsize=SEEN)(self._planned)
 
     def wanted(self, where: str, names: Collection[str]) -> tuple[list[str], tuple[str, ...]] | Skipped:
-        """The columns to read of a table, and its others: where rows can only be texts, no more than these is read."""
+        """Columns of a table to read, and its other columns. Of a table of texts only the text is read."""
         present = [name for name in names if name not in self.ignored]
         kinds = self._possible(present)
         if not kinds and not any(meaning(name) == COMPARES for name in present):  # which a row names
@@ -106,26 +117,38 @@ class Columns:
         changed = [name for name, says in meanings.items() if _applies(says, item[name])]
         if changed:
             where += f", {changed[0]} = {reprlib.repr(item[changed[0]])}"
-            raise self.untrainable(where, names, changed)
+            answered = all(self._has_answer(item[useful[name]]) for name in CHATS if name in useful)
+            raise self.untrainable(where, names, changed, answered=answered)
         if kind is None:
             return self.lacking("row", where, names)
         return RawRow(where, kind, {name: item[column] for name, column in useful.items()}, others + unread)
 
-    def untrainable(self, where: str, present: Collection[str], changed: Sequence[str], says: str = "") -> UserError:
+    def _has_answer(self, chat: object) -> bool:
+        """False for a chat of which only the columns that are compared have an answer."""
+        with contextlib.suppress(Malformed):
+            return any(message["role"] == ASSISTANT for message in read_messages(chat, self.names, self.ignored))
+        return True
+
+    def untrainable(
+        self, where: str, present: Collection[str], changed: Sequence[str], says: str = "", *, answered: bool = True
+    ) -> UserError:
         """Return the refusal of a data set for the columns ``changed`` of its rows, and the ways to train on it.
 
         Args:
             present: all columns of the rows.
             says: what the first of ``changed`` says; by default what its name tells.
+            answered: False if the rows have no answer without these columns.
         """
-        way = f"--ignore-columns {' '.join(changed)} reads them without"
+        way = f"--ignore-columns {' '.join(changed)} trains without {'them' if changed[1:] else 'it'}"
         if self.kind(present) is None:  # one of the answers that are compared is left to be learned
             learned = next((name for name in changed if words(name) & PREFERRED), changed[0])
             use = ANSWERS[1] if any(self._column(name) in present for name in PROMPTS) else CHATS[0]
             others = " ".join(name for name in changed if name != learned)
             way = f"--columns {use}={learned}{f' --ignore-columns {others}' if others else ''} learns {learned!r}"
+        elif not answered:
+            way = "without it the rows have no answer, and tawpipe does not train on preferences"
         says = says or meaning(changed[0])
-        expected = f"no column {changed[0]!r}: it says {says}, and training would not follow it"
+        expected = f"no column {changed[0]!r} (it says {says}, which training would ignore)"
         return UserError("--data", where, f"{expected}; {way}")
 
     def table_row(self, where: str, item: Mapping[str, Any], unread: tuple[str, ...] = ()) -> RawRow | Skipped:

@@ -11,7 +11,6 @@ import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -94,11 +93,6 @@ class Corpus:
         shown = lengths if limit is None else np.minimum(lengths, limit)
         return self.counted(begins + np.minimum(shown, 1), begins + shown)
 
-    @cached_property
-    def is_partly_learned(self) -> NDArray[np.bool_]:
-        """[documents] True for chats and instructions: something of them is shown and not learned."""
-        return self.learned(np.arange(len(self.lengths))) < self.lengths - 1
-
     @classmethod
     def from_tokens(cls, documents: Iterable[tuple[Document, Tokens]], counts: ReadCounts) -> Corpus:
         """A corpus in memory."""
@@ -150,7 +144,7 @@ class Corpus:
 def render_counted(rows: Iterable[RawRow | Skipped], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
     """The documents of the rows; ``counts`` takes in how many there are and what was left out."""
     for row in rows:
-        counts.rows += not isinstance(row, Skipped) or row.kind in ("row", "empty")
+        counts.add_row(row)
         for document in [row] if isinstance(row, Skipped) else renderer.render(row):
             if isinstance(document, Skipped):
                 counts.add_skipped(document)

@@ -43,21 +43,18 @@ class Encoder:
     Every piece of a document is tokenised by itself, as the prompt is when text is generated, so no token stands
     astride the border between what counts and what does not. A document begins with the tokenizer's beginning-of-text
     token if the tokenizer itself would place one, and ends with its end-of-text token if it has one (which counts).
-    A text that has these tokens already gets no second ones. Documents that a chat template has rendered end as they
-    are.
+    A text that has these tokens already gets no second ones. Chats begin like texts, whatever their template has
+    written, and end as their template says.
 
     Args:
         special: the setting ``special_in_text``.
-        chats_begin: chats begin like texts, whatever their template has written.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, special: SpecialInText = "keep", *, chats_begin: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialInText = "keep") -> None:
         # TOKENIZERS_PARALLELISM stays as it is: unset, tokenizers works in parallel and turns that off in a forked
         # child; set to true, a child that tokenises hangs.
         self._tokenizer = tokenizer
-        self._special, self._chats_begin = SpecialTokens(tokenizer, special), chats_begin
+        self._special = SpecialTokens(tokenizer, special)
         with_special, (alone,) = list(tokenizer("a")["input_ids"]), self._plain(["a"])
         places = (at for at in range(len(with_special)) if with_special[at : at + len(alone)] == alone)
         begin = with_special[: next(places, 0)]
@@ -113,7 +110,7 @@ class Encoder:
         return [self._join(document, part, encoded) for document, part in zip(documents, parts, strict=True)]
 
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
-        begin = self.begin if not document.complete or (self._chats_begin and document.kind == "chat") else []
+        begin = self.begin if not document.complete or document.kind == "chat" else []
         end = [] if document.complete else self._end
         ids, counts = list[NDArray[np.uint32]](), list[NDArray[np.bool_]]()
         for place, (text, part_counts) in enumerate(parts):

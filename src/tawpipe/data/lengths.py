@@ -24,7 +24,7 @@ USUAL_LENGTH = 512
 """Tokens of a row that a length which follows from the data does not fall below: short documents share a row."""
 USUAL_STEP = 8 * USUAL_LENGTH
 """Tokens of a step, where nothing says how many."""
-STEP = "the tokens of a step"
+STEP, LEAST = "the tokens of a step", "the minimum"
 MOST_STREAMED = 8192
 """Tokens of a document of a stream, whose longest one nobody knows."""
 
@@ -47,16 +47,12 @@ class LengthLimits:
     dealing: Callable[[int], Dealing] | None = None
     looks: bool = False
 
-    def of(self, lengths: NDArray[np.int64], *, masked: bool) -> int:
-        """Tokens of the longest of these documents, within the limits.
+    def within(self, *, masked: bool) -> int:
+        """Tokens that a document may have.
 
         Args:
-            masked: there are chat or instruction rows among them, which stay whole.
+            masked: it may be a chat or an instruction, which stays whole.
         """
-        return min(int(lengths.max()), self.within(masked=masked))
-
-    def within(self, *, masked: bool) -> int:
-        """Tokens that a document may have."""
         return self.most if masked else min(self.most, self.text)
 
     def at_least_usual(self, length: int) -> int:
@@ -71,13 +67,18 @@ class LengthLimits:
         """
         longer = int((lengths > length).sum())
         if not longer:
-            return "the longest document" if int(lengths.max()) == length else "no document is longer"
+            is_longest = int(lengths.max()) == length
+            return "the longest document" if is_longest else f"{self.least(length)}; all documents are shorter"
         many = "1 document is longer" if longer == 1 else f"{longer:,} documents are longer"
         return f"{self.bound(length)}; {many}"
 
+    def least(self, length: int) -> str:
+        """The reason for a length that is longer than all documents."""
+        return self.why if length == self.most else LEAST
+
     def bound(self, length: int) -> str:
         """The limit that a length has reached."""
-        return self.why if length == self.most else STEP
+        return self.why if length == self.most else STEP if length == self.text else "the longest chat"
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ FIELDS = {"role": ("role", "from"), "content": ("content", "value")}
 
 THOUGHT = "reasoning_content"
 THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought", "thoughts", "think")
-"""Names of the field in which a turn's thought stands, the one under which it is given first."""
+"""Names of the field with a turn's thought; the first is the name in the messages that are returned."""
 
 MARKS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
-"""Names of the mark that says whether a turn is learned, the one under which it is given first."""
+"""Names of the mark that says whether a turn is learned; the first is the name in the returned messages."""
 
 PARTS = {
     **dict.fromkeys(("reasoning", "thinking"), ("thought", ("reasoning", "thinking", "text", "value"))),
@@ -79,7 +79,7 @@ class Malformed(Exception):
 
 
 class Untrainable(Malformed):
-    """A row that shows that its whole data set means something that training would leave out."""
+    """A row that shows that its data set cannot be trained on as it is."""
 
 
 def read_messages(value: object, names: Mapping[str, str], ignored: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]
 def _refuse_media(names: Collection[str], ignored: Collection[str]) -> None:
     for name in names:
         if words(name) & MEDIA and name not in ignored:
-            raise Untrainable(f"chats of text alone; --ignore-columns {name} reads them without", repr(name))
+            raise Untrainable(f"chats with text only; --ignore-columns {name} leaves these parts out", repr(name))
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
@@ -218,13 +218,13 @@ def _calls(value: object) -> list[dict[str, Any]]:
 
 
 def _weight(role: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The mark whether the message is learned, under its first name; of other roles, a mark that asks to learn it."""
+    """Return the learning mark as ``weight``; for other roles than the assistant only marks that ask to learn."""
     marks = _popped(fields, MARKS)
     mark = only(marks, truth)
     learns = truth(mark)
     if mark not in EMPTY and learns is None:
         detail = ", ".join(f"{name}={value!r}" for name, value in marks.items())
-        raise Malformed("with a mark of what is learned that is none of 0, 1, true and false", detail)
+        raise Malformed("with a learning mark other than 0, 1, true or false", detail)
     if role != ASSISTANT:
         return marks if learns else {}
     return {} if learns is None else {MARKS[0]: int(learns)}
@@ -273,7 +273,7 @@ def only(sources: Mapping[str, Any], same: Callable[[Any], object] = lambda valu
     (first, value), *others = filled.items()
     for name, other in others:
         if same(other) != same(value):
-            why = f"with both {first!r} and {name!r}, which differ, where one belongs"
+            why = f"with different values in {first!r} and {name!r}"
             raise Malformed(why, f"{reprlib.repr(value)} and {reprlib.repr(other)}")
     return value
 

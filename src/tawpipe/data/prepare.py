@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tawpipe.data.cache import cache_root, content_hash, leader_first
 from tawpipe.data.chat import today
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 CHARACTERS_PER_TOKEN = 4
 """Of usual text."""
 MOST_IN_STREAM = "the most in a stream"
+LOOKED_AT = 64
+"""Documents of a set among which one that is learned in part is looked for, to be shown."""
 MOST_WINDOWS = 16
 """Windows of a stream that are looked through for held-out documents."""
 
@@ -164,8 +167,7 @@ class _Preparation:
         if fraction > 0 and not any(len(out) for _, out in split):
             self.notes.append("no validation: too few distinct documents to hold one out")
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
-        files = self.validation.files
-        beside = [self.text.corpus(files, "--validation-data")[0]] if files else []
+        beside = self._validation_corpora()
         if self.limits is not None:
             self._follow([*corpora, *beside], self.limits)
         first = corpora[0], split[0][0]
@@ -175,8 +177,9 @@ class _Preparation:
             self._cut(corpus, source.files, "--data", packing)
             for corpus, source in zip(corpora, self.sets, strict=True)
         ]
-        if self.limits is not None and any(corpus not in whole for corpus in corpora):  # what is left may be shorter
-            self._follow([*corpora, *(self._cut(c, files, "--validation-data", packing) for c in beside)], self.limits)
+        beside = [self._cut(corpus, self.validation.files, "--validation-data", packing) for corpus in beside]
+        if self.limits is not None and any(corpus not in whole for corpus in corpora):  # the rest may be shorter
+            self._follow([*corpora, *beside], self.limits)
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
@@ -184,8 +187,8 @@ class _Preparation:
             if dataset is None:
                 raise nothing_learned("--data", source.files, self.lengths[packing], packing)
         known = [dataset for dataset in train if dataset is not None]
-        validation, validation_read = self._validation_files(packing)
-        if not self.validation.files:
+        validation, validation_read = self._validation_files(beside, packing)
+        if not beside:
             validation = self._held_out([(c, out) for c, (_, out) in zip(corpora, split, strict=True)], packing)
         sizes = [_size(dataset, len(kept)) for dataset, (kept, _) in zip(known, split, strict=True)]
         content = content_hash(*(dataset.contents.tobytes().hex() for dataset in known))
@@ -211,7 +214,9 @@ class _Preparation:
         first = self.sets[0].files
         packing = self._packing(read, lambda: self._stream(first, "balanced", fraction).first_window())
         self.text.renderer = self._rendering(packing)
-        validation, validation_read = self._validation_files(packing)
+        beside = self._validation_corpora()
+        beside = [self._cut(corpus, self.validation.files, "--validation-data", packing) for corpus in beside]
+        validation, validation_read = self._validation_files(beside, packing)
         if fraction > 0:
             corpora = [Corpus.from_tokens(self.text.encoder.encode_all(out), counts) for counts, out in looks]
             validation = self._held_out([(corpus, np.arange(len(corpus.identities))) for corpus in corpora], packing)
@@ -248,32 +253,34 @@ class _Preparation:
         """The corpus, made anew if chats or instructions in it are longer than a row."""
         limit = self.lengths[packing]
         is_whole = packing == "split" or self.settings.long_chats == "anywhere"
-        if is_whole or corpus.lengths[corpus.is_partly_learned].max(initial=0) <= limit:
+        if is_whole or corpus.lengths[self._is_chat(corpus)].max(initial=0) <= limit:
             return corpus
         return self.text.corpus(files, setting, limit, self._bound(packing))[0]
 
+    def _is_chat(self, corpus: Corpus) -> NDArray[np.bool_]:
+        """[documents] True for chats and instructions: some token behind the beginning of the text is not learned."""
+        return corpus.counted(corpus.offsets[:-1], corpus.offsets[1:]) < corpus.lengths - len(self.text.encoder.begin)
+
     def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits) -> None:
         """Take the length of the longest document, within the limits."""
-        parts = [
-            limits.of(some, masked=is_chat)
-            for corpus in corpora
-            for is_chat in (False, True)
-            if len(some := corpus.lengths[corpus.is_partly_learned == is_chat])
-        ]
-        longest = max(parts)
+        longest = 0
+        for corpus in corpora:
+            is_chat = self._is_chat(corpus)
+            for masked, lengths in ((True, corpus.lengths[is_chat]), (False, corpus.lengths[~is_chat])):
+                longest = max(longest, min(int(lengths.max(initial=0)), limits.within(masked=masked)))
         self.use(length := limits.at_least_usual(longest))
         self.why_length = limits.words(length, np.concatenate([corpus.lengths for corpus in corpora]))
 
     def _follow_stream(self, read: ReadCounts, fraction: float, limits: LengthLimits) -> None:
-        """Take the longest document that a stream may have; of a look at the first documents the longest of them."""
+        """Take the limit of a stream's documents; for a dry run the longest of the first documents."""
         within = limits.within(masked=bool(read.masked))
         if limits.looks:
             self.use(within)
             windows = [self._stream(source.files, "balanced", fraction).first_window() for source in self.sets]
             longest = max(window.longest for window in windows)
             self.use(length := limits.at_least_usual(longest))
-            first = "the longest of the first documents"
-            self.why_length = first if length == longest else "as the first documents are shorter"
+            first, less = "the longest of the first documents", "the first documents are shorter"
+            self.why_length = first if length == longest else f"{limits.least(length)}; {less}"
         else:
             self.use(length := min(within, MOST_STREAMED))
             self.why_length = MOST_IN_STREAM if length == MOST_STREAMED else limits.bound(length)
@@ -349,12 +356,18 @@ class _Preparation:
         )
         return dataset if dataset is not None and dataset.num_learned else None
 
-    def _validation_files(self, packing: Packed) -> tuple[PackedDataset | None, ReadCounts | None]:
-        """The documents of ``validation_data``, if there is such."""
-        if not self.validation.files:
+    def _validation_corpora(self) -> list[Corpus]:
+        """The corpus of ``validation_data``; none without it."""
+        files = self.validation.files
+        return [self.text.corpus(files, "--validation-data")[0]] if files else []
+
+    def _validation_files(
+        self, corpora: Sequence[Corpus], packing: Packed
+    ) -> tuple[PackedDataset | None, ReadCounts | None]:
+        """Pack the corpus of ``validation_data``, if there is one."""
+        if not corpora:
             return None, None
-        corpus, _ = self.text.corpus(self.validation.files, "--validation-data")
-        corpus = self._cut(corpus, self.validation.files, "--validation-data", packing)
+        (corpus,) = corpora
         for skipped in self.validation.left_out:
             corpus.counts.add_skipped(skipped)
         dataset = self._packed(corpus, np.arange(len(corpus.identities)), packing)
@@ -381,12 +394,13 @@ class _Preparation:
         """The tokenizer to export: with the chat template that the model has learned to chat in."""
         if not counts.chat:
             return self.text.tokenizer
-        said, begin = "", self.text.tokenizer.bos_token
+        said = ""
         if name := self.text.fallback:
             said = f"the tokenizer has no chat template: {name} was used and is exported with it (--chat-template)"
         elif self.text.chats is not self.text.tokenizer:
-            said = f"the chat template does not write {begin}, with which this tokenizer begins every text: chats are "
-            said += "learned with it, and the exported template writes it"
+            begin = self.text.tokenizer.decode(self.text.encoder.begin)
+            said = f"chat template without {begin}: added to every chat and to the exported template, because this "
+            said += "tokenizer begins every text with it"
         self.notes += [said] if said else []
         return self.text.chats
 
@@ -453,7 +467,7 @@ class _Preparation:
             padding=padding,
             balance=balance,
             parts=parts,
-            example=_example(known, self.text.tokenizer) if read.masked else (),
+            example=self._example(known) if read.masked else (),
         )
         window = settings.stream_window if settings.streaming else None
         held_out = ""
@@ -461,6 +475,15 @@ class _Preparation:
             held_out = self._fingerprint(content_hash(validation.contents.tobytes().hex()), rows[:3])
         fingerprint = self._fingerprint(content, [*rows, window])
         return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out, self.date)
+
+    def _example(self, sets: Sequence[PackedDataset]) -> tuple[tuple[str, bool], ...]:
+        """One of the first documents in pieces, and which are learned: a chat or an instruction if one is there."""
+        begin = max(1, len(self.text.encoder.begin))
+        firsts = [dataset.document(n) for dataset in sets for n in range(min(LOOKED_AT, dataset.num_documents))]
+        tokens, learned = next((first for first in firsts if not first[1][begin:].all()), firsts[0])
+        edges = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), len(tokens)]
+        decode = self.text.tokenizer.decode
+        return tuple((str(decode(tokens[a:b].tolist())), bool(learned[a])) for a, b in pairwise(edges))
 
     def _fingerprint(self, content: str, rows: Sequence[object]) -> str:
         """Hashes of documents, whose own is ``content``, and of how they become rows."""
@@ -492,14 +515,6 @@ def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
         torn=dataset.num_torn,
         usual=_usual(shown),
     )
-
-
-def _example(sets: Sequence[PackedDataset], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, bool], ...]:
-    """The first document of the first set that is learned in part, in pieces that are learned and are not."""
-    firsts = [dataset.document(0) for dataset in sets]
-    tokens, learned = next((first for first in firsts if not first[1][1:].all()), firsts[0])
-    edges = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), len(tokens)]
-    return tuple((str(tokenizer.decode(tokens[a:b].tolist())), bool(learned[a])) for a, b in pairwise(edges))
 
 
 def _usual(lengths: np.ndarray) -> tuple[int, int, int]:

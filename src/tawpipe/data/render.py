@@ -33,7 +33,7 @@ from tawpipe.data.messages import (
     without_nulls,
 )
 from tawpipe.data.report import Skipped
-from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, Answers, AsChat, LongChats, SpecialInText
+from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, Answers, LongChats, SpecialInText
 from tawpipe.data.special import SpecialTokens
 from tawpipe.data.templates import NAMED, fallback_template
 from tawpipe.data.turns import TOO_LONG, Fits, chat_that_fits
@@ -49,8 +49,8 @@ class Document:
 
     Attributes:
         complete: a chat template has placed the tokens that begin and end a text; the tokenizer adds none.
-        where: it stands: the file, with the line or row where there is one.
-        identity: that of its row, which all documents of the row share, wherever they are stored; else ``content``.
+        where: file, with line or row.
+        identity: hash of the row, equal for all its documents; ``content`` if not given.
         content: a hash of the pieces, 64 bits; of a text row its identity.
     """
 
@@ -77,8 +77,8 @@ UNREAD_FIELDS = "with fields that are neither learned nor shown by the chat temp
 
 
 MEDIA_MARK = re.compile(r"<(image|video|audio)>")
-MARKED = "have <image>, <video> or <audio> in their text, which is read as text"
-AS_CHAT = "are instructions and go through the chat template (--as-chat off writes them as they are)"
+MARKED = "with <image>, <video> or <audio> in the text, read as text"
+AS_CHAT = "with an instruction, written by the chat template (--as-chat off writes the plain text)"
 
 
 class Renderer:
@@ -87,7 +87,7 @@ class Renderer:
     Args:
         tokenizer: the one whose chat template chat rows go through.
         columns: say what columns mean.
-        as_chat: the setting of this name.
+        as_chat: instructions go through the chat template.
         date: the day that a template prints; today by default.
         special: the setting ``special_in_text``.
         answers, long_chats: the settings of these names.
@@ -100,7 +100,7 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         columns: Columns | None = None,
         *,
-        as_chat: AsChat = "off",
+        as_chat: bool = False,
         date: str = "",
         special: SpecialInText = "keep",
         answers: Answers = "each",
@@ -114,7 +114,7 @@ class Renderer:
         self._long_chats: LongChats = long_chats
         self._special = SpecialTokens(tokenizer, special)
         self._names = self._columns.names
-        self._as_chat = as_chat == "on" or (as_chat == "auto" and bool(tokenizer.chat_template))
+        self._as_chat = as_chat
         template = str(tokenizer.chat_template or NAMED[fallback_template(tokenizer)])
         self._read = frozenset(re.findall(r"\w+", template))
 
@@ -262,7 +262,7 @@ class Renderer:
         return [*notes, Document("instruction", pieces, where=row.where, identity=_identity(messages))]
 
     def _meant(self, group: Mapping[str, object]) -> str:
-        """The one of some columns for one use that holds something; those that the settings name come first.
+        """Return the name of the filled column of ``group``; columns that --columns names go first.
 
         Raises:
             Malformed: several do, and say different things.

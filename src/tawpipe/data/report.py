@@ -120,6 +120,10 @@ class ReadCounts:
         worst = max(self.troubles, key=lambda trouble: trouble.number * (trouble.kind in ("row", "empty")))
         return f"{out:,} of {self.rows:,} rows are left out, {worst.number:,} of them {worst.why}: {worst.first}"
 
+    def add_row(self, row: object) -> None:
+        """Count a row that was read; a ``Skipped`` of a file is none."""
+        self.rows += not isinstance(row, Skipped) or row.kind in ("row", "empty")
+
     def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
 
@@ -137,13 +141,17 @@ class ReadCounts:
             self.bad_answers += 1
         elif skipped.kind not in LEFT_NOTHING_OUT:
             self.bad_files += 1
-        for trouble in self.troubles:
-            if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
-                trouble.number += 1
-                trouble.names += (new := [name for name in skipped.names if name not in trouble.names])
-                return bool(new)
         first = skipped.where + (f" ({skipped.detail})" if skipped.detail else "")
-        self.troubles.append(Trouble(skipped.kind, skipped.why, first, names=list(skipped.names)))
+        return self._add_trouble(Trouble(skipped.kind, skipped.why, first, names=list(skipped.names)))
+
+    def _add_trouble(self, trouble: Trouble) -> bool:
+        """Count it with those of its kind; True if it is the first one or has a new name."""
+        for known in self.troubles:
+            if (known.kind, known.why) == (trouble.kind, trouble.why):
+                known.number += trouble.number
+                known.names += (new := [name for name in trouble.names if name not in known.names])
+                return bool(new)
+        self.troubles.append(replace(trouble, names=[*trouble.names]))
         return True
 
     def lines(self, name: str) -> list[str]:
@@ -159,12 +167,7 @@ class ReadCounts:
         for name in ("files", "rows", "text", "chat", "instruction", "empty", "bad_files", "bad_rows", "bad_answers"):
             setattr(total, name, sum(getattr(part, name) for part in parts))
         for trouble in (entry for part in parts for entry in part.troubles):
-            same = [known for known in total.troubles if (known.kind, known.why) == (trouble.kind, trouble.why)]
-            if same:
-                same[0].number += trouble.number
-                same[0].names += [name for name in trouble.names if name not in same[0].names]
-            else:
-                total.troubles.append(replace(trouble, names=list(trouble.names)))
+            total._add_trouble(trouble)
         longest = max(parts, key=lambda part: part.longest)
         total.longest, total.longest_where = longest.longest, longest.longest_where
         return total
@@ -307,7 +310,7 @@ class DataReport:
     parts: tuple[PartReport, ...] = ()
     """The data sets of a mixture."""
     example: tuple[tuple[str, bool], ...] = ()
-    """The first document of chats or instructions in pieces, and which of them are learned."""
+    """The first document of a set with chats or instructions, in pieces, and which of them are learned."""
 
     @property
     def longest(self) -> tuple[int, str]:
@@ -327,7 +330,7 @@ class DataReport:
         pieces = self.example[: PIECES_SHOWN if most else None]
         text = "".join(f">>>{shortened(text)}<<<" if learned else shortened(text) for text, learned in pieces)
         text += " ..." if len(pieces) < len(self.example) else ""
-        return ["the first document, what is learned between >>> and <<<:", *(f"  {line}" for line in text.split("\n"))]
+        return ["first document (learned text between >>> and <<<):", *(f"  {line}" for line in text.split("\n"))]
 
     def lines(self) -> list[str]:
         """Lines for the console."""

@@ -56,8 +56,8 @@ class DataSettings:
 
     ignore_columns: list[str] = field(default_factory=list)
     """Columns that are taken to be absent. Without this a chat or instruction row is refused, with its whole data set,
-    for columns that change what it means: preferences, a true or false label, pictures, sounds, films. A type of parts
-    of a message's content may be named as well."""
+    for columns that change what it means: preferences, a true or false label, history, pictures, sounds, films, a
+    weight or loss of the row that is not 1 or true. A type of parts of a message's content may be named as well."""
 
     chat_template: str | None = None
     """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own where it has one, else
@@ -70,8 +70,9 @@ class DataSettings:
 
     long_chats: LongChats = "turns"
     """Chats and instructions longer than a row, or than max_document. turns: cut where a user's turn begins, with the
-    system's turn repeated; a question that is too long with its answer is left out. drop: left out. anywhere: cut into
-    pieces of tokens, which may lack their question. Under split rows are cut anywhere."""
+    system's turn repeated; a question that is too long with its answer is left out. drop: documents that are too long
+    are left out. anywhere: cut into pieces of tokens, which may lack their question. Under split rows are cut
+    anywhere."""
 
     as_chat: AsChat = "auto"
     """Write instruction rows by the chat template, as a user's turn and an assistant's. auto: where the tokenizer has a
@@ -120,14 +121,10 @@ class DataSettings:
             raise UserError("--vocab-size", self.vocab_size, f"at least {SMALLEST_VOCABULARY}")
         if self.stream_window < 1:
             raise UserError("--stream-window", self.stream_window, "at least 1 document")
-        if self.packing not in (known := get_args(Packing)):
-            raise UserError("--packing", self.packing, f"one of {', '.join(known)}")
-        if self.special_in_text not in (known := get_args(SpecialInText)):
-            raise UserError("--special-in-text", self.special_in_text, f"one of {', '.join(known)}")
-        if self.rows not in ("auto", "text", "chat", "instruction"):
-            raise UserError("--rows", self.rows, "one of auto, text, chat, instruction")
-        if self.as_chat not in (known := get_args(AsChat)):
-            raise UserError("--as-chat", self.as_chat, f"one of {', '.join(known)}")
+        of_few = {"packing": Packing, "rows": Rows, "as_chat": AsChat, "special_in_text": SpecialInText}
+        for name, kind in {**of_few, "answers": Answers, "long_chats": LongChats}.items():
+            if (value := getattr(self, name)) not in (known := get_args(kind)):
+                raise UserError(f"--{name.replace('_', '-')}", value, f"one of {', '.join(known)}")
 
     def column_names(self) -> dict[str, str]:
         """Names as tawpipe has them, with the columns that ``columns`` says for them.

@@ -1,4 +1,4 @@
-"""Special tokens that stand in what users, tools and the system said, where they are text and steer nothing."""
+"""Special tokens in the text of users, tools and system turns: kept, or tokenised as text."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class StreamedDataset:
             if example is None:
                 break
             row = example["row"]
-            self.counts.rows += not isinstance(row, Skipped) or row.kind in ("row", "empty")
+            self.counts.add_row(row)
             for document in [row] if isinstance(row, Skipped) else self._text.renderer.render(row):
                 if isinstance(document, Skipped):
                     if self.counts.add_skipped(document) and self._tell:

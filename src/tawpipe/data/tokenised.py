@@ -15,7 +15,7 @@ from tawpipe.data.encode import Encoder
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts
-from tawpipe.data.settings import AsChat, DataSettings
+from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import SourceFile, name_files, stamps
 from tawpipe.data.templates import PRINTS_DATE, fallback_template
 from tawpipe.data.tokenizer import (
@@ -68,13 +68,12 @@ class TokenisedText:
             self.tokenizer = with_template(self.tokenizer, settings.chat_template, "--chat-template")
         self.fallback = "" if self.tokenizer.chat_template else fallback_template(self.tokenizer)
         """The chat template for a tokenizer that has none."""
-        on = settings.as_chat == "on" or (settings.as_chat == "auto" and not self.fallback)
-        self._as_chat: AsChat = "on" if on else "off"
+        self.as_chat = settings.as_chat == "on" or (settings.as_chat == "auto" and not self.fallback)
         if self.fallback == "chatml" and self._has_chats(files):  # then all rows end as chats do
             self.tokenizer = with_template(self.tokenizer, self.fallback)
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
-        self.encoder = Encoder(self.tokenizer, settings.special_in_text, chats_begin=True)
+        self.encoder = Encoder(self.tokenizer, settings.special_in_text)
         if self.encoder.begin and self.tokenizer.bos_token_id is None:  # earlier versions placed none then
             self.hash = content_hash(self.hash, self.encoder.begin)
         chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
@@ -101,13 +100,13 @@ class TokenisedText:
         return Renderer(
             self.chats,
             self.reader.columns,
-            as_chat=self._as_chat,
+            as_chat=self.as_chat,
             date=self.date,
             special=settings.special_in_text,
             answers=settings.answers,
             long_chats=settings.long_chats,
             fits=None if limit is None or settings.long_chats == "anywhere" else fits,
-            longest=f"{limit:,} tokens, {why}" if limit else "",
+            longest=f"{limit:,} tokens ({why})" if limit else "",
         )
 
     def _choose(
@@ -133,7 +132,7 @@ class TokenisedText:
 
     def _has_chats(self, files: Sequence[SourceFile]) -> bool:
         """True if one of the first rows of some file is one that a chat template renders."""
-        kinds = {"chat", "instruction"} if self._as_chat == "on" else {"chat"}
+        kinds = {"chat", "instruction"} if self.as_chat else {"chat"}
         for file in files:
             rows = self.reader.read(file) if file.format != "text" else ()
             for row in islice((row for row in rows if isinstance(row, RawRow)), ROWS_LOOKED_AT):
@@ -153,7 +152,7 @@ class TokenisedText:
         template = self.chats.chat_template
         has_rows = any(file.format != "text" for file in files)
         date = self.date if PRINTS_DATE in str(template) and has_rows else ""
-        meaning = settings.rows, settings.columns, settings.ignore_columns, self._as_chat, settings.special_in_text
+        meaning = settings.rows, settings.columns, settings.ignore_columns, self.as_chat, settings.special_in_text
         meaning = *meaning, settings.answers, (limit, why, settings.long_chats) if limit else ""
         key = content_hash(CACHE_FORMAT, stamps(files), self.hash, meaning, template, date)
         folder = self.root / "corpora" / key
@@ -177,7 +176,7 @@ class TokenisedText:
 def _loaded(name: str, setting: str, origin: str) -> tuple[PreTrainedTokenizerBase, str]:
     """The tokenizer, and its origin in words."""
     tokenizer, other = load_with_class(name, setting)
-    why = f" (ids of its tokenizer.json: {other}, which its config names, would give others)" if other else ""
+    why = f" (ids from tokenizer.json; class {other} in its config would give other ids)" if other else ""
     return tokenizer, origin + why
 
 

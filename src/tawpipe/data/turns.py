@@ -11,9 +11,9 @@ from tawpipe.data.forms import Message
 from tawpipe.data.messages import ASSISTANT, SYSTEM_ROLES, Malformed
 from tawpipe.data.settings import LongChats
 
-TOO_LONG = "longer than {longest}: a question with its answer (--long-chats anywhere cuts them)"
+TOO_LONG = "too long: a question with its answer exceeds {longest}; --long-chats anywhere cuts it"
 DROPPED = "longer than {longest} (--long-chats turns cuts chats where a user's turn begins)"
-CUT = "are longer than {longest}, and are cut at turns (--long-chats)"
+CUT = "longer than {longest}, cut at turns (--long-chats)"
 
 Fits = Callable[[tuple[ChatText, ...]], bool]
 """Says whether the pieces of a document are short enough."""
@@ -31,7 +31,7 @@ def chat_that_fits(
     """Render a chat, or parts of it that fit, each behind the system's turns before it.
 
     A part takes as many questions with their answers as fit, in the chat's order. A question that does not fit alone is
-    among the ``lost`` ones. Under ``drop`` documents that do not fit are.
+    among the ``lost`` ones. Under ``drop``, documents that do not fit are lost.
 
     Args:
         longest: the length that fits, and what sets it, in words.

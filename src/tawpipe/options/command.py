@@ -221,7 +221,7 @@ class Options(Generic[T]):
 
 
 def _add(container: Any, leaf: Leaf) -> None:
-    """Declares one setting. A boolean, or one that may be on, may stand alone on the command line and then is so."""
+    """Declare one option. Without a value a boolean means true, and a setting with ``on`` means on."""
     alone = "true" if leaf.hint is bool else "on" if "on" in get_args(leaf.hint) else None
     nargs = {"nargs": "*"} if leaf.is_list else {"nargs": "?", "const": alone} if alone else {}
     text = f"{leaf.help} ({leaf.expected}; default: {leaf.text(leaf.default)})".replace("%", "%%")

@@ -226,9 +226,9 @@ class TrainConfig(DataSettings):
     positions and memory: text at most 4096 tokens or --tokens-per-step, a stream at most 8192. Under --packing balanced
     of no effect where --tokens-per-step and --max-document are set."""
     global_batch: int = bounded(open_number(8), minimum=1)
-    """Sequences in a step, over all processes. The same for any number of nodes and processes. null means 8; under
-    --sequence-length auto, for a model with weights, as many as have 4096 tokens, or more where a document for every
-    process needs more."""
+    """Sequences in a step, over all processes. The same for any number of nodes and processes. null means 8. For a
+    model with weights under --sequence-length auto it means the rows that hold 4096 tokens, and at least one for every
+    process."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
     tokens_per_step: int | None = bounded(None, minimum=2)
@@ -236,8 +236,9 @@ class TrainConfig(DataSettings):
     means --global-batch x --sequence-length where one of them is set, else 4096, or more where a document for every
     process needs more."""
     max_document: int | None = bounded(None, minimum=2)
-    """Under --packing balanced, the tokens of a document at most: a longer one is cut into pieces of so many, each of
-    which is a document of its own. null means --sequence-length, and that is as long under auto."""
+    """Under --packing balanced, the tokens of a document at most: a longer text is cut into pieces of this length,
+    each of which is a document of its own. null means --sequence-length. If this is set, --sequence-length auto means
+    this length for a model with weights."""
     bin_tokens: int | None = bounded(None, minimum=2)
     """Under --packing balanced, the tokens that a process computes at one time at most; what it needs of memory
     follows. null means 3/2 of --max-document, or less if that does for one round. A pipeline passes longer documents

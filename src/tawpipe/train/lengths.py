@@ -34,7 +34,7 @@ LENGTHS = ("sequence_length", "global_batch", "tokens_per_step")
 """Settings that a run may choose by the lengths of its documents."""
 SECONDS = 8.0
 """Seconds of computing after which lengths are left to the check before the first step."""
-POSITIONS, MEMORY = "the model's positions", "what memory holds"
+POSITIONS, MEMORY = "the model's positions", "the memory"
 
 
 def settled_lengths(config: TrainConfig) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
 
 
 def _learned(data: DataReport | None) -> Iterator[Section]:
-    """What is learned of the first document, and what was left out or not read."""
+    """Section with the learned text of the first document, and with everything left out or not read."""
     if data is not None and data.example:
         said = [*data.read.lines("training files"), *data.example_lines()]
         yield Section("What is learned", lines="\n".join(said))

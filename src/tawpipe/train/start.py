@@ -106,7 +106,7 @@ def require_alike(config: TrainConfig, world: World) -> None:
 
 
 def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: bool) -> None:
-    """Refuse to go on with chats of which an earlier version made other documents, or held out others.
+    """Refuse to resume a run on chats of which an earlier version made or held out other documents.
 
     Args:
         partly: only some documents were read, as a dry run does, so that nobody can compare them.
@@ -122,9 +122,9 @@ def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: b
         raise UserError(
             "--resume",
             begins.place,
-            f"a run whose chats and instructions are learned as they are here: this one was begun by tawpipe {version} "
-            f"({LAST_OF_BEFORE} or before), which makes other documents of them and holds out others for validation "
-            f"({', '.join(changed)} changed). That version can finish it; --resume none begins anew",
+            f"a run begun by this version. tawpipe {version} ({LAST_OF_BEFORE} or before) began it, and made other "
+            f"documents of its chats ({', '.join(changed)} changed). That version can finish it; --resume none begins "
+            "anew",
         )
 
 

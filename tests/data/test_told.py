@@ -1,0 +1,75 @@
+"""Lines before the first step: a warning if much is left out, and one of the first documents with its learned text."""
+
+import json
+import re
+
+import pytest
+from tokenizers import processors
+
+from chat_families import byte_level
+from tawpipe.data.lengths import LengthLimits
+from tawpipe.data.prepare import prepare_data
+from tawpipe.data.settings import DataSettings
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+GOOD = [{"role": "user", "content": "Two\nand two?"}, {"role": "assistant", "content": "It is\nfour."}]
+BAD = {"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": "x"}]}
+
+
+def report_of(tmp_path, rows, tokenizer=None, length: int | LengthLimits = 512, **settings):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"validation_fraction": 0.0, "packing": "none", "cache_dir": str(tmp_path / "cache")} | settings
+    data = DataSettings(data=[str(tmp_path / "a.jsonl")], **given)
+    tokenizer = tokenizer or byte_level(TEMPLATE, ["<|end|>"], eos_token="<|end|>")
+    return prepare_data(data, sequence_length=length, seed=0, tokenizer=tokenizer).report
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("bad", "empty", "warns"), [(1, 0, False), (2, 0, True), (1, 1, True), (0, 1, False)])
+def test_a_warning_says_that_more_than_one_row_in_ten_is_left_out(tmp_path, streaming, bad, empty, warns):
+    rows = [BAD] * bad + [{"messages": GOOD[:1]}] * empty + [{"messages": GOOD}] * (10 - bad - empty)
+    warning = report_of(tmp_path, rows, streaming=streaming).read.mostly_left_out
+    assert bool(warning) == warns
+    if warns:
+        assert warning.startswith("2 of 10 rows are left out, ") and "a.jsonl, line 1" in warning
+
+
+@pytest.fixture
+def two():
+    """A tokenizer that begins a text with two tokens of which none is its begin-of-text token, as GLM's does."""
+    tokenizer = byte_level(TEMPLATE, ["<|end|>", "[gMASK]", "<sop>"], eos_token="<|end|>")
+    special = [(name, tokenizer.get_vocab()[name]) for name in ("[gMASK]", "<sop>")]
+    begun = processors.TemplateProcessing(single="[gMASK] <sop> $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = begun
+    return tokenizer
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_one_of_the_first_documents_is_shown_with_its_learned_text_marked(tmp_path, two, before):
+    """Texts before it are learned whole."""
+    report = report_of(tmp_path, [{"text": "All of it."}] * before + [{"messages": [*GOOD, *GOOD]}], two)
+    head, *lines = report.example_lines()
+    assert head.startswith("first document")
+    text = "\n".join(line.removeprefix("  ") for line in lines)
+    whole = two.apply_chat_template([*GOOD, *GOOD], tokenize=False)
+    assert text.replace(">>>", "").replace("<<<", "") == f"[gMASK]<sop>{whole}"
+    assert re.findall(r">>>(.*?)<<<", text, re.DOTALL) == ["It is\nfour.<|end|>"] * 2
+    assert max(map(len, report.example_lines(8))) < 120
+
+
+def test_a_text_that_two_tokens_begin_is_no_chat(tmp_path, two):
+    """Texts are cut at the tokens of a step, and chats are not."""
+    limits = LengthLimits(9000, "the model's positions", 4096)
+    report = report_of(tmp_path, [{"text": "x" * 6000}, {"messages": GOOD}], two, length=limits)
+    assert (report.sequence_length, report.why_length) == (4096, "the tokens of a step; 1 document is longer")
+    assert any("chat template without [gMASK]<sop>: added to" in line for line in report.lines())
+
+
+def test_the_longest_chat_is_what_sets_the_length_beside_a_longer_text(tmp_path, two):
+    long_chat = [GOOD[0], {"role": "assistant", "content": "x" * 5000}]
+    limits = LengthLimits(9000, "the model's positions", 4096)
+    report = report_of(tmp_path, [{"text": "x" * 6000}, {"messages": long_chat}], two, length=limits)
+    assert report.sequence_length > 5000 and report.why_length == "the longest chat; 1 document is longer"
