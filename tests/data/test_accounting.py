@@ -402,3 +402,74 @@ def test_tokens_in_the_cache_are_those_of_the_settings(tokenizer, tmp_path):
 def test_a_column_is_not_asked_for_and_ignored():
     with pytest.raises(UserError, match="--ignore-columns: got 'question'"):
         DataSettings(columns=["prompt=question"], ignore_columns=["question"]).check_data()
+
+
+SHOWS_NAMES = (
+    "{% for t in tools or [] %}{{ t.function.name }}({{ (t.function.parameters.properties or {}).keys() | join(',') }})"
+    "{% endfor %}{% for m in messages %}{{ '<' + m.role + '>' + (m.tool_name or '') + (m.content or '') + '|' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    ("tool", "hidden"),
+    [
+        ({"parameters": SCHEMA}, []),
+        ({"input_schema": SCHEMA}, []),
+        ({"parameters": {"city": {"type": "string"}}}, ["tools.function.parameters.city"]),
+        ({"parameters": SCHEMA, "returns": "a text"}, ["tools.function.returns"] * 2),
+        (
+            {"parameters": SCHEMA | {"properties": {"city": {"type": "string", "description": "The\nplace."}}}},
+            ["tools.function.parameters.properties.city.description"],
+        ),
+    ],
+)
+def test_parts_of_tool_definitions_that_the_template_hides_are_named(plain, tmp_path, tool, hidden):
+    rows = [{"messages": CHAT, "tools": [{"name": "weather", **tool}]}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    (whole,), _, counts = read(with_own(plain, SHOWS_NAMES), tmp_path / "a.jsonl")
+    assert whole.startswith("weather(")
+    assert [trouble.names for trouble in counts.troubles] == ([[*dict.fromkeys(hidden)]] if hidden else [])
+
+
+def test_a_field_of_one_role_is_named_where_that_of_another_is_shown(plain, tmp_path):
+    named = SHOWS_NAMES.replace("(m.tool_name or '')", "(m.name if m.role == 'tool' and m.name else '')")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result = {"role": "tool", "content": "9", "name": "clock", "tool_calls": call["tool_calls"]}
+    chat = [{"role": "user", "content": "a", "name": "alice"}, call, result, SAID]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}))
+    _, _, counts = read(with_own(plain, named), tmp_path / "a.jsonl")
+    (trouble,) = counts.troubles
+    assert trouble.names == ["name of user"]
+
+
+def test_a_variable_that_the_template_sets_itself_is_not_read(plain, tmp_path):
+    own = with_own(plain, "{% set mood = 'kind' %}{{ mood }}{{ messages[0].thinking }}" + SHOWS_NAMES)
+    row = {"messages": CHAT, "chat_template_kwargs": {"mood": "dry", "thinking": True}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (trouble,) = read(own, tmp_path / "a.jsonl")[2].troubles
+    assert trouble.names == ["chat_template_kwargs.mood", "chat_template_kwargs.thinking"]
+
+
+@pytest.mark.parametrize("value", [[None], [""], [None, []]])
+def test_a_list_of_nothing_is_no_picture(given, value):
+    wholes, _, counts = given({"messages": CHAT, "images": value})
+    assert len(wholes) == 1 and [trouble.names for trouble in counts.troubles] == [["images"]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "response_a": "b", "response_b": "c", "winner": "a"},
+        {"conversation_a": CHAT, "conversation_b": CHAT, "winner": "model_a"},
+        {"instruction": "a", "output_1": "b", "output_2": "c", "preference": 1},
+        {"prompt": "a", "rejected": "b"},
+        {"conversations": CHAT[:1], "chosen": SAID, "rejected": SAID},
+    ],
+)
+def test_no_way_is_offered_that_would_learn_something_else_than_an_answer(given, row):
+    with pytest.raises(UserError, match="does not train on preferences") as refused:
+        given(row)
+    assert "--columns" not in str(refused.value) and "--ignore-columns" not in str(refused.value)

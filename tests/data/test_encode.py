@@ -1,8 +1,11 @@
 """Documents to tokens, piece by piece: no letter is added and none is lost."""
 
 import pytest
+from tokenizers import processors
+from transformers import AddedToken
 
 from chat_families import FAMILIES, TRAINED
+from letters import letters
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import ChatText, Document
 
@@ -38,3 +41,25 @@ def test_a_prompt_begins_as_documents_do(name):
                 alone, whole = (str(tokenizer.decode(some)) for some in (ids, encoder.beginning(given + "b")))
                 assert alone.lstrip(" ") == whole.removesuffix("b").lstrip(" ")
     assert Encoder(TRAINED).beginning("a")[0] == TRAINED.bos_token_id
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_special_token_takes_away_the_space_behind_it_as_in_the_whole_text(strips):
+    tokenizer = letters()
+    mark = AddedToken("<|turn|>", rstrip=strips, special=True, normalized=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
+    pieces = [("<|turn|>", False), ("\n Hi<|turn|>", True), ("\nand<|turn|>", False), (" so", True)]
+    (found,) = Encoder(tokenizer).encode([Document("chat", tuple(ChatText(*each) for each in pieces), complete=True)])
+    whole = tokenizer("".join(text for text, _ in pieces), add_special_tokens=False)["input_ids"]
+    assert found.ids.tolist() == whole
+    learned = tokenizer.decode([one for one, counts in zip(whole, found.counts, strict=True) if counts])
+    assert learned == ("Hi<|turn|>so" if strips else "\n Hi<|turn|> so")
+
+
+def test_a_text_begins_with_all_tokens_that_the_tokenizer_places():
+    tokenizer = letters("<pre>", begin="<s>")
+    special = [(name, tokenizer.get_vocab()[name]) for name in ("<pre>", "<s>")]
+    begun = processors.TemplateProcessing(single="<pre> <s> $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = begun
+    (found,) = Encoder(tokenizer).encode([Document("text", (ChatText("so", True),))])
+    assert found.ids.tolist()[:-1] == tokenizer("so")["input_ids"]

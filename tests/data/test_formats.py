@@ -1,13 +1,16 @@
 """Files, folders and columns: every form in which data sets come, and what is said of what does not fit."""
 
+import contextlib
 import csv
 import gzip
 import json
+import random
 import re
 import shlex
 from pathlib import Path
 
 import datasets
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -385,3 +388,29 @@ def test_the_pages_commands_find_their_data(tokenizer, tmp_path, monkeypatch):
     assert len(reports) == 5
     assert "20.0% of the tokens from hf:org/name" in reports[-1]
     assert not any("left out" in report for report in reports[1:-1])
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_prompt_and_a_completion_may_be_messages_in_a_text(tokenizer, tmp_path, name):
+    row = {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps([CHAT[1]])}
+    written = pandas.DataFrame([row]).to_csv(index=False) if name == "a.csv" else json.dumps(row)
+    (tmp_path / name).write_text(written)
+    (raw,) = RowReader(Columns()).read(find_files([str(tmp_path / name)])[0])
+    assert isinstance(raw, RawRow)
+    _, parts = learned(tokenizer, raw.columns)
+    assert parts == learned(tokenizer, {"messages": CHAT})[1]
+    code = {"prompt": '{"a": 1, "a": 2}', "completion": '[{"a": 1}]'}
+    assert learned(tokenizer, code)[1] == ['[{"a": 1}]<|endoftext|>']
+
+
+def test_a_file_that_is_cut_off_or_padded_gives_the_rows_that_gzip_reads(tmp_path):
+    lines = "".join(json.dumps({"text": f"{number} {random.Random(number).random()}"}) + "\n" for number in range(999))
+    whole = gzip.compress(lines.encode(), mtime=0)
+    for name, content in (("cut", whole[:-4000]), ("padded", whole + bytes(64))):
+        path = tmp_path / f"{name}.jsonl.gz"
+        path.write_bytes(content)
+        rows = [row for row in RowReader(Columns()).read(find_files([str(path)])[0]) if isinstance(row, RawRow)]
+        expected = []
+        with contextlib.suppress(EOFError), gzip.open(path, "rt") as stream:
+            expected.extend(line for line in stream if line.endswith("\n"))
+        assert len(rows) == len(expected) > 500

@@ -168,3 +168,20 @@ def test_only_the_last_answer_of_a_row():
     ten = {**SAID, "content": "ten"}
     assert learned(CHATML, ASK, SAID, ASK, ten, answers="last") == ["ten<|end|>"]
     assert learned(CHATML, ASK, SAID, ASK, {**ten, "weight": 0}, answers="last") == ["nine<|end|>"]
+
+
+@pytest.mark.parametrize("text", ["it's", 'it\'s "so"', "a\\b's"])
+def test_a_call_that_the_template_writes_as_python_is_learned(text):
+    escaped = r"""replace("\\", "\\\\") | replace("'", "\\'")"""
+    python = CHATML.replace("c.function | tojson", f"""'look(a=\\'' + c.function.arguments.a | {escaped} + '\\')'""")
+    call = {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": {"a": text}}}]}
+    written = text.replace("\\", "\\\\").replace("'", "\\'")
+    assert learned(python, ASK, call) == [f"look(a='{written}')<|end|>"]
+
+
+def test_shown_ends_an_answer_before_the_next_turn_where_markers_are_no_special_tokens():
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    chat = [ASK, SAID, {**ASK, "content": "and?"}, {**SAID, "content": "ten"}]
+    assert learned(plain, *chat, answers="shown") == ["nine", "ten\n<|stop|>"]
+    assert "without a token to stop at (message 2)" in said(plain, *chat, answers="shown")

@@ -102,6 +102,56 @@ def test_tools_are_schemas_in_one_form() -> None:
     assert read_tools([{**bare, "strict": None}]) == [{**known, "function": {**bare, "strict": None}}]
     assert read_tools([{"type": "web_search", "limit": None}]) == [{"type": "web_search", "limit": None}]  # no function
     assert read_tools(None) is None and read_tools([]) is None and read_tools("") is None
+    schema = {"type": "object", "properties": {"a": {"type": "number"}}}
+    assert read_tools([{"name": "add", "input_schema": schema}]) == read_tools([{"name": "add", "parameters": schema}])
     for wrong in ("add", {"name": "add"}, ["add"]):
         with pytest.raises(Malformed, match="tools are no list"):
             read_tools(wrong)
+
+
+THINKS = {"reasoning_content": "Sum.", "content": "<think>\nSum.\n</think>\n\nFour."}
+IN_TAGS = f"I add.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (THINKS, {"content": "Four.", "reasoning_content": "Sum."}),
+        ({**THINKS, "reasoning_content": None, "thinking": "Sum."}, {"content": "Four.", "reasoning_content": "Sum."}),
+        ({"content": "<think></think>Four.", "thought": "Sum."}, {"content": "Four.", "reasoning_content": "Sum."}),
+        ({"content": THINKS["content"]}, {"content": THINKS["content"]}),
+        ({"content": IN_TAGS}, {"content": IN_TAGS}),
+    ],
+)
+def test_a_thought_in_a_field_and_in_tags_is_one(message: dict, expected: dict) -> None:
+    (found,) = read_messages([{"role": "assistant", **message}], {})
+    assert found == {"role": "assistant", **expected}
+
+
+def test_a_call_in_a_field_and_in_tags_is_one() -> None:
+    (found,) = read_messages([{"role": "assistant", "content": IN_TAGS, "tool_calls": [CALL]}], {})
+    assert found["content"] == "I add." and [call["function"]["name"] for call in found["tool_calls"]] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({**THINKS, "reasoning_content": "Guess."}, "different values in 'reasoning_content' and '<think> in the cont"),
+        ({"content": IN_TAGS, "tool_calls": [{**CALL, "name": "sub"}]}, "different values in 'tool_calls' and '<too"),
+        ({"content": "", "tool_calls": [{**CALL, "arguments": '{"a": 1'}]}, "arguments begin like JSON and are none"),
+        (
+            {"content": "", "tool_calls": [{**CALL, "arguments": '{"a": 1, "a": 2}'}]},
+            "JSON in a text that is ambiguous",
+        ),
+    ],
+)
+def test_two_values_or_a_broken_one_refuse_a_turn(message: dict, why: str) -> None:
+    with pytest.raises(Malformed) as found:
+        read_messages([{"role": "assistant", **message}], {})
+    assert why in found.value.why and "message 1" in found.value.detail
+
+
+def test_a_key_that_stands_twice_in_messages_as_text_is_named() -> None:
+    twice = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]'
+    with pytest.raises(Malformed, match=r"ambiguous.*'content' stands twice"):
+        read_messages(twice, {})

@@ -112,3 +112,15 @@ def test_what_the_assistant_wrote_and_texts_stay_as_they_are(tmp_path, mode):
 def test_another_mode_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--special-in-text.*keep, plain"):
         prepared(letters(), tmp_path, "drop", {"text": "a"})
+
+
+def test_keys_of_tool_definitions_are_text_too(tmp_path):
+    tokenizer = letters(*MARKS)
+    tools = [{"name": "now", "parameters": {"type": "object", "properties": {f"a{END}": {"type": "string"}}}}]
+    counted = []
+    row = {"messages": [{**CHAT[0], "content": "q"}, CHAT[1]], "tools": tools}
+    for mode in ("keep", "plain"):
+        (ids,), said = prepared(tokenizer, tmp_path, mode, row)
+        counted.append(ids.count(tokenizer.convert_tokens_to_ids(END)))
+        assert "1 row with special tokens" in said
+    assert counted[0] == counted[1] + 1

@@ -211,11 +211,22 @@ class ChatRenderer:
 
     def differ(self, messages: Sequence[Message], others: Sequence[Message], tools: Tools, options: Any) -> bool:
         """Return True if the template renders two chats differently; False if it refuses either."""
-        template = self.template(tools)
-        for form, other in zip(forms(template, messages), forms(template, others), strict=True):
+        first, second = (self._shown(chat, tools, options) for chat in (messages, others))
+        return None not in (first, second) and first != second
+
+    def _shown(self, messages: Sequence[Message], tools: Tools, options: Any) -> str | None:
+        """The messages in the first form that the template takes; None if it refuses all."""
+        for form in forms(self.template(tools), messages):
             with contextlib.suppress(Malformed):
-                return self.apply(form, tools, options, asks=False) != self.apply(other, tools, options, asks=False)
-        return False
+                return self.apply(form, tools, options, asks=False)
+        return None
+
+    def variables(self, tools: Tools) -> set[str]:
+        """The variables that the template reads and does not set."""
+        from jinja2.meta import find_undeclared_variables
+
+        environment = self._compiled(tools).environment
+        return find_undeclared_variables(environment.parse(self.template(tools)))
 
     def marked(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Begin and end of what the template itself marks as the assistant's."""
@@ -284,8 +295,6 @@ class _OneForm:
         hidden = list[int]()
         if texts:
             self._check_given(messages[:last], given)
-            if self._tools and not re.search(r"\btools\b", self._template):
-                notes.append(Malformed("with tools whose definitions the chat template does not show"))
             if last == said[-1] < len(messages) - 1 and answers != "shown":
                 notes.append(Malformed("with turns at the end that no answer follows, left out"))
             hidden = [number for number in range(last) if self._hides(number, given, number in learned)]
@@ -413,13 +422,27 @@ class _OneForm:
         alone = self._said(number)
         end = end_of_words(message, whole, begin)
         ending = alone[end_of_words(message, alone, alone.rfind(header) + len(header)) :].rstrip()
-        if ending and whole.startswith(ending, end):
-            end += len(ending)
+        for part in re.split(r"(\s+)", ending):
+            if not whole.startswith(part, end):
+                break
+            end += len(part)
+        end = len(whole[:end].rstrip()) if ending else end
+        said = ()
         if not _last_end(self._renderer.special, whole[begin:end]):
             token = self._renderer.special.search(whole, end)
-            whole += "" if token else self._next_marker(number, {}) or self._renderer.end_of_text
-            end = token.end() if token else len(whole)
-        return Learnable(whole[:begin], whole[begin:end], whole[end:])
+            if number == len(self._messages) - 1 and token is None:
+                whole += self._next_marker(number, {}) or self._renderer.end_of_text
+                end = len(whole)
+            elif token is not None and not self._shows_next(number, whole[end : token.start()]):
+                end = token.end()
+            else:
+                said = ("ending without a token to stop at",)
+        return Learnable(whole[:begin], whole[begin:end], whole[end:], said)
+
+    def _shows_next(self, number: int, text: str) -> bool:
+        """True if the message behind an answer is shown in ``text``."""
+        following = [(message["content"] or "").strip() for message in self._messages[number + 1 : number + 2]]
+        return any(words and any(form in text for form in spelled(words)) for words in following)
 
     def _check_answer(self, number: int, answer: Learnable) -> Learnable:
         """The answer, with what the template leaves out of it.

@@ -33,11 +33,13 @@ NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
 }
 """Of each group a row of the kind has at least one."""
 
-PREFERRED = frozenset({"chosen", "preferred", "accepted", "winner", "better"})
+PREFERRED = frozenset({"chosen", "preferred", "accepted"})
+"""Words in the names of columns that hold the better answer."""
 COMPARES, JUDGES = "which of two answers is better", "whether an answer is good"
 SHOWS, WEIGHS = "which pictures, sounds or films belong to the text", "how much is learned of the row"
 MEANINGS: dict[str, frozenset[str]] = {
-    COMPARES: PREFERRED | {"rejected", "reject", "dispreferred", "loser", "worse", "preference", "preferences"},
+    COMPARES: PREFERRED
+    | {"rejected", "reject", "dispreferred", "winner", "loser", "better", "worse", "preference", "preferences"},
     JUDGES: frozenset({"label", "labels", "kto", "desirable", "undesirable", "thumbs"}),
     SHOWS: MEDIA,
     "which turns come before": frozenset({"history"}),
@@ -140,12 +142,12 @@ class Columns:
             answered: False if the rows have no answer without these columns.
         """
         way = f"--ignore-columns {' '.join(changed)} trains without {'them' if changed[1:] else 'it'}"
-        if self.kind(present) is None:  # one of the answers that are compared is left to be learned
-            learned = next((name for name in changed if words(name) & PREFERRED), changed[0])
+        learned = next((name for name in changed if words(name) & PREFERRED), None)
+        if self.kind(present) is None and learned:
             use = ANSWERS[1] if any(self._column(name) in present for name in PROMPTS) else CHATS[0]
             others = " ".join(name for name in changed if name != learned)
             way = f"--columns {use}={learned}{f' --ignore-columns {others}' if others else ''} learns {learned!r}"
-        elif not answered:
+        elif self.kind(present) is None or not answered:
             way = "without it the rows have no answer, and tawpipe does not train on preferences"
         says = says or meaning(changed[0])
         expected = f"no column {changed[0]!r} (it says {says}, which training would ignore)"
@@ -206,6 +208,8 @@ def meaning(name: str) -> str:
 
 def _applies(says: str, value: object) -> bool:
     """True if a column changes what its row means by this value."""
+    if isinstance(value, list) and all(each in EMPTY for each in value):
+        return False
     if says == JUDGES:
         return any(truth(each) is not None for each in (value if isinstance(value, list) else [value]))
     return truth(value) is not True if says == WEIGHS else says != SHOWS or not isinstance(value, int | float)

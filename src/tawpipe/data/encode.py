@@ -59,7 +59,7 @@ class Encoder:
         places = (at for at in range(len(with_special)) if with_special[at : at + len(alone)] == alone)
         begin = with_special[: next(places, 0)]
         is_named = tokenizer.bos_token_id is not None
-        self.begin: list[int] = begin if not is_named or begin == [tokenizer.bos_token_id] else []
+        self.begin: list[int] = begin if not is_named or tokenizer.bos_token_id in begin else []
         """Tokens with which a text begins."""
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._anchors = self._find_anchors()
@@ -131,8 +131,8 @@ class Encoder:
 
     def _anchor(self, before: str) -> str:
         """Return the text behind which a piece is tokenised: the special token that ends ``before``, or an anchor."""
-        last = self._special.last(before) if self._anchors else ""
-        return last or next(iter(self._anchors), "")
+        last = self._special.last(before)
+        return last if last and (self._anchors or last in self._special.stripping) else next(iter(self._anchors), "")
 
     def _inside(self, text: str, tokens: list[int], anchor: str) -> list[int]:
         """The text's tokens in the middle of a document, out of those behind ``anchor``.

@@ -11,6 +11,12 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
+OF_SCHEMAS = {
+    *("type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "strict"),
+    *("default", "additionalProperties", "$schema", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+    *("object", "string", "number", "integer", "boolean", "array", "null"),
+}
+"""Words of JSON schemas, which templates may show otherwise."""
 SHOWN_AS = ("reasoning_content", "reasoning", "thinking")
 """Fields in which templates look for the thought of a turn."""
 
@@ -86,9 +92,25 @@ def lacking(call: Message, text: str) -> str:
     return next((leaf for leaf in _leaves(call) if not any(form in text for form in spelled(leaf))), "")
 
 
+def parts_of(tools: Any) -> Iterator[tuple[str, str]]:
+    """Names and lines of text in tool definitions, each with its place, but the words of JSON schemas."""
+    waiting: list[tuple[str, Any]] = [("tools", tools)]
+    while waiting:
+        place, value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting += [(f"{place}.{name}", item) for name, item in value.items()]
+            yield from ((f"{place}.{name}", name) for name in value if name not in OF_SCHEMAS)
+        elif isinstance(value, list):
+            waiting += [(place, item) for item in value]
+        elif isinstance(value, str):
+            lines = map(str.strip, value.splitlines())
+            yield from ((place, line) for line in lines if line and line not in OF_SCHEMAS)
+
+
 def spelled(text: str) -> tuple[str, ...]:
-    """The ways in which a template may write a text: as it is, or as in JSON."""
-    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+    """The ways in which a template may write a text: as it is, as in JSON, or as in Python."""
+    quoted = text.replace("\\", "\\\\").replace("'", "\\'")
+    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], quoted
 
 
 def end_of_words(message: Message, text: str, begin: int) -> int:

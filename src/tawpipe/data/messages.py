@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -50,6 +50,10 @@ PARTS = {
 """Use of a content's part by its type, and the fields that may hold what is said."""
 CALL = (("name",), ("arguments", "parameters", "args", "input"))
 """Fields of a call: its name, and the names of its arguments."""
+
+TAGGED = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+CALLED = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""A thought and a call in the words of a turn."""
 
 USES = ("thought", "text", "call")
 """Uses of parts in the order in which a turn has them."""
@@ -152,12 +156,15 @@ def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collectio
         for part in [{"type": "tool_call", "value": content}] if is_call else content:
             fields |= _read_part(part, ignored, said)
         content = "".join(said["text"])
-    message = {"role": role, "content": content}
     calls = _popped(fields, ("tool_calls", "function_call"))
     calls = {name: _calls(some) for name, some in calls.items() if some} | {"content": said["call"]}
+    thoughts = _popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}
+    if isinstance(content, str) and role == ASSISTANT:
+        content = _without_copies(content, thoughts, calls)
+    message = {"role": role, "content": content}
     if called := only(calls, meant_calls):
         message["tool_calls"] = called
-    if thought := only(_popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}):
+    if thought := only(thoughts, lambda some: some.strip() if isinstance(some, str) else some):
         if not isinstance(thought, str):
             raise Malformed("with a thought that is no text", reprlib.repr(thought))
         message[THOUGHT] = thought
@@ -167,6 +174,19 @@ def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collectio
         why = "with a message whose content is neither a text nor a list of parts"
         raise Malformed(f"{why} (--columns content=NAME names another field)", kind)
     return message | fields, is_call
+
+
+def _without_copies(content: str, thoughts: dict[str, Any], calls: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the content without a thought or calls in tags, if fields hold them as well; they become one more source
+    of ``thoughts`` or ``calls``.
+    """
+    if any(thoughts.values()) and (tagged := TAGGED.match(content)):
+        thoughts["<think> in the content"] = tagged[1].strip()
+        content = content[tagged.end() :]
+    if any(calls.values()) and (texts := CALLED.findall(content)):
+        calls["<tool_call> in the content"] = [call for text in texts for call in _calls(text)]
+        content = CALLED.sub("", content)
+    return content
 
 
 def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]]) -> dict[str, Any]:
@@ -209,6 +229,8 @@ def _calls(value: object) -> list[dict[str, Any]]:
             for keys in CALL
         )
         arguments = {} if arguments is None else arguments
+        if isinstance(arguments, str) and arguments.lstrip()[:1] == "{" and _of_json(arguments) is arguments:
+            raise Malformed("with a tool call whose arguments begin like JSON and are none", reprlib.repr(arguments))
         if not isinstance(name, str) or not isinstance(arguments, dict | str):
             expected = "with a tool call that has no name and arguments as an object or a text"
             raise Malformed(expected, reprlib.repr(call))
@@ -241,8 +263,14 @@ def read_tools(value: object) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise Malformed("whose tools are no list of JSON schemas", type(value).__name__)
-    bare = [tool if "function" not in tool and "name" in tool else None for tool in value]
-    return [{"type": "function", "function": spec} if spec else tool for tool, spec in zip(value, bare, strict=True)]
+    tools = list[dict[str, Any]]()
+    for tool in value:
+        if "function" not in tool and "name" in tool:
+            spec = {"parameters" if key == "input_schema" else key: field for key, field in tool.items()}  # Anthropic's
+            tools.append({"type": "function", "function": tool if "parameters" in tool else spec})
+        else:
+            tools.append(tool)
+    return tools
 
 
 def read_options(value: object) -> dict[str, Any]:
@@ -315,9 +343,41 @@ def meant_calls(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], _of_json(call["function"]["arguments"])) for call in calls]
 
 
+def of_messages(value: object) -> Any:
+    """Return the messages that a text of JSON holds; anything else as it is."""
+    turns = None
+    with suppress(Malformed):  # it is a text, then
+        turns = _of_json(value)
+    if not isinstance(turns, list) or not turns:
+        return value
+    are_messages = all(isinstance(turn, dict) and any(name in turn for name in FIELDS["role"]) for turn in turns)
+    return turns if are_messages else value
+
+
+class DoubleKeyError(ValueError):
+    """A key that stands twice in an object of JSON."""
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json itself would keep the last value of a key in silence."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise DoubleKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return item
+
+
 def _of_json(value: object) -> Any:
-    """What a text holds that is JSON's list or object; anything else as it is."""
+    """What a text holds that is JSON's list or object; anything else as it is.
+
+    Raises:
+        Malformed: a key stands twice in an object.
+    """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):
-            return json.loads(value)
+        try:
+            return json.loads(value, object_pairs_hook=unique_keys)
+        except DoubleKeyError as error:
+            raise Malformed("with JSON in a text that is ambiguous", str(error)) from error
+        except ValueError:
+            return value
     return value

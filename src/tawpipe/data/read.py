@@ -10,7 +10,8 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import tee
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.hub import read_hub
+from tawpipe.data.messages import unique_keys
 from tawpipe.data.report import Skipped
 from tawpipe.data.sources import REMOTE, SourceFile
 
@@ -53,7 +55,7 @@ class RowReader:
             for rows in self._rows(file, start):
                 yield rows
                 last = rows.where
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:
             after = f", after {last.removeprefix(file.path).lstrip(', ')}" if last else ""
             reason = getattr(error, "strerror", None) or error
             yield Skipped("file", file.path + after, "not readable", str(reason))
@@ -84,7 +86,7 @@ class RowReader:
         """A list of objects, or else JSON lines under another name."""
         data = stream.read()
         try:
-            content = json.loads(data, object_pairs_hook=_object)
+            content = json.loads(data, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             if data.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] != b"[":
                 yield from self._lines(file, io.BytesIO(data))
@@ -101,7 +103,7 @@ class RowReader:
                 continue
             where = f"{file.path}, line {number}"
             try:
-                item = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+                item = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique_keys)
             except UnicodeDecodeError as error:
                 yield Skipped("row", where, "not UTF-8", f"byte {error.start} of the line")
             except (ValueError, RecursionError) as error:
@@ -190,7 +192,7 @@ def _open(file: SourceFile) -> BinaryIO:
     stream = _stored(file.path)
     if not file.packed:
         return stream
-    if file.packed == "gz":  # which reads a file that is cut off up to its end
+    if file.packed == "gzip":  # which reads a file that is cut off up to its end
         return gzip.GzipFile(fileobj=stream)  # pyright: ignore[reportReturnType]
     import pyarrow
 
@@ -205,12 +207,3 @@ def _stored(path: str) -> BinaryIO:
 
     opened: Any = fsspec.open(path, "rb")
     return opened.open()
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which json itself would keep the last value of a key in silence."""
-    item = dict(pairs)
-    if len(item) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return item

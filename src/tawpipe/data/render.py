@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.chat import ChatRenderer, ChatText
 from tawpipe.data.columns import Columns, RawRow, RowKind
+from tawpipe.data.forms import parts_of, spelled
 from tawpipe.data.messages import (
     ASSISTANT,
     EMPTY,
@@ -26,6 +27,7 @@ from tawpipe.data.messages import (
     Malformed,
     Untrainable,
     meant_calls,
+    of_messages,
     only,
     read_messages,
     read_options,
@@ -35,7 +37,6 @@ from tawpipe.data.messages import (
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS, Answers, LongChats, SpecialInText
 from tawpipe.data.special import SpecialTokens
-from tawpipe.data.templates import NAMED, fallback_template
 from tawpipe.data.turns import TOO_LONG, Fits, chat_that_fits
 from tawpipe.errors import UserError
 
@@ -115,8 +116,6 @@ class Renderer:
         self._special = SpecialTokens(tokenizer, special)
         self._names = self._columns.names
         self._as_chat = as_chat
-        template = str(tokenizer.chat_template or NAMED[fallback_template(tokenizer)])
-        self._read = frozenset(re.findall(r"\w+", template))
 
     def render(self, row: RawRow) -> list[Document | Skipped]:
         """Make the documents of a row, and name what of the row is left out.
@@ -159,7 +158,7 @@ class Renderer:
 
     def _messages(self, row: RawRow, name: str, role: str = "") -> list[dict[str, Any]]:
         """The messages of a column; a text there is one of ``role``, where that is given."""
-        value = row.columns.get(name)
+        value = of_messages(row.columns.get(name))
         if role and not isinstance(value, list | dict):
             return [{"role": role, "content": text}] if (text := self._text(row.columns, name)) else []
         return read_messages(value, self._names, self._columns.ignored)
@@ -208,8 +207,10 @@ class Renderer:
         ]
         documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
         documents += [Skipped("remark" if note.detail else "note", row.where, *note.args) for note in chat.said]
-        unread = [f"chat_template_kwargs.{name}" for name in options if name not in self._read]
+        unread = [f"chat_template_kwargs.{name}" for name in sorted(options.keys() - self._chats.variables(tools))]
         unread += self._unread(messages, tools, options)
+        if chat.documents and tools:
+            unread += _hidden(tools, "".join(piece.text for piece in chat.documents[0]))
         if unread:
             documents.append(Skipped("note", row.where, UNREAD_FIELDS, names=tuple(dict.fromkeys(unread))))
         return documents
@@ -217,27 +218,31 @@ class Renderer:
     def _unread(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> Iterator[str]:
         """The fields of messages and of calls that hold something and of which nothing is learned or shown."""
 
-        def is_shown(change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-            return self._chats.differ(messages, list(map(change, messages)), tools, options)
+        def is_shown(role: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+            others = [change(turn) if turn["role"] == role else turn for turn in messages]
+            return self._chats.differ(messages, others, tools, options)
 
+        taken = (*MARKS, THOUGHT, "tool_calls")
+        fields, of_calls = dict[tuple[str, str], None](), set[str]()
         for message in messages:
-            learned = (*MARKS, THOUGHT, "tool_calls") if message["role"] == ASSISTANT else ()
-            for name, value in message.items():
-                if value in EMPTY or name in ("role", "content", *learned):
-                    continue
-                of = f" of {message['role']}" if name in (*MARKS, THOUGHT, "tool_calls") else ""
-                if not is_shown(lambda turn, name=name: _without(turn, name)):
-                    yield name + of
+            learned = taken if message["role"] == ASSISTANT else ()
+            names = [name for name, value in message.items() if value not in EMPTY]
+            fields |= {(message["role"], name): None for name in names if name not in ("role", "content", *learned)}
             for call in message.get("tool_calls", ()) if learned else ():
-                for name in sorted({*call, *call["function"]} - {"type", "function", "name", "arguments"}):
-                    if not is_shown(lambda turn, name=name: _without_in_calls(turn, name)):
-                        yield f"tool_calls.{name}"
+                of_calls |= {*call, *call["function"]} - {"type", "function", "name", "arguments"}
+        for role, name in fields:
+            if not is_shown(role, lambda turn, name=name: _without(turn, name)):
+                others = any(other == name for asked, other in fields if asked != role)
+                yield f"{name} of {role}" if name in taken or others else name
+        for name in sorted(of_calls):
+            if not is_shown(ASSISTANT, lambda turn, name=name: _without_in_calls(turn, name)):
+                yield f"tool_calls.{name}"
 
     def _instruction(self, row: RawRow) -> list[Document | Skipped]:
         """The prompt as it is written and then the completion; other names than completion in paragraphs."""
         columns = row.columns
         prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))
-        if any(isinstance(columns.get(name), list | dict) for name in (prompt, answer)):
+        if any(isinstance(of_messages(columns.get(name)), list | dict) for name in (prompt, answer)):
             given = self._with_system(row, self._messages(row, prompt, "user"))
             said = self._messages(row, answer, ASSISTANT)
             return self._rendered(row, given + said, first=len(given)) if said else [_without_answer(row)]
@@ -295,6 +300,12 @@ def _identity(
     said = without_nulls([turns, tools or [], dict(options or {})])
     content = json.dumps(said, sort_keys=True, separators=(",", ":"), default=str)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little")
+
+
+def _hidden(tools: Any, text: str) -> list[str]:
+    """The places of names and texts in tool definitions that ``text`` lacks; ``tools`` alone if it lacks all."""
+    parts = [(place, part in text or any(form in text for form in spelled(part))) for place, part in parts_of(tools)]
+    return [place for place, shown in parts if not shown] if any(shown for _, shown in parts) else ["tools"]
 
 
 def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:

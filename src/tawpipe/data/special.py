@@ -37,7 +37,10 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: SpecialInText) -> None:
         self._tokenizer, self.mode = tokenizer, mode
-        names = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.special and str(token)]
+        names = {str(token) for token in added}
+        self.stripping = {str(token) for token in added if token.rstrip}
+        """Those that take away the white space behind them."""
         self._broken = {name: name[0] + BREAK + name[1:] for name in sorted(names, key=len, reverse=True)}
         self._names = re.compile("|".join(map(re.escape, self._broken)) or "(?!)")
         self._swapped = re.compile("|".join(map(re.escape, [*self._broken.values(), *self._broken, BREAK])))
@@ -89,7 +92,7 @@ class SpecialTokens:
     def _break(self, value: Any, seen: list[str]) -> Any:
         """Return ``value`` with a ``BREAK`` in the special tokens of its texts, which ``seen`` takes in."""
         if isinstance(value, dict):
-            return {key: self._break(item, seen) for key, item in value.items()}
+            return {self._break(key, seen): self._break(item, seen) for key, item in value.items()}
         if isinstance(value, list):
             return [self._break(item, seen) for item in value]
         if not isinstance(value, str):
