@@ -31,7 +31,7 @@ NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
     "chat": (CHATS,),
     "instruction": (PROMPTS, ANSWERS),
 }
-"""Of each group a row of the kind has at least one."""
+"""Groups of columns; a row of the kind has at least one column of every group."""
 
 PREFERRED = frozenset({"chosen", "preferred", "accepted"})
 """Words in the names of columns that hold the better answer."""

@@ -368,7 +368,7 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _of_json(value: object) -> Any:
-    """What a text holds that is JSON's list or object; anything else as it is.
+    """Read a text that is a list or an object of JSON; any other value is returned unchanged.
 
     Raises:
         Malformed: a key stands twice in an object.

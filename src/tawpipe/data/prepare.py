@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 CHARACTERS_PER_TOKEN = 4
-"""Of usual text."""
+"""Usual characters for each token."""
 MOST_IN_STREAM = "the most in a stream"
 LOOKED_AT = 64
 """Documents of a set among which one that is learned in part is looked for, to be shown."""
