@@ -255,3 +255,10 @@ def test_refusals_come_before_torch(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
     assert json.loads(done.stdout.splitlines()[-1]) == [2, False], done.stderr
+
+
+def test_a_length_that_documents_would_set_is_asked_for_by_name(capsys) -> None:
+    assert main(["plan", "--model", "tiny", *TOPOLOGY, "--sequence-length", "auto", "--global-batch", "4"]) == 2
+    assert "--sequence-length: got 'auto'; a number: a plan reads no documents" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -205,3 +205,14 @@ def test_documents_of_one_row_share_its_identity(tokenizer):
     first, second = Renderer(own).render(raw)
     assert isinstance(first, Document) and isinstance(second, Document)
     assert first.identity == second.identity == identity(raw) and first.content != second.content
+
+
+def test_a_null_in_a_call_that_a_table_lacks_changes_no_identity(tmp_path):
+    """A table of Arrow gives every row the fields of all, as null."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "unit": None}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    other = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    without = [messages[0], {**messages[1], "tool_calls": [other]}]
+    raws = [Columns().row("here", {"messages": some}) for some in (messages, without)]
+    first, second = (identity(raw) for raw in raws if isinstance(raw, RawRow))
+    assert first == second

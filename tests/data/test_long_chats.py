@@ -135,4 +135,33 @@ def test_answers_of_weight_0_stay_in_the_history_and_are_not_learned(tmp_path):
     assert pairs == [(KEEPS_WHOLE, "say 0 xxx<|end|>say 2 xxx<|end|>")]
 
 
+@pytest.mark.parametrize("answers", ["each", "last"])
+def test_the_last_answer_keeps_as_much_history_as_fits(tmp_path, answers):
+    chat = turns(*[20] * 6)
+    _, report = read(tmp_path, KEEPS, chat, length=1000, answers="last")
+    pairs, _ = read(tmp_path, KEEPS, chat, length=report.longest[0] - 1, answers=answers)
+    (document,) = [whole for whole, _ in pairs if "ask 5" in whole]
+    assert document.startswith("<user>ask 1") and document.count("<user>") == 5
+    marked = [turn if number > 9 else {**turn, "weight": 0} for number, turn in enumerate(chat)]
+    assert [each for each, _ in read(tmp_path, KEEPS, marked, length=200)[0]] == [
+        each for each, _ in read(tmp_path, KEEPS, chat, length=200, answers="last")[0]
+    ]
+
+
+@pytest.mark.parametrize("packing", ["fit", "balanced", "none"])
+def test_an_instruction_that_fits_has_its_end_too(tmp_path, packing):
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a" * 20, "completion": "b" * 20}))
+    tokenizer = byte_level(KEEPS, ["<|end|>"], eos_token="<|end|>")
+    end = tokenizer.eos_token_id
+    settings = DataSettings(
+        data=[str(tmp_path / "b.jsonl")], validation_fraction=0.0, cache_dir=str(tmp_path), as_chat="off",
+        packing=packing,
+    )  # fmt: skip
+    prepare = lambda length: prepare_data(settings, sequence_length=length, seed=0, tokenizer=tokenizer)  # noqa: E731
+    size = len(tokenizer("a" * 20 + "b" * 20)["input_ids"]) + 1
+    assert end in prepare(size).train.sample(0).labels and prepare(size).report.train.truncated == 0
+    with pytest.raises(UserError, match=f"exceeds {size - 1} tokens"):
+        prepare(size - 1)
+
+
 KEEPS_WHOLE = "".join(f"<user>ask {n}<|end|><assistant>say {n} xxx<|end|>" for n in range(3))

@@ -206,10 +206,12 @@ def test_a_data_set_of_the_hub_is_read_whole_and_by_split(tmp_path, folder, stre
         again = prepared(tmp_path, f"hf:{folder}", f"hf:{folder}:test", streaming=True, stream_window=4)
         again.train.load_state_dict(json.loads(json.dumps(data.train.state_dict(31))))
         assert [digest(again.train, n) for n in range(31, 60)] == expected[31:]
-        with pytest.raises(UserError, match="a whole split"):
-            prepared(tmp_path, f"hf:{folder}:train[:5]", streaming=True)
-    else:
-        assert numbers(f"hf:{folder}:train[:5]") == list(range(5))
+    assert numbers(f"hf:{folder}:train[:5]") == list(range(5))
+    assert numbers(f"hf:{folder}:train+test") == numbers(f"hf:{folder}:all") == list(range(30))
+    for wrong in ("train[foo]", "train[:200%]", "train+dev", "dev"):
+        with pytest.raises(UserError, match=f"hf:{folder}:"):
+            prepared(tmp_path, f"hf:{folder}:{wrong}", streaming=streaming)
+    if not streaming:
         with pytest.raises(UserError, match="lacking the columns 'words'"):
             prepared(tmp_path, f"hf:{folder}", columns=["text=words"], rows="text")
 

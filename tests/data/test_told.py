@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from tokenizers import processors
@@ -22,7 +23,7 @@ BAD = {"messages": [{"role": "user", "content": 5}, {"role": "assistant", "conte
 def report_of(tmp_path, rows, tokenizer=None, length: int | LengthLimits = 512, **settings):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"validation_fraction": 0.0, "packing": "none", "cache_dir": str(tmp_path / "cache")} | settings
-    data = DataSettings(data=[str(tmp_path / "a.jsonl")], **given)
+    data = DataSettings(**{"data": [str(tmp_path / "a.jsonl")], **given})
     tokenizer = tokenizer or byte_level(TEMPLATE, ["<|end|>"], eos_token="<|end|>")
     return prepare_data(data, sequence_length=length, seed=0, tokenizer=tokenizer).report
 
@@ -31,9 +32,9 @@ def report_of(tmp_path, rows, tokenizer=None, length: int | LengthLimits = 512, 
 @pytest.mark.parametrize(("bad", "empty", "warns"), [(1, 0, False), (2, 0, True), (1, 1, True), (0, 1, False)])
 def test_a_warning_says_that_more_than_one_row_in_ten_is_left_out(tmp_path, streaming, bad, empty, warns):
     rows = [BAD] * bad + [{"messages": GOOD[:1]}] * empty + [{"messages": GOOD}] * (10 - bad - empty)
-    warning = report_of(tmp_path, rows, streaming=streaming).read.mostly_left_out
-    assert bool(warning) == warns
-    if warns:
+    warnings = report_of(tmp_path, rows, streaming=streaming).warnings
+    assert len(warnings) == warns
+    for warning in warnings:
         assert warning.startswith("2 of 10 rows are left out, ") and "a.jsonl, line 1" in warning
 
 
@@ -73,3 +74,45 @@ def test_the_longest_chat_is_what_sets_the_length_beside_a_longer_text(tmp_path,
     limits = LengthLimits(9000, "the model's positions", 4096)
     report = report_of(tmp_path, [{"text": "x" * 6000}, {"messages": long_chat}], two, length=limits)
     assert report.sequence_length > 5000 and report.why_length == "the longest chat; 1 document is longer"
+
+
+@pytest.mark.parametrize("of_validation", [False, True])
+def test_a_set_of_which_much_is_left_out_is_named_beside_a_large_one(tmp_path, of_validation):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [BAD, BAD, {"messages": GOOD}]))
+    other = str(tmp_path / "b.jsonl")
+    data = [f"{tmp_path / 'a.jsonl'}=0.9", f"{other}=0.1"]
+    beside: Any = {"validation_data": [other]} if of_validation else {"data": data}
+    (warning,) = report_of(tmp_path, [{"messages": GOOD}] * 200, **beside).warnings
+    assert warning.startswith("2 of 3 rows are left out") and "b.jsonl, line 1" in warning
+
+
+def test_what_was_longer_is_said_after_it_was_cut(tmp_path, two):
+    limits = LengthLimits(300, "the model's positions", 4096)
+    chats = [{"messages": [GOOD[0], {"role": "assistant", "content": "x" * size}]} for size in (400, 500, 10)]
+    report = report_of(tmp_path, chats, two, length=limits)
+    assert report.sequence_length == 300
+    said = "2 chats were longer than 300 tokens (the model's positions)"
+    assert report.why_length == f"the model's positions; {said}"
+
+
+def test_a_stream_in_split_rows_holds_out_what_its_files_do(tmp_path, two):
+    limits = LengthLimits(300, "the model's positions", 4096)
+    chats = [{"messages": [*GOOD, GOOD[0], {"role": "assistant", "content": str(n) * 200}]} for n in range(60)]
+    sizes = [
+        report_of(tmp_path, chats, two, length=length, packing="split", streaming=streaming, validation_fraction=0.3)
+        for length in (limits, 300)
+        for streaming in (False, True)
+    ]
+    held_out = [report.validation.documents if report.validation else 0 for report in sizes]
+    assert len(set(held_out)) == 1 and not any("cut at turns" in line for report in sizes for line in report.lines())
+
+
+def test_the_setting_that_bounds_a_document_is_named(tmp_path):
+    long_chat = {"messages": [GOOD[0], {"role": "assistant", "content": "x" * 400}]}
+    packing: Any
+    for most, packing, name in ((300, "balanced", "--max-document"), (None, "none", "--sequence-length")):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [long_chat, {"messages": GOOD}]))
+        data = DataSettings(data=[str(tmp_path / "a.jsonl")], packing=packing, cache_dir=str(tmp_path / "cache"))
+        tokenizer = byte_level(TEMPLATE, ["<|end|>"], eos_token="<|end|>")
+        read = prepare_data(data, sequence_length=300, max_document=most, seed=0, tokenizer=tokenizer)
+        assert any(f"exceeds 300 tokens ({name})" in line for line in read.report.lines())

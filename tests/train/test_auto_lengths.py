@@ -182,11 +182,12 @@ def test_a_document_has_room_in_the_model_in_a_step_and_in_a_bin(given, most, wh
 def test_the_longest_document_sets_the_length_within_the_limits(home):
     limits = LengthLimits(most=4000, why="the model's positions", text=4096)
     longest = longest_chat(home)
+    cut = "2 chats were longer than 600 tokens (the model's positions)"
     chats = prepared("chats.jsonl", limits)
     assert chats.report.sequence_length == chats.longest == longest > 512 and chats.report.train.cut == 0
     assert f"sequence length: {longest:,} tokens, the longest document (--sequence-length)" in chats.report.lines()
     fewer = prepared("chats.jsonl", replace(limits, most=600)).report
-    assert fewer.sequence_length == 512 and fewer.why_length == "the minimum; all documents are shorter"
+    assert fewer.sequence_length == 512 and fewer.why_length == f"the minimum; {cut}"
     assert any("exceeds 600 tokens (the model's positions)" in line for line in fewer.lines())
     texts = prepared("texts.jsonl", replace(limits, most=9000)).report
     assert texts.sequence_length == 4096 and texts.why_length == "the tokens of a step; 1 document is longer"

@@ -230,6 +230,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
         ("--sequence-length", "--global-batch"), not (asked.longest or asked.serve or asked.of_corpus)
     )
     missing = [name for name, needs in needed.items() if needs and asked.given(name[2:].replace("-", "_")) is None]
+    for name in missing:
+        if (key := name[2:].replace("-", "_"),) in asked.said:
+            raise UserError(name, getattr(config, key).word, "a number: a plan reads no documents that could say it")
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return asked

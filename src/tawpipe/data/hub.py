@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
         if file.format != "hub":
             sources.append(file)
             continue
-        if plain := _plain_files(file.path, streaming, setting):
+        if by_split := _plain_files(file.path, streaming, setting):
+            plain = list(chain.from_iterable(by_split.values()))
             if "[" in file.path:  # a slice of a split
                 version = zlib.crc32(repr(stamps(plain)).encode())
                 plain = [SourceFile(f"{file.path}#0/1", sum(each.size for each in plain), version)]
@@ -69,13 +71,18 @@ def read_hub(
     name, _, place = file.path.rpartition("#")
     streaming = place.startswith("~")
     part, parts = map(int, place.lstrip("~").split("/"))
-    if plain := _plain_files(name, streaming, "--data"):
+    if by_split := _plain_files(name, streaming, "--data"):
         from datasets import ReadInstruction
 
-        rows = [row for each in plain for row in read(each)]  # a share can only be taken of what is counted
-        split = _parts(name, "--data")[2] or "train"
-        (span,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
-        yield from rows[span.from_ : span.to]
+        # A share can only be taken of rows that are counted.
+        rows = {split: [row for each in plain for row in read(each)] for split, plain in by_split.items()}
+        try:
+            instruction = ReadInstruction.from_spec(_parts(name, "--data")[2] or next(iter(rows)))
+            spans = instruction.to_absolute({split: len(some) for split, some in rows.items()})
+        except ValueError as error:
+            raise UserError("--data", name, f"a slice that datasets takes ({error})") from error
+        for span in spans:
+            yield from rows[span.splitname][span.from_ : span.to]
         return
     data = load(name, streaming, "--data")
     names, others = data.column_names, ()
@@ -130,25 +137,32 @@ def _builder(path: str, config: str | None) -> Any:
         return None
 
 
-def _plain_files(name: str, streaming: bool, setting: str) -> list[SourceFile]:
-    """The files of a split that hold fields as text or JSON, whose types a library would guess; none for other sets.
+def _plain_files(name: str, streaming: bool, setting: str) -> dict[str, list[SourceFile]]:
+    """The files of the splits that are asked for, if they hold fields as text or JSON, whose types a library would
+    guess; empty for other sets.
 
     Files of the Hub are downloaded unless streamed.
     """
     path, config, split = _parts(name, setting)
     options = getattr(_builder(path, config), "config", None)
-    if options is None or (streaming and "[" in (split or "")):
-        return []
+    if options is None:
+        return {}
     by_split = {str(key): list(files) for key, files in (options.data_files or {}).items()}
     usual = "train" if len(by_split) > 1 else "".join(by_split)
-    names = by_split.get((split or usual).partition("[")[0], [])
+    asked = [part.partition("[")[0].strip() for part in (split or usual).split("+")]
+    asked = [*by_split] if asked == ["all"] else asked
+    if not by_split.keys() >= {*asked}:  # load says so
+        return {}
+    names = [file for part in asked for file in by_split[part]]
+    if streaming and "[" in (split or "") and any(file.startswith(REMOTE) for file in names):
+        return {}
     formats = {SourceFile(file, 0, 0).format for file in names}
     default = {**vars(type(options)()), **{key: getattr(options, key) for key in OF_ANY_SET}}
     if formats == {"tsv"}:
         default["sep"] = "\t"
     if not formats or not formats <= UNTYPED or vars(options) != default:
-        return []
-    return [_file_of_set(file, streaming) for file in names]
+        return {}
+    return {part: [_file_of_set(file, streaming) for file in by_split[part]] for part in asked}
 
 
 def _file_of_set(name: str, streaming: bool) -> SourceFile:

@@ -59,18 +59,20 @@ class LengthLimits:
         """Return the length, or the usual one if that is longer and within the limits."""
         return max(length, min(USUAL_LENGTH, self.most))
 
-    def words(self, length: int, lengths: NDArray[np.int64]) -> str:
+    def words(self, length: int, lengths: NDArray[np.int64], cut: str = "") -> str:
         """The reason for a length.
 
         Args:
             lengths: of all documents.
+            cut: the documents that were longer before they were cut, in words.
         """
         longer = int((lengths > length).sum())
         if not longer:
             is_longest = int(lengths.max()) == length
-            return "the longest document" if is_longest else f"{self.least(length)}; all documents are shorter"
+            why = "the longest document" if is_longest else self.least(length)
+            return f"{why}; {cut}" if cut else why if is_longest else f"{why}; all documents are shorter"
         many = "1 document is longer" if longer == 1 else f"{longer:,} documents are longer"
-        return f"{self.bound(length)}; {many}"
+        return f"{self.bound(length)}; {many}" + (f"; {cut}" if cut else "")
 
     def least(self, length: int) -> str:
         """The reason for a length that is longer than all documents."""

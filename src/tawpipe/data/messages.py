@@ -338,9 +338,9 @@ def _known_role(role: Any) -> Any:
     return ROLES.get(lower, lower if lower in KNOWN_ROLES else role)
 
 
-def meant_calls(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+def meant_calls(calls: list[dict[str, Any]]) -> list[list[Any]]:
     """Names and arguments of calls, alike for arguments as an object and as a text."""
-    return [(call["function"]["name"], _of_json(call["function"]["arguments"])) for call in calls]
+    return [[call["function"]["name"], _of_json(call["function"]["arguments"])] for call in calls]
 
 
 def of_messages(value: object) -> Any:

@@ -127,6 +127,8 @@ class _Preparation:
     """The limits of a length that follows from the documents; None where it is given."""
     lengths: dict[Packed, int] = field(default_factory=dict)
     """Tokens of a row under every packing; under ``balanced`` of a document at most."""
+    max_document: int | None = None
+    """The setting, where it is given."""
     why_length: str = ""
     """The reason for a length that follows from the documents."""
     why: str = ""
@@ -135,6 +137,7 @@ class _Preparation:
 
     def use(self, length: int, max_document: int | None = None) -> None:
         """Take so many tokens for a row."""
+        self.max_document = max_document
         self.lengths = {"split": length, "fit": length, "balanced": max_document or length, "none": length}
         if self.limits is not None and self.limits.dealing is not None:
             self.dealing = self.limits.dealing(length)
@@ -172,14 +175,17 @@ class _Preparation:
             self._follow([*corpora, *beside], self.limits)
         first = corpora[0], split[0][0]
         packing = self._packing(read, lambda: self._packed(*first, "balanced"))
-        whole = corpora
+        whole, limit, bound = [*corpora, *beside], self.lengths[packing], self._bound(packing)
         corpora = [
             self._cut(corpus, source.files, "--data", packing)
             for corpus, source in zip(corpora, self.sets, strict=True)
         ]
         beside = [self._cut(corpus, self.validation.files, "--validation-data", packing) for corpus in beside]
-        if self.limits is not None and any(corpus not in whole for corpus in corpora):  # the rest may be shorter
-            self._follow([*corpora, *beside], self.limits)
+        if self.limits is not None and any(corpus not in whole for corpus in (*corpora, *beside)):
+            longer = sum(int((corpus.lengths[self._is_chat(corpus)] > limit).sum()) for corpus in whole)
+            many = "1 chat was" if longer == 1 else f"{longer:,} chats were"
+            cut = f"{many} longer than {limit:,} tokens ({bound})"
+            self._follow([*corpora, *beside], self.limits, cut)  # what is left may be shorter
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
@@ -194,19 +200,30 @@ class _Preparation:
         content = content_hash(*(dataset.contents.tobytes().hex() for dataset in known))
         seconds = time.perf_counter() - begin
         return self._prepared(
-            known, known, sizes, validation, content, packing, read, validation_read, seconds=seconds, reused=reused
+            known,
+            known,
+            sizes,
+            validation,
+            content,
+            packing,
+            read,
+            validation_read,
+            by_set=[corpus.counts for corpus in corpora],
+            seconds=seconds,
+            reused=reused,
         )
 
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         limits = self.limits
-        if limits is not None:  # chats may be as long, and follow the settled length from then on
+        if self.settings.packing == "split":
+            pass  # chats are cut anywhere
+        elif limits is not None:  # chats may be as long, and follow the settled length from then on
             most = limits.most if limits.looks else min(limits.most, MOST_STREAMED)
             self.text.renderer = self.text.rendering(most, limits.why if most == limits.most else MOST_IN_STREAM)
-        elif self.settings.packing != "split":
-            self.text.renderer = self._rendering(
-                "balanced" if self.settings.packing == "auto" else self.settings.packing
-            )
+        else:
+            packing = "balanced" if self.settings.packing == "auto" else self.settings.packing
+            self.text.renderer = self._rendering(packing)
         looks = [self._first_look(source, fraction) for source in self.sets]
         read = ReadCounts.merged([counts for counts, _ in looks])
         if self.limits is not None:
@@ -236,7 +253,8 @@ class _Preparation:
         sizes = [
             _size(window, window.num_documents + stream.left_out) for window, stream in zip(windows, train, strict=True)
         ]
-        return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read)
+        by_set = [counts for counts, _ in looks]
+        return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read, by_set=by_set)
 
     def _rendering(self, packing: Packed) -> Renderer:
         """A renderer of chats that fit a row; under ``split`` of any length."""
@@ -247,7 +265,7 @@ class _Preparation:
         """The setting or the limit that says how long a document may be."""
         if self.limits is not None:
             return self.limits.bound(self.lengths[packing])
-        return "--max-document" if self.lengths[packing] != self.lengths["none"] else "--sequence-length"
+        return "--max-document" if self.lengths[packing] == self.max_document else "--sequence-length"
 
     def _cut(self, corpus: Corpus, files: Sequence[SourceFile], setting: str, packing: Packed) -> Corpus:
         """The corpus, made anew if chats or instructions in it are longer than a row."""
@@ -261,7 +279,7 @@ class _Preparation:
         """[documents] True for chats and instructions: some token behind the beginning of the text is not learned."""
         return corpus.counted(corpus.offsets[:-1], corpus.offsets[1:]) < corpus.lengths - len(self.text.encoder.begin)
 
-    def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits) -> None:
+    def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits, cut: str = "") -> None:
         """Take the length of the longest document, within the limits."""
         longest = 0
         for corpus in corpora:
@@ -269,7 +287,7 @@ class _Preparation:
             for masked, lengths in ((True, corpus.lengths[is_chat]), (False, corpus.lengths[~is_chat])):
                 longest = max(longest, min(int(lengths.max(initial=0)), limits.within(masked=masked)))
         self.use(length := limits.at_least_usual(longest))
-        self.why_length = limits.words(length, np.concatenate([corpus.lengths for corpus in corpora]))
+        self.why_length = limits.words(length, np.concatenate([corpus.lengths for corpus in corpora]), cut)
 
     def _follow_stream(self, read: ReadCounts, fraction: float, limits: LengthLimits) -> None:
         """Take the limit of a stream's documents; for a dry run the longest of the first documents."""
@@ -415,12 +433,14 @@ class _Preparation:
         read: ReadCounts,
         validation_read: ReadCounts | None,
         *,
+        by_set: Sequence[ReadCounts],
         seconds: float = 0.0,
         reused: bool = False,
     ) -> PreparedData:
         """The datasets with tokenizer, report and fingerprint.
 
         Args:
+            by_set: the counts of every training set, which ``read`` has together.
             known: the training documents of every set, or what is known of them.
             content: a hash of the training documents.
         """
@@ -459,6 +479,7 @@ class _Preparation:
             validation=held_out_size,
             read=read,
             validation_read=validation_read,
+            warnings=tuple(filter(None, (counts.mostly_left_out for counts in (*by_set, validation_read) if counts))),
             notes=tuple(self.notes),
             streamed=settings.streaming,
             why=self.why,

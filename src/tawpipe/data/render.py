@@ -262,7 +262,7 @@ class Renderer:
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
         given, notes = self._special.given(given, row.where)
         pieces = tuple(piece for piece in (ChatText(given, False), ChatText(said, True)) if piece.text)
-        if self._fits is not None and not self._fits(pieces):
+        if self._fits is not None and not self._fits(pieces, "instruction"):
             raise Malformed(TOO_LONG.format(longest=self._longest))
         return [*notes, Document("instruction", pieces, where=row.where, identity=_identity(messages))]
 

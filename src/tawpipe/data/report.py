@@ -296,6 +296,8 @@ class DataReport:
     """Counts of the validation files, if they are others."""
     notes: tuple[str, ...] = ()
     """Sentences on what was done otherwise than asked, and why."""
+    warnings: tuple[str, ...] = ()
+    """Sentences on the sets of which much is left out."""
     streamed: bool = False
     why: str = ""
     """The reason for the packing, where it was left to be chosen."""

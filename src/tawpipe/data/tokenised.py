@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash, is_complete, make_folder
 from tawpipe.data.chat import ChatText, with_beginning, with_template
-from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.columns import Columns, RawRow, RowKind
 from tawpipe.data.corpus import Corpus, write_corpus
 from tawpipe.data.encode import Encoder
 from tawpipe.data.read import RowReader
@@ -38,8 +38,6 @@ CACHE_FORMAT = 5
 
 ROWS_LOOKED_AT = 64
 """First rows of a file by which it is known whether there are chats in it."""
-BEGIN_AND_END = 2
-"""Tokens that a document may have besides those of its text."""
 
 
 class TokenisedText:
@@ -92,9 +90,9 @@ class TokenisedText:
         """
         settings, encoder = self.settings, self.encoder
 
-        def fits(pieces: tuple[ChatText, ...]) -> bool:
-            bounded = sum(len(piece.text.encode()) for piece in pieces) + BEGIN_AND_END <= (limit or 0)
-            document = Document("chat", pieces, complete=True)
+        def fits(pieces: tuple[ChatText, ...], kind: RowKind) -> bool:
+            bounded = sum(len(piece.text.encode()) for piece in pieces) + len(encoder.begin) + 1 <= (limit or 0)
+            document = Document(kind, pieces, complete=kind == "chat")
             return bounded or len(encoder.encode([document])[0].ids) <= (limit or 0)
 
         return Renderer(

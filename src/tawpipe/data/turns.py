@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from tawpipe.data.chat import Chat, ChatRenderer, ChatText, Tools
+from tawpipe.data.columns import RowKind
 from tawpipe.data.forms import Message
 from tawpipe.data.messages import ASSISTANT, SYSTEM_ROLES, Malformed
 from tawpipe.data.settings import LongChats
@@ -15,8 +16,8 @@ TOO_LONG = "too long: a question with its answer exceeds {longest}; --long-chats
 DROPPED = "longer than {longest} (--long-chats turns cuts chats where a user's turn begins)"
 CUT = "longer than {longest}, cut at turns (--long-chats)"
 
-Fits = Callable[[tuple[ChatText, ...]], bool]
-"""Says whether the pieces of a document are short enough."""
+Fits = Callable[[tuple[ChatText, ...], RowKind], bool]
+"""Says whether the pieces of a document of a kind are short enough."""
 
 
 def chat_that_fits(
@@ -30,8 +31,9 @@ def chat_that_fits(
 ) -> Chat:
     """Render a chat, or parts of it that fit, each behind the system's turns before it.
 
-    A part takes as many questions with their answers as fit, in the chat's order. A question that does not fit alone is
-    among the ``lost`` ones. Under ``drop``, documents that do not fit are lost.
+    A part takes as many questions with their answers as fit, from the end of the chat, so that the last answers have
+    the most history. A question that does not fit alone is among the ``lost`` ones. Under ``drop``, documents that do
+    not fit are lost.
 
     Args:
         longest: the length that fits, and what sets it, in words.
@@ -39,32 +41,39 @@ def chat_that_fits(
     Raises:
         Malformed: as in ``ChatRenderer.chat``.
     """
+
+    def all_fit(chat: Chat) -> bool:
+        return all(fits(document, "chat") for document in chat.documents)
+
     whole = renderer.chat(messages, tools, options)
-    if all(map(fits, whole.documents)):
+    if all_fit(whole):
         return whole
     if long_chats == "drop":
-        kept = [document for document in whole.documents if fits(document)]
+        kept = [document for document in whole.documents if fits(document, "chat")]
         lost = [Malformed(DROPPED.format(longest=longest))] * (len(whole.documents) - len(kept))
         return Chat(kept, whole.lost + lost, whole.said)
     head, questions = _questions(messages)
-    parts, begin = list[Chat](), 0
-    while begin < len(questions):
-        systems = [message for message in chain.from_iterable(questions[:begin]) if message["role"] in SYSTEM_ROLES]
-        best, end, longer = Chat([], [Malformed(TOO_LONG.format(longest=longest))], []), begin, len(questions) + 1
+    parts, end = list[Chat](), len(questions)
+    while end > 0:
+        best, begin, longer = Chat([], [Malformed(TOO_LONG.format(longest=longest))], []), end, -1
         step = 1
         while step:  # first in growing steps, and then in halves, as long parts take long to render
-            part = [*head, *systems, *chain.from_iterable(questions[begin : end + step])]
-            chat = _rendered(renderer, part, tools, options) if end + step < longer else None
-            if chat is not None and all(map(fits, chat.documents)):
-                best, end, step = chat, end + step, 2 * step
+            chat = None
+            if (first := begin - step) > longer:
+                before = chain.from_iterable(questions[:first])
+                systems = [message for message in before if message["role"] in SYSTEM_ROLES]
+                part = [*head, *systems, *chain.from_iterable(questions[first:end])]
+                chat = _rendered(renderer, part, tools, options)
+            if chat is not None and all_fit(chat):
+                best, begin, step = chat, first, 2 * step
             else:
-                longer, step = min(longer, end + step), step // 2
+                longer, step = max(longer, first), step // 2
+        end = min(begin, end - 1)
         lost = [
-            Malformed(error.why, f"from question {begin + 1} on{error.detail and f': {error.detail}'}")
+            Malformed(error.why, f"from question {end + 1} on{error.detail and f': {error.detail}'}")
             for error in best.lost
         ]
-        parts.append(best._replace(lost=lost))
-        begin = max(end, begin + 1)
+        parts.insert(0, best._replace(lost=lost))
     cut = Malformed(CUT.format(longest=longest))
     return Chat(
         [document for part in parts for document in part.documents],

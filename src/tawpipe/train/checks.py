@@ -121,7 +121,7 @@ def check_lengths(config: TrainConfig) -> None:
     if not (asked := config.asks_for_balance) and config.packing != "balanced":
         return
     if config.packing not in ("auto", "balanced"):
-        expected = f"balanced, to which {asked} belongs; or leave that out: rows have --sequence-length tokens"
+        expected = f"balanced, to which {asked} belongs; with null for that, rows have --sequence-length tokens"
         raise UserError("--packing", config.packing, expected)
     if config.micro_batch > 1:
         expected = "1 under --packing balanced: one row of any length, with as many documents as --bin-tokens allows"

@@ -184,7 +184,7 @@ def documents_of(
         data = prepared(replace(limits, most=most, why=MEMORY)) if most < length else data
     for line in [*data.report.lines(), *data.report.example_lines(None if config.dry_run else SHOWN)]:
         console.line(line)
-    if warning := data.report.read.mostly_left_out:
+    for warning in data.report.warnings:
         console.warning(warning)
     config = with_length(config, data.report.sequence_length, data.report.packing, world.size)
     check_lengths(config)
