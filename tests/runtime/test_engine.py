@@ -13,7 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from family_configs import tiny_config
 from selected import quick_ones
-from served_families import ALONE, Joining, generated, plain_model, served, staying, wanted
+from served_families import (
+    ALONE,
+    LENGTHS,
+    Joining,
+    generated,
+    plain_model,
+    prompts,
+    scored_by_folder,
+    served,
+    staying,
+    wanted,
+)
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.generate import Wanted
@@ -105,6 +116,41 @@ def test_a_folder_on_processes(pool: Any, folder: Path) -> None:
     assert pool.run("served_families:of_folder", 3, 1, folder=str(folder))[0] == generated(model, wanted())
 
 
+def check_scores(told: list[list[Any]], model: Any) -> None:
+    """Every token of a prompt but the first, then those of the answer, with the logprobs of transformers."""
+    for tokens, (prompt, entries) in enumerate(zip(prompts(), told, strict=True)):
+        drawn = [entry for entry, _ in entries if entry]
+        ids = [*prompt, *(token for position, token, *_ in drawn if position >= len(prompt))]
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        likeliest = logprobs.topk(2)
+        assert [(position, token) for position, token, *_ in drawn] == list(enumerate(ids))[1:]
+        assert len(ids) == len(prompt) + tokens
+        for position, token, logprob, top in drawn:
+            assert logprob == pytest.approx(float(logprobs[position - 1, token]), abs=1e-9)
+            assert [other for other, _ in top] == likeliest.indices[position - 1].tolist()
+            assert [number for _, number in top] == pytest.approx(likeliest.values[position - 1].tolist(), abs=1e-9)
+        ends = [end for _, end in entries]
+        assert ends == [""] * (len(ends) - 1) + ["length"] and (entries[-1][0] is None) is (not tokens)
+
+
+@torch.no_grad()
+def test_prompts_are_scored_as_transformers_does_few_logits_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    monkeypatch.setattr("tawpipe.runtime.stage.LOGITS", 3 * model.config.vocab_size)
+    logits, sizes = Chain.logits, list[int]()
+    monkeypatch.setattr(Chain, "logits", lambda self, hidden: sizes.append(hidden.shape[1]) or logits(self, hidden))
+    check_scores(scored_by_folder(ALONE, str(folder)), model)
+    assert max(sizes) == 3 and sum(sizes) >= sum(LENGTHS) - len(LENGTHS)
+
+
+@torch.no_grad()
+def test_stages_score_prompts_too(pool: Any, folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    check_scores(pool.run("served_families:scored_by_folder", 3, 1, folder=str(folder))[0], model)
+
+
 def test_hidden_states_may_travel_in_8_bits(pool: Any) -> None:
     ours, expected = (
         pool.run("served_families:on_stages", 2, 1, family="llama", groups=3, compression=compression)[0]
@@ -130,8 +176,9 @@ def test_a_stage_draws_behind_the_rows_that_want_it() -> None:
 
 def test_messages_say_what_they_were_made_of() -> None:
     sampling = Sampling(0.7, 40, 0.9, 2**62 + 1, 3)
-    given = Pass(2, (Row(4, 0, (1, 2, 3)), Row(0, 17, (5,), sampling)), last=True)
-    rows = (Row(4, 0, (0, 0, 0)), Row(0, 17, (0,), sampling))
+    scored = Row(1, 3, (0, 0), None, (7, 2**31 - 1), 5)
+    given = Pass(2, (Row(4, 0, (1, 2, 3)), replace(scored, tokens=(1, 2)), Row(0, 17, (5,), sampling)), last=True)
+    rows = (Row(4, 0, (0, 0, 0)), scored, Row(0, 17, (0,), sampling))
     assert read_header(header_of(given), 2) == Pass(2, rows, last=True)
     assert read_header(header_of(Pass(1, ())), 1) == Pass(1, ())
     drawn = [Drawn(3, 7, 61, -0.25, ((61, -0.25), (4, -2.5))), Drawn(0, 1, 0, -math.inf)]

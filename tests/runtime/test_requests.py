@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -170,6 +170,39 @@ def test_as_many_wait_as_may_besides_those_that_find_a_slot() -> None:
         slots.ask(question(2), Told())
     with pytest.raises(NoRoom):
         slots.ask(question(2), Told())
+
+
+def test_several_begin_together_or_not_at_all() -> None:
+    slots = Slots(ROOM, waiting=1)
+    slots.ask(question(2), Told())
+    with pytest.raises(NoRoom):
+        slots.ask_all([(question(2), Told())] * 7)
+    assert slots.waiting == 1 and slots.most == 7
+    assert len(slots.ask_all([(question(2), Told())] * 6)) == 6
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 13, 32])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_prompt_that_is_scored_tells_all_its_tokens_but_the_first(length: int, tokens: int) -> None:
+    """Also where the chunks ride on passes of several groups, whose results come later than the next chunk goes."""
+    told, other, asked = Told(), Told(), replace(question(length, tokens), scored=True)
+    room = Room(3, 2, 32, 4)
+    slots, engine = served(room, counting, lambda slots: [slots.ask(asked, told), slots.ask(question(3, 2), other)])
+    assert told.tokens == [*asked.prompt[1:], *[1000] * tokens] and told.end == "length"
+    assert other.tokens == [1000, 1001]
+    assert slots.counts.answer_tokens == 2 + tokens and slots.counts.ends == {"length": 2}
+    drawn = [row for given in engine.passes for row in given.rows if row.draw and row.slot == 0]
+    assert len(drawn) == tokens
+
+
+def test_one_without_an_answer_that_is_given_up_is_told_nothing() -> None:
+    slots, told = Slots(Room(1, 1, 32, 4), waiting=5), Told()
+    ticket = slots.ask(replace(question(3, 0), scored=True), told)
+    assert slots.feed(0).rows == (Row(0, 0, (100, 101, 102), None, (101, 102)),)
+    slots.give_up(ticket)
+    slots.take(0, [Drawn(0, 1, 101, 0.0), Drawn(0, 2, 102, 0.0)])
+    assert not slots.feed(0).rows and slots.in_use == 0
+    assert (told.tokens, told.end) == ([], "") and slots.counts.ends == {"given up": 1}
 
 
 def test_draining_ends_what_is_open_and_takes_nothing_more() -> None:

@@ -13,6 +13,11 @@ REMEMBERED = 2000
 """Passes that an engine remembers: its first ones."""
 
 
+def likely(token: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens where this one stands."""
+    return (token, LOGPROB), (token + 1, LOGPROB - 1)
+
+
 class ScriptedEngine:
     """Computes passes as the real ones do: a group's drawn tokens are taken when its next pass is asked for.
 
@@ -61,8 +66,19 @@ class ScriptedEngine:
         assert all(row in others for row in given.rows if len(row.tokens) > 1) or not others, given
         assert not (given.last and given.rows)
         time.sleep(self._pass_s)
+        scored = [
+            Drawn(
+                row.slot,
+                row.first + 1 + at,
+                token,
+                LOGPROB,
+                likely(token)[: row.likeliest],
+            )
+            for row in given.rows
+            for at, token in enumerate(row.known)
+        ]
         drawn = [self._row(row) for row in given.rows]
-        return [token for token in drawn if token is not None]
+        return scored + [token for token in drawn if token is not None]
 
     def _row(self, row: Row) -> Drawn | None:
         place = row.slot
@@ -79,5 +95,4 @@ class ScriptedEngine:
             return None
         length, tokens = self._answers.setdefault(place, (len(kept), self._answer(tuple(kept))))
         token = tokens[min(len(kept) - length, len(tokens) - 1)]
-        top = ((token, LOGPROB), (token + 1, LOGPROB - 1))[: row.draw.logprobs]
-        return Drawn(row.slot, len(kept), token, LOGPROB, top)
+        return Drawn(row.slot, len(kept), token, LOGPROB, likely(token)[: row.draw.logprobs])

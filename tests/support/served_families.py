@@ -24,7 +24,7 @@ from tawpipe.model.weights import ModuleSource
 from tawpipe.pipeline.generate import Continuation, GrowingTexts, Wanted
 from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
 from tawpipe.runtime.passes import Pass, Room, Sampling
-from tawpipe.runtime.requests import Slots
+from tawpipe.runtime.requests import Question, Slots
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
 from tawpipe.topology import Topology
@@ -194,3 +194,16 @@ def of_folder(world: World, folder: str) -> Any:
     engine.run(texts if world.rank == 0 else None)
     engine.close()
     return [list(each.ids) for each in texts.continuations]
+
+
+def scored_by_folder(world: World, folder: str) -> Any:
+    """Tokens that requests are told of when their prompts are scored, for answers of 0, 1 and 2 tokens; on rank 0."""
+    room, told = Room(2, 2, wanted().longest, CHUNK), [list[Any]() for _ in LENGTHS]
+    engine, slots = load_engine(folder, room, world, dtype="float64"), Slots(room, waiting=len(LENGTHS))
+    for tokens, (prompt, each) in enumerate(zip(prompts(), told, strict=True)):
+        asked = Question(tuple(prompt), tokens, Sampling(temperature=0.0, logprobs=2), scored=True)
+        slots.ask(asked, lambda drawn, end, _, each=each: each.append((drawn and tuple(drawn[1:]), end)))
+    slots.drain()
+    engine.run(slots if world.rank == 0 else None)
+    engine.close()
+    return told

@@ -26,17 +26,42 @@ def draw(logits: Tensor, rows: Sequence[tuple[int, int, Sampling]]) -> list[Draw
         logits: [rows, vocabulary], of any floating type.
         rows: of each the slot, the position of the token, and how it is drawn; at least one.
     """
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    logprobs = _logprobs(logits)
     tokens = logprobs.argmax(-1)  # on the device, for all rows at once
     for at, (_, position, sampling) in enumerate(rows):
         if sampling.temperature > 0:
             tokens[at] = _chosen(logits[at], sampling, uniform(sampling.seed, position))
+    return _told(logprobs, tokens, [(slot, position, sampling.logprobs) for slot, position, sampling in rows])
+
+
+def score(logits: Tensor, tokens: Sequence[int], slot: int, first: int, likeliest: int) -> list[Drawn]:
+    """Tell the logprobs of tokens that are known.
+
+    Args:
+        logits: [tokens, vocabulary], of any floating type: those before each token.
+        first: position of the first token.
+        likeliest: number of the likeliest tokens that are told besides each.
+    """
+    ids = torch.tensor(tokens, device="cpu").to(logits.device)
+    return _told(_logprobs(logits), ids, [(slot, first + place, likeliest) for place in range(len(tokens))])
+
+
+def _logprobs(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _told(logprobs: Tensor, tokens: Tensor, rows: Sequence[tuple[int, int, int]]) -> list[Drawn]:
+    """One token of each row of [rows, vocabulary] logprobs.
+
+    Args:
+        rows: slot, position and number of the likeliest tokens that are told, of each row.
+    """
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    most = min(max(sampling.logprobs for _, _, sampling in rows), logprobs.shape[1])
+    most = min(max(count for _, _, count in rows), logprobs.shape[1])
     values, likeliest = (tensor.tolist() for tensor in logprobs.topk(most))
     return [
-        Drawn(slot, position, token, logprob, tuple(zip(ids, of_ids, strict=True))[: sampling.logprobs])
-        for (slot, position, sampling), token, logprob, ids, of_ids in zip(
+        Drawn(slot, position, token, logprob, tuple(zip(ids, of_ids, strict=True))[:count])
+        for (slot, position, count), token, logprob, ids, of_ids in zip(
             rows, tokens.tolist(), chosen, likeliest, values, strict=True
         )
     ]

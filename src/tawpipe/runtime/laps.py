@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,36 +31,41 @@ MOST_TOLD = 20
 """Likeliest tokens that are told besides a drawn one, at most."""
 ALIGNED = 16
 """Bytes at multiples of which hidden states begin in a message: any type can be read there."""
-_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iii?didqi")
-_TOKEN, _LIKELY = struct.Struct("<iiidi"), struct.Struct("<id")
+_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iiiii?didqi")
+_TOKEN, _LIKELY, _ID = struct.Struct("<iiidi"), struct.Struct("<id"), 4
 
 
 def header_of(given: Pass) -> bytes:
-    """A pass without its tokens, for the stages behind the first one."""
+    """A pass without its tokens but with the known ones, for the stages behind the first one."""
     parts = [_HEAD.pack(len(given.rows), given.last)]
     for row in given.rows:
         drawn = row.draw is not None
-        parts.append(_ROW.pack(row.slot, row.first, len(row.tokens), drawn, *(row.draw or Sampling())))
-    return b"".join(parts).ljust(header_bytes(len(given.rows)), b"\0")
+        counts = len(row.tokens), row.likeliest, len(row.known)
+        parts.append(_ROW.pack(row.slot, row.first, *counts, drawn, *(row.draw or Sampling())))
+        parts.append(struct.pack(f"<{len(row.known)}i", *row.known))
+    return b"".join(parts).ljust(header_bytes(given.rows), b"\0")
 
 
-def header_bytes(rows: int) -> int:
-    """Bytes of the header of a pass with so many rows."""
-    return -(-(_HEAD.size + rows * _ROW.size) // ALIGNED) * ALIGNED
+def header_bytes(rows: Sequence[Row]) -> int:
+    """Bytes of the header of a pass with these rows."""
+    known = sum(len(row.known) for row in rows)
+    return -(-(_HEAD.size + len(rows) * _ROW.size + known * _ID) // ALIGNED) * ALIGNED
 
 
 def read_header(message: bytes, group: int) -> Pass:
     """The inverse of ``header_of``, with zeros for tokens."""
     count, last = _HEAD.unpack_from(message)
-    rows = []
-    for at in range(count):
-        slot, first, length, drawn, *sampling = _ROW.unpack_from(message, _HEAD.size + at * _ROW.size)
-        rows.append(Row(slot, first, (0,) * length, Sampling(*sampling) if drawn else None))
+    rows, at = [], _HEAD.size
+    for _ in range(count):
+        slot, first, length, likeliest, told, drawn, *sampling = _ROW.unpack_from(message, at)
+        known = struct.unpack_from(f"<{told}i", message, at + _ROW.size)
+        rows.append(Row(slot, first, (0,) * length, Sampling(*sampling) if drawn else None, known, likeliest))
+        at += _ROW.size + told * _ID
     return Pass(group, tuple(rows), bool(last))
 
 
 def drawn_message(drawn: list[Drawn]) -> bytes:
-    """Drawn tokens on their way to the first stage."""
+    """Drawn and known tokens on their way to the first stage."""
     parts = [_HEAD.pack(len(drawn), 0)]
     for token in drawn:
         parts.append(_TOKEN.pack(*token[:-1], len(token.top)))
@@ -96,10 +101,11 @@ class ServeCompute:
         self._under_way = deque[torch.Event]()
         room = stage.room
         rows, tokens = room.slots + 1, room.slots + room.chunk
-        self._longest_header, self._nothing = header_bytes(rows), self._hidden(0)
+        longest = [Row(0, 0, (), known=(0,) * room.chunk), *[Row(0, 0, ())] * room.slots]
+        self._longest_header, self._nothing = header_bytes(longest), self._hidden(0)
         self._room = {
             Kind.INPUT: self._longest_header + self._hidden_bytes(tokens),
-            Kind.IDS: _HEAD.size + rows * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
+            Kind.IDS: _HEAD.size + (rows + room.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
         }
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
@@ -188,7 +194,7 @@ class ServeCompute:
 
     def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor]:
         carried = read_header(_as_bytes(message[: self._longest_header]), group)
-        begin, tokens = header_bytes(len(carried.rows)), sum(len(row.tokens) for row in carried.rows)
+        begin, tokens = header_bytes(carried.rows), sum(len(row.tokens) for row in carried.rows)
         part = message[begin : begin + self._hidden_bytes(tokens)]
         if not self.compression:
             return carried, part.view(self.chain.dtype).view(1, tokens, self.chain.width)

@@ -60,12 +60,16 @@ class Row:
         first: position of the first token. Where it is 0, a new request begins in the slot.
         tokens: at least one.
         draw: how the token behind them is drawn; None if none is, as they are a chunk that is not a prompt's last.
+        known: tokens that a prompt has behind those of the row, each one position later. Their logprobs are told.
+        likeliest: number of the likeliest tokens that are told besides each known one.
     """
 
     slot: int
     first: int
     tokens: tuple[int, ...]
     draw: Sampling | None = None
+    known: tuple[int, ...] = ()
+    likeliest: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Pass:
 
 
 class Drawn(NamedTuple):
-    """A token that was drawn.
+    """A token that was drawn, or a known one of a prompt.
 
     Attributes:
         slot: the row's.
@@ -112,7 +116,9 @@ class PassFeeder(Protocol):
         ...
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        """What was drawn after the group's last pass, one for each row that draws; before its next ``feed``."""
+        """What was drawn after the group's last pass, before its next ``feed``: the known tokens of its rows in their
+        order, then a token for each row that draws.
+        """
         ...
 
 

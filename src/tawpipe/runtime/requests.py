@@ -17,7 +17,8 @@ from tawpipe.runtime.passes import IDLE_S, Drawn, Pass, Room, Row, Sampling
 End = Literal["", "stop", "length", "error"]
 """How a request has ended: by a token that ends a text, by a limit of tokens, by a failure; or not yet."""
 Tell = Callable[[Drawn | None, End, str], None]
-"""Is told each token of a request, whether it ends with that, and of a failure what is to be said."""
+"""Is told each token of a request, whether it ends with that, and of a failure what is to be said. The token is None
+for a failure, and at the end of a request without an answer."""
 
 
 class NoRoom(Exception):
@@ -34,14 +35,16 @@ class Question:
 
     Attributes:
         prompt: at least one token, at most the context.
-        tokens: of the answer at most; the context may end it before.
+        tokens: of the answer at most; the context may end it before. With 0 the prompt alone is computed.
         stops: tokens that end it.
+        scored: tell the logprobs of the prompt's tokens, but of the first one, before those of the answer.
     """
 
     prompt: tuple[int, ...]
     tokens: int
     sampling: Sampling
     stops: Collection[int] = ()
+    scored: bool = False
 
 
 @dataclass(eq=False)
@@ -71,12 +74,15 @@ class Ticket:
     def next_row(self, chunk: int) -> Row:
         """What its slot computes next: of the prompt at most ``chunk`` tokens, or the token that was drawn last."""
         assert self.slot is not None
-        tokens, first = self.question.prompt[self.given : self.given + chunk], self.given
+        asked, first = self.question, self.given
+        tokens = asked.prompt[first : first + chunk]
+        known = asked.prompt[first + 1 : first + 1 + len(tokens)] if asked.scored else ()
         if not tokens:
             assert self.latest is not None
             tokens, self.latest = (self.latest,), None
         self.given += len(tokens)
-        return Row(self.slot, first, tokens, None if self.in_prompt else self.question.sampling)
+        draw = None if self.in_prompt or not asked.tokens else asked.sampling
+        return Row(self.slot, first, tokens, draw, known, asked.sampling.logprobs if known else 0)
 
 
 @dataclass
@@ -113,7 +119,9 @@ class Slots:
         self._reading: Ticket | None = None
         """Whose prompt is read."""
         self._drawing: list[dict[int, Ticket]] = [{} for _ in range(room.groups)]
-        """Of each group's pass that is on its way: slot -> for whom a token is drawn."""
+        """Of each group's pass that is on its way: slot -> for whom a token is drawn, or known ones are scored."""
+        self._closing: list[Ticket | None] = [None] * room.groups
+        """Request without an answer whose prompt ends in each group's pass that is on its way."""
         self._changed = threading.Condition()
         self.ending = self._last = False
         """True if no more requests are taken; and once a pass was the last."""
@@ -128,6 +136,11 @@ class Slots:
         """Requests that wait for a slot."""
         return len(self._queue)
 
+    @property
+    def most(self) -> int:
+        """Requests that may be open at one time."""
+        return self._most_waiting + len(self._places)
+
     def ask(self, question: Question, tell: Tell) -> Ticket:
         """Begin a request, which waits for a slot.
 
@@ -138,15 +151,19 @@ class Slots:
             NoRoom: too many wait.
             Ended: the service is ending.
         """
+        return self.ask_all([(question, tell)])[0]
+
+    def ask_all(self, questions: Sequence[tuple[Question, Tell]]) -> list[Ticket]:
+        """Begin several requests, or none of them where there is no room for all; see ``ask``."""
         with self._changed:
             if self.ending:
                 raise Ended
-            if len(self._queue) >= self._most_waiting + len(self._places) - self.in_use:
+            if len(self._queue) + len(questions) > self.most - self.in_use:
                 raise NoRoom
-            ticket = Ticket(question, tell)
-            self._queue.append(ticket)
+            tickets = [Ticket(question, tell) for question, tell in questions]
+            self._queue.extend(tickets)
             self._changed.notify_all()
-        return ticket
+        return tickets
 
     def give_up(self, ticket: Ticket) -> None:
         """Nobody wants the rest of a request; of no effect on one that has ended. It is told nothing more."""
@@ -194,20 +211,25 @@ class Slots:
             if self._reading is not None:
                 tickets.append(self._reading)
             rows = tuple(ticket.next_row(self.room.chunk) for ticket in tickets)
+            self._closing[group] = None
             if self._reading is not None and not self._reading.in_prompt:
                 self.counts.prompt_tokens += self._reading.given
+                self._closing[group] = None if self._reading.question.tokens else self._reading
                 self._reading = None
-            self._drawing[group] = {row.slot: who for row, who in zip(rows, tickets, strict=True) if row.draw}
+            self._drawing[group] = {row.slot: who for row, who in zip(rows, tickets, strict=True)}
             self.counts.passes += 1
             self._last |= self.ending and not self._queue and not self._slots
             return Pass(group, rows, self._last)
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        """Tell those for whom a token was drawn, and free the slots of those that end with it."""
+        """Tell those for whom a token was drawn or scored, and free the slots of those that end with it."""
         with self._changed:
             for token in drawn:
-                ticket = self._drawing[group].pop(token.slot)
+                ticket = self._drawing[group][token.slot]
                 if ticket.given_up:  # its slot may be another's by now
+                    continue
+                if token.position < len(ticket.question.prompt):
+                    ticket.tell(token, "", "")
                     continue
                 ticket.latest = token.token
                 ticket.answer += 1
@@ -220,6 +242,9 @@ class Slots:
                 ticket.tell(token, end, "")
                 if end:
                     self._free(ticket, end)
+            if (closing := self._closing[group]) is not None and not closing.given_up:
+                closing.tell(None, "length", "")
+                self._free(closing, "length")
 
     def _emptiest(self) -> int:
         """A free slot, of a group with the fewest requests."""

@@ -12,8 +12,11 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.serving import refuse_serving
 from tawpipe.model.slots import PassBatch, SlotCache, SlotTokens
 from tawpipe.model.stubs import LayerCall
-from tawpipe.runtime.drawing import draw
+from tawpipe.runtime.drawing import draw, score
 from tawpipe.runtime.passes import Drawn, Pass, Room
+
+LOGITS = 2**24
+"""Logits of a prompt's known tokens that exist at one time, at most."""
 
 
 class StayingStage:
@@ -54,14 +57,20 @@ class StayingStage:
 
     @torch.no_grad()
     def head(self, hidden: Tensor, given: Pass) -> list[Drawn]:
-        """Draw behind the rows of a pass that want it, of [1, T, H]."""
-        ends = accumulate(len(row.tokens) for row in given.rows)
+        """Score the known tokens of a pass, and draw behind the rows that want it, of [1, T, H]."""
+        ends = [*accumulate(len(row.tokens) for row in given.rows)]
+        scored, most = list[Drawn](), max(1, LOGITS // self._vocabulary)
+        for row, end in zip(given.rows, ends, strict=True):
+            for begin in range(0, len(row.known), most):
+                known, start = row.known[begin : begin + most], end - len(row.tokens) + begin
+                logits = self.chain.logits(hidden[:, start : start + len(known)])[0]
+                scored += score(logits, known, row.slot, row.first + 1 + begin, row.likeliest)
         rows = [(row, end - 1) for row, end in zip(given.rows, ends, strict=True) if row.draw is not None]
         if not rows:
-            return []
+            return scored
         logits = self.chain.logits(hidden[:, [place for _, place in rows]])[0]
         wanted = [(row.slot, row.first + len(row.tokens), row.draw) for row, _ in rows if row.draw is not None]
-        return draw(logits, wanted)
+        return scored + draw(logits, wanted)
 
     def _batch(self, given: Pass) -> PassBatch:
         parts = [SlotTokens(row.slot, row.first, row.tokens) for row in given.rows]
