@@ -32,7 +32,13 @@ CHUNK_BYTES = 64 << 10
 UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
 """Runs that are no words (encoded data, padding). Training is quadratic in the length of a word, so they are out."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
+
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+"""Files beside a tokenizer.json that belong to it."""
 
 PROBES = [
     "Hello World, DON'T  do it.\n\n\tif x_1 == 12345.67: return  HTTPServer()   \r\n",
@@ -66,19 +72,25 @@ def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrained
     path = Path(name).expanduser()
     try:
         if path.is_file():
-            if (path.parent / "tokenizer_config.json").exists() and path.name == "tokenizer.json":
+            beside = [path.parent / name for name in BESIDE_TOKENIZER if (path.parent / name).exists()]
+            if path.name == "tokenizer.json" and path.parent / "tokenizer_config.json" in beside:
                 return load_with_class(str(path.parent), setting)
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            if path.name == "tokenizer.json" and beside:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent))
+            else:
+                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
             known = tokenizer.get_vocab()
-            tokenizer.eos_token = next((token for token in END_OF_TEXT_NAMES if token in known), None)
+            if tokenizer.eos_token is None:
+                tokenizer.eos_token = next((token for token in END_OF_TEXT_NAMES if token in known), None)
             first = tokenizer.convert_ids_to_tokens(tokenizer("a")["input_ids"][:1])  # pyright: ignore[reportArgumentType]
-            tokenizer.bos_token = next((token for token in first if token in tokenizer.added_tokens_encoder), None)
+            if tokenizer.bos_token is None:
+                tokenizer.bos_token = next((token for token in first if token in tokenizer.added_tokens_encoder), None)
             return tokenizer, ""
-        place = str(path) if path.is_dir() else name
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        if _has_ids_of_file(tokenizer, place):
+        place, _, revision = (str(path), "", "") if path.is_dir() else name.partition("@")
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or "main")
+        if _has_ids_of_file(tokenizer, place, revision or "main"):
             return tokenizer, ""
-        return PreTrainedTokenizerFast.from_pretrained(place), type(tokenizer).__name__
+        return PreTrainedTokenizerFast.from_pretrained(place, revision=revision or "main"), type(tokenizer).__name__
     except Exception as error:  # the libraries raise every kind, bare Exception included
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -86,13 +98,13 @@ def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrained
         ) from error
 
 
-def _has_ids_of_file(tokenizer: PreTrainedTokenizerBase, place: str) -> bool:
+def _has_ids_of_file(tokenizer: PreTrainedTokenizerBase, place: str, revision: str) -> bool:
     """False if the tokenizer.json in a folder, or of a Hub name, gives other ids of a text than the tokenizer."""
     from huggingface_hub import try_to_load_from_cache
     from transformers import PreTrainedTokenizerFast
 
     name = "tokenizer.json"
-    file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name)
+    file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name, revision=revision)
     if not isinstance(file, str | Path) or not Path(file).exists():
         return True
     plain = PreTrainedTokenizerFast(tokenizer_file=str(file))

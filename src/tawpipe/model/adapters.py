@@ -37,12 +37,13 @@ _MORE_THAN_LORA = (
 )
 
 
-def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> Any:
+def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, commit: str = "") -> Any:
     """The model with the adapter that the settings ask for, all else frozen, as ``peft`` makes it.
 
     Args:
         spec: the model as the user named it.
         base: where others find it, for the adapter's config.
+        commit: of the base on the Hub.
 
     Raises:
         UserError: a target that the model has not, or an adapter folder that does not fit the settings.
@@ -72,7 +73,7 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> 
             adapted: Any = get_peft_model(model, config)
         except ValueError as error:
             raise UserError(*setting, f"modules of {spec} that peft can adapt ({error})") from error
-    config.base_model_name_or_path = base
+    config.base_model_name_or_path, config.revision = base, commit or None
     if config.target_parameters:
         raise UserError(*setting, f"other modules: peft takes these for experts, which are one tensor each in {spec}")
     return adapted

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tawpipe.model.refuse import unsupported
+
+_STRICT = "_keep_in_fp32_modules_strict"
 
 
 def owners(model: nn.Module) -> dict[str, Any]:
@@ -29,6 +33,22 @@ def persistent_buffers(model: nn.Module) -> set[str]:
         for path, module in model.named_modules()
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
+
+
+def wide_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that the model's class asks to keep in fp32 (``_keep_in_fp32_modules_strict``)."""
+    wanted = "|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in getattr(model, _STRICT, None) or ())
+    names = [name for name, _ in model.named_parameters()]
+    return [name for name in names if wanted and re.search(wanted, name.replace(".base_layer.", "."))]
+
+
+def wide_words(names: Sequence[str], dtype: torch.dtype) -> str:
+    """Line about parameters that are kept in 32 bits and compute in ``dtype``, else ``""``."""
+    if not names or dtype.itemsize >= 4:
+        return ""
+    few = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})[:3])
+    kept = "32 bits in the optimizer, in checkpoints and in the exported model"
+    return f"{len(names)} parameters have {kept}; they compute in {str(dtype).removeprefix('torch.')} ({few})"
 
 
 def poison(tensor: Tensor) -> Tensor:

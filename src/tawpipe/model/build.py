@@ -13,19 +13,25 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts, adapter_words, freeze, other_base_words, with_adapter
+from tawpipe.model.buffers import wide_parameters, wide_words
+from tawpipe.model.carried import GENERATION, read_settings, stop_tokens
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.indexers import freeze_indexers, frozen_words
 from tawpipe.model.pretrained import (
     SafetensorsSource,
     check_weights,
+    commit_of,
     conversion,
     count_files,
+    files_to_fetch,
     has_weights,
     stored_dtype,
+    unread_files,
 )
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.rope import apply_rope, check_rope
 from tawpipe.model.settings import LoraSettings, RopeSettings
+from tawpipe.model.shapes import share_of_experts
 from tawpipe.model.weights import InitSource, WeightSource
 
 _LLAMA_3 = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
@@ -54,7 +60,25 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 OWN_ROPE = RopeSettings()
 NO_ADAPTER = LoraSettings()
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_BALANCE = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "z_loss_coefficient", "aux_loss_coef")
+"""Names in configs for coefficients of losses that balance experts."""
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+"""A name on the Hub, and behind a @ its branch, tag or commit."""
+_SMALL_FILES = [
+    "*.json",
+    "*.jinja",
+    "*.py",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "vocab*",
+    "tokenizer*",
+    "*.codes",
+]
+"""Files on the Hub that a model has besides its weights: configs, code, tokenizers and chat templates."""
+_OTHER_FORMS = ["original/*", "consolidated*", "onnx/*", "*.safetensors", "*.bin"]
+"""Files on the Hub that are weights in a form that is not read."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +101,20 @@ class BuiltModel:
             return InitSource(chain, seed)
         return SafetensorsSource(chain, self.folder, seed=seed, adapter=self.adapter)
 
+    @property
+    def commit(self) -> str:
+        """The commit of a model of the Hub, else ``""``."""
+        return "" if self.folder is None else commit_of(self.folder)
+
     def origin(self, *, seed: int) -> str:
         """Origin of its values, in words."""
         if self.folder is None:
             return f"random (seed {seed})"
         files = count_files(self.folder)
-        words = f"{self.folder}, {files} safetensors file{'s' if files > 1 else ''}"
+        name = f"{self.spec.partition('@')[0]} at commit {self.commit}" if self.commit else self.folder
+        words = f"{name}, {files} safetensors file{'s' if files > 1 else ''}"
+        if unread := unread_files(self.folder):
+            words += f"; not read: {', '.join(unread)}"
         return words if self.adapter is None else f"{words}; adapter: {self.adapter}"
 
     @property
@@ -100,10 +132,28 @@ class BuiltModel:
         """What its adapter covers, in a sentence; empty without one."""
         return adapter_words(self.model)
 
+    def wide_words(self, chain: Chain, dtype: torch.dtype) -> str:
+        """Line about parameters that the model keeps in 32 bits and that compute in ``dtype``, else ``""``."""
+        wide = set(wide_parameters(chain.model))
+        if self.folder is not None:
+            stored = SafetensorsSource(chain, self.folder, adapter=self.adapter).wide_parameters
+            wide |= {name for name, _ in chain.model.named_parameters()} & set(stored)
+        return wide_words(sorted(wide), dtype)
+
+    @property
+    def balance_words(self) -> str:
+        """Line about a loss for balancing experts that the config has and that is not trained, else ``""``."""
+        text = self.model.config.get_text_config()
+        keys = [key for key in _BALANCE if isinstance(value := getattr(text, key, None), int | float) and value > 0]
+        if not keys or not share_of_experts(text):
+            return ""
+        said = ", ".join(f"{key} {getattr(text, key):g}" for key in keys)
+        return f"the auxiliary loss for load balancing of experts is not trained ({said} in config.json)"
+
     @property
     def other_base_words(self) -> str:
         """Line about an adapter that was made on another base, else ``""``."""
-        return "" if self.adapter is None else other_base_words(self.adapter, self.spec)
+        return "" if self.adapter is None else other_base_words(self.adapter, self.spec.partition("@")[0])
 
     def dtype_on_disk(self, *, merge: bool) -> torch.dtype:
         """The type in which it is exported where nobody has said another: that of the weights that it started from. An
@@ -155,10 +205,13 @@ def build_model(
         raise unsupported(
             spec, f"expected a decoder-only causal language model; a {config.model_type} model is none"
         ) from error
+    if folder is not None and (stops := stop_tokens(read_settings(folder, GENERATION))):
+        model.generation_config.eos_token_id = stops  # as ``from_pretrained`` does
     check_rope(spec, model, rope)
     if lora.active:
         local = Path(spec).expanduser()
-        model = with_adapter(spec, model, lora, str(local.resolve()) if local.is_dir() else spec)
+        base = str(local.resolve()) if local.is_dir() else spec.partition("@")[0]
+        model = with_adapter(spec, model, lora, base, commit_of(folder) if folder is not None else "")
     freeze(inner_model(model), frozen)
     indexers = freeze_indexers(inner_model(model))
     adapter = Path(lora.adapter).expanduser() if lora.adapter else None
@@ -218,20 +271,27 @@ def resolve_model(spec: str) -> Path | None:
             raise unsupported(spec, "the folder must hold a config.json")
         check_weights(path)
         return path
-    expected = f"expected a folder with config.json, a name owner/model on the Hub, or one of {', '.join(PRESETS)}"
-    if path.exists() or not _HUB_NAME.fullmatch(spec):
+    expected = "expected a folder with config.json, owner/model or owner/model@revision on the Hub, or one of "
+    expected += ", ".join(PRESETS)
+    named = _HUB_NAME.fullmatch(spec)
+    if path.exists() or named is None:
         raise unsupported(spec, expected)
     from huggingface_hub import snapshot_download
 
+    name, revision = named.groups()
     try:
-        downloaded = snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"])
+        folder = Path(
+            snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_OTHER_FORMS)
+        )
+        commit = commit_of(folder) or revision  # what has come since is of another commit
+        snapshot_download(name, revision=commit, allow_patterns=files_to_fetch(folder))
     except Exception as error:  # its errors have no common base: network, names, access
         raise unsupported(spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
-    if not has_weights(Path(downloaded)):
-        folder = spec.rpartition("/")[2]
-        way = f"if it has them in another form, {conversion(spec, folder)} writes them to {folder}"
+    if not has_weights(folder):
+        target = name.rpartition("/")[2]
+        way = f"if it has them in another form, {conversion(name, target)} writes them to {target}"
         raise unsupported(spec, f"a model on the Hub with safetensors, which this has not; {way}")
-    return Path(downloaded)
+    return folder
 
 
 def _check_fit(spec: str, config: Any, vocab_size: int | None, row: int, longest: int) -> None:

@@ -207,8 +207,6 @@ class Chain(UnitBinding):
         device = torch.device(device)
         if self._loss is not token_loss_sum:
             check_loss(self._loss, self.config.get_text_config().vocab_size, device)
-        if strict := getattr(self.model, "_keep_in_fp32_modules_strict", None):
-            logger.warning("%s asks to keep %s in fp32; they compute in %s", self.name, ", ".join(strict), dtype)
         if dtype == torch.float64 and self.model._can_set_experts_implementation():
             logger.info("%s: grouped matrix products have no fp64, so the experts run one by one", self.name)
             self.model.set_experts_implementation("eager")
@@ -451,9 +449,17 @@ class Chain(UnitBinding):
         return [sum_of_loss(self._loss, logits, labels) for labels in choices]
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
-        """Set persistent buffers, by name, to values that came with the weights. After ``prepare``."""
+        """Set persistent buffers, by name, to values that came with the weights. After ``prepare``.
+
+        A buffer that has 32 bits on disk has 32 bits here, whatever the dtype of the model's config: transformers makes
+        empty buffers in that dtype.
+        """
         buffers = dict(self.model.named_buffers())
         for name, value in values.items():
             if name not in buffers or buffers[name].shape != value.shape:
                 raise unsupported(name, f"{self.name} has no such buffer of shape {tuple(value.shape)}")
-            buffers[name].copy_(value)
+            buffer, (path, _, leaf) = buffers[name], name.rpartition(".")
+            if value.is_floating_point() and value.dtype.itemsize > buffer.dtype.itemsize:
+                self.model.get_submodule(path)._buffers[leaf] = value.to(buffer.device)
+            else:
+                buffer.copy_(value)

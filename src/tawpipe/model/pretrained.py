@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tawpipe.model.adapters import CONFIG, VALUES, AdapterValues
+from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
 from tawpipe.model.compressed import FewBitsTensors
-from tawpipe.model.facts import Fact, Facts, config_facts, tensor_facts
+from tawpipe.model.facts import Fact, Facts, config_facts, tensor_facts, value_digest
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
@@ -25,8 +27,6 @@ SNAPSHOTS = "snapshots"
 """Folder of the Hub's cache that has a folder for every commit."""
 
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""Types of numbers as safetensors names them."""
 _TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)(\.|_\d)")
 """Files that a trainer leaves beside a model."""
 
@@ -38,25 +38,36 @@ class SafetensorsSource:
     tensors of the unit asked for are read. Adapters, which are in no such folder, come from a folder of ``peft``, or
     from an ``InitSource``.
 
+    Args:
+        checks: compare names and shapes; False for a model whose values were taken out of it.
+
     Raises:
         UserError: where the folder's tensors do not fit the model, with the names of missing and unexpected ones.
     """
 
-    def __init__(self, chain: Chain, folder: Path | str, *, seed: int = 0, adapter: Path | None = None) -> None:
+    def __init__(
+        self, chain: Chain, folder: Path | str, *, seed: int = 0, adapter: Path | None = None, checks: bool = True
+    ) -> None:
         self._folder, self._adapter, self._model = Path(folder), adapter, chain.model
+        self.digests: dict[str, str] | None = None
+        """A dictionary gets the digest of every parameter of the folder that is read in a frozen unit, by name."""
         self._tensors = FewBitsTensors(_files_by_key(self._folder))
         self._files = self._tensors.files
         self._init: InitSource | None = None
         self._trained = None if adapter is None else AdapterValues(chain, adapter)
         self._adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
         if self._adapters:
-            self._init = InitSource(chain, seed, base=lambda name: self._read(self._group_of[name])[name])
+            self._init = InitSource(chain, seed, base=self.parameter)
         self._aliases = {base_name(name): canonical for name, canonical in canonical_names(self._model).items()}
-        state = {base_name(name): value for name, value in self._model.state_dict().items()}
+        kept = persistent_buffers(self._model)
+        buffers = ((name, buffer) for name, buffer in self._model.named_buffers() if name in kept)
+        named = (*self._model.named_parameters(remove_duplicate=False), *buffers)
+        state = {base_name(name): value for name, value in named}
         self._buffer_names = set(state) - set(self._aliases)
         self._groups, self._group_of = self._plan(state)
-        self._check_names()
-        self._check_shapes(state)
+        if checks:
+            self._check_names()
+            self._check_shapes(state)
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[dict[str, Conversion], dict[str, str]]:
         """Groups by their first target, and for every canonical parameter or buffer the group that gives it."""
@@ -72,6 +83,7 @@ class SafetensorsSource:
         groups: dict[str, Conversion] = {}
         group_of: dict[str, str] = {}
         self._unexpected: list[str] = []
+        self._copies: dict[str, list[str]] = {}
         for key in sorted(self._files, key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if target not in state and key in state:
@@ -80,11 +92,16 @@ class SafetensorsSource:
                 self._unexpected.append(key)
                 continue
             transform = WeightRenaming(key, target) if pattern is None else by_pattern[pattern]
+            if pattern is None and target in groups:
+                both = f"{groups[target].sources[0][0]} and {key} are both {target}: remove one from its safetensors"
+                raise unsupported(str(self._folder), both)
             group = groups.setdefault(target, Conversion(transform, target, []))
             group.sources.append((key, key if pattern is None else pattern))
             for target_pattern in transform.target_patterns if pattern is not None else (target,):
                 name = target.replace(transform.target_patterns[0], target_pattern) if pattern is not None else target
-                group_of.setdefault(self._aliases.get(name, name), target)
+                name = self._aliases.get(name, name)
+                if group_of.setdefault(name, target) != target and target not in self._copies.setdefault(name, []):
+                    self._copies[name].append(target)
         return groups, group_of
 
     def _check_names(self) -> None:
@@ -118,9 +135,21 @@ class SafetensorsSource:
                     pending.update(self._read(self._group_of[slot.name]))
                 value = pending.pop(slot.name)
                 self._check_shape(slot.name, slot.shape, tuple(value.shape))
+                self._check_tied(slot.name, value)
+                if self.digests is not None and not unit.trainable:
+                    self.digests[slot.name] = value_digest(value)
                 yield value
 
         return flatten(unit, values(), dtype)
+
+    @property
+    def folder(self) -> Path:
+        """The folder, from the root."""
+        return self._folder.absolute()
+
+    def parameter(self, name: str) -> Tensor:
+        """The value of one parameter as the folder has it; of no adapter."""
+        return self._read(self._group_of[name])[name]
 
     def codes(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them, where the folder has it in few bits."""
@@ -148,6 +177,38 @@ class SafetensorsSource:
                 str(self._folder), f"{name} must have shape {list(expected)} as config.json says, not {list(stored)}"
             )
 
+    def stored(self) -> tuple[dict[str, torch.dtype], dict[str, list[str]]]:
+        """Parameter or buffer -> the widest dtype of its tensors in the folder; and parameter -> its names there, where
+        the folder has it more than once.
+        """
+        dtypes, widest = stored_dtypes(self._folder), dict[str, torch.dtype]()
+        for name, target in self._group_of.items():
+            widths = [dtypes[key] for key, _ in self._groups[target].sources if key in dtypes]
+            widest |= {name: max(widths, key=lambda dtype: dtype.itemsize)} if widths else {}
+        return widest, {name: [self._group_of[name], *others] for name, others in self._copies.items()}
+
+    @property
+    def wide_parameters(self) -> list[str]:
+        """Names of the parameters that the folder has in 32 bits while most of its numbers have 16."""
+        usual = stored_dtype(self._folder).itemsize
+        return sorted(name for name, dtype in self.stored()[0].items() if usual < 4 <= dtype.itemsize)
+
+    def check_copies(self) -> None:
+        """Compare all parameters that the folder has twice; see ``unit`` for the error."""
+        for name in self._copies:
+            self._check_tied(name, self._read(self._group_of[name])[name])
+
+    def _check_tied(self, name: str, value: Tensor) -> None:
+        """Refuse further tensors of the folder for a parameter if they differ from ``value``, which would be used."""
+        for target in self._copies.get(name, ()):
+            other = self._read(target)[name]
+            if other.shape == value.shape and other.to(value.dtype).equal(value):
+                continue
+            first, second = (self._groups[group].sources[0][0] for group in (self._group_of[name], target))
+            expected = f"{first} and {second} must be equal, as its config.json ties them; tie_word_embeddings: false "
+            expected += "there trains both, or remove the one that is not to count from its safetensors"
+            raise unsupported(str(self._folder), expected)
+
     def buffers(self) -> dict[str, Tensor]:
         names = sorted(self._buffer_names & self._group_of.keys())
         return {name: self._read(self._group_of[name])[name] for name in names}
@@ -167,23 +228,65 @@ class SafetensorsSource:
 
 
 def _files_by_key(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
+    """Tensor name -> the file that holds it.
+
+    Raises:
+        UserError: the index and the files contradict each other, or a second form of the weights is another model.
+    """
     from safetensors import SafetensorError, safe_open
 
     index, single = folder / INDEX, folder / SINGLE
+
+    def names(path: Path) -> list[str]:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+
     try:
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {key: folder / name for key, name in names.items()}
-            if absent := sorted({path.name for path in files.values() if not path.is_file()}):
-                raise unsupported(str(folder), f"its index names files that are not there: {', '.join(absent)}")
-            return files
-        if single.is_file():
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, ValueError, KeyError, OSError) as error:
+        if not index.is_file():
+            if single.is_file():
+                return dict.fromkeys(names(single), single)
+            raise unsupported(str(folder), f"expected {SINGLE} or {INDEX} in the folder")
+        files = {key: folder / name for key, name in _weight_map(folder).items()}
+        if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+            raise unsupported(str(folder), f"its index names files that are not there: {', '.join(absent)}")
+        held = {path: set(names(path)) for path in sorted(set(files.values()))}
+        if wrong := [f"{key} in {path.name}" for key, path in files.items() if key not in held[path]]:
+            raise unsupported(str(folder), f"its {INDEX} says {_first(wrong)}, where the files have no such tensor")
+        if surplus := [f"{key} in {path.name}" for path in held for key in held[path] if files.get(key) != path]:
+            raise unsupported(str(folder), f"its {INDEX} does not say {_first(sorted(surplus))}, which the files hold")
+        if single.is_file() and single not in held:
+            _refuse_two_models(folder, tensor_facts(held), tensor_facts([single]))
+        return files
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise unsupported(str(folder), f"its safetensors cannot be read ({error})") from error
-    raise unsupported(str(folder), f"expected {SINGLE} or {INDEX} in the folder")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that the index of a folder puts it in."""
+    return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+
+
+def files_to_fetch(folder: Path) -> list[str]:
+    """Names of the files with the weights of a folder, of which only small ones are there yet."""
+    return sorted(set(_weight_map(folder).values())) if (folder / INDEX).is_file() else [SINGLE]
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _refuse_two_models(folder: Path, indexed: Facts, single: Facts) -> None:
+    """Raise UserError if the files of an index and a single file beside them hold different tensors."""
+    bare = [{name: (fact.shown, fact.digest) for name, fact in facts.items()} for facts in (indexed, single)]
+    if differing := sorted(name for name in {*bare[0], *bare[1]} if bare[0].get(name) != bare[1].get(name)):
+        expected = f"one model; {SINGLE} and the files of {INDEX} differ in {_first(differing)}: remove one of the two"
+        raise unsupported(str(folder), expected)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a folder in the Hub's cache, or ``""``."""
+    return folder.name if folder.parent.name == SNAPSHOTS else ""
 
 
 def folder_facts(folder: Path, *, code: bool = False) -> Facts:
@@ -195,7 +298,7 @@ def folder_facts(folder: Path, *, code: bool = False) -> Facts:
     Raises:
         UserError, OSError, ValueError: a file cannot be read.
     """
-    commit = {"the Hub's commit": Fact("", folder.name)} if folder.parent.name == SNAPSHOTS else {}
+    commit = {"the Hub's commit": Fact("", commit)} if (commit := commit_of(folder)) else {}
     modules = sorted(folder.glob("*.py")) if code else ()
     facts = commit | {path.name: Fact("", path.read_text(encoding="utf-8")) for path in modules}
     for path in (folder / name for name in ("config.json", CONFIG)):
@@ -215,18 +318,38 @@ def count_files(folder: Path) -> int:
     return len(set(_files_by_key(folder).values()))
 
 
+def unread_files(folder: Path) -> list[str]:
+    """Names of safetensors files in a folder that hold none of its weights."""
+    return sorted(
+        {path.name for path in folder.glob("*.safetensors")} - {p.name for p in _files_by_key(folder).values()}
+    )
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Tensor name -> the floating-point dtype that it has in a folder; empty for a folder without weights."""
+    headers = tensor_headers(_files_by_key(folder).values()).items() if has_weights(folder) else ()
+    return {name: dtype for name, (dtype, _) in headers if dtype.is_floating_point}
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The type that most of a folder's numbers have."""
+    """The dtype that most numbers of a folder have."""
+    counts = Counter[torch.dtype]()
+    for dtype, shape in tensor_headers(_files_by_key(folder).values()).values():
+        counts[dtype] += torch.Size(shape).numel() if dtype.is_floating_point else 0
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Tensor name -> its dtype and shape, for the tensors of safetensors files."""
     from safetensors import safe_open
 
-    counts: dict[torch.dtype, int] = {}
-    for path in sorted(set(_files_by_key(folder).values())):
+    headers: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for path in sorted(set(files)):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 part = file.get_slice(key)
-                dtype = _DTYPES.get(part.get_dtype(), torch.float32)
-                counts[dtype] = counts.get(dtype, 0) + torch.Size(part.get_shape()).numel()
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+                headers[key] = part[:0].dtype if part.get_shape() else file.get_tensor(key).dtype, part.get_shape()
+    return headers
 
 
 def check_weights(folder: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from tawpipe.errors import UserError
 from tawpipe.options import bounded
 
+PRESET_NAMES = ("tiny", "small-125m", "llama-1b", "llama-8b")
+"""Models with random values, by their names; see ``build.PRESETS``."""
 TAKES: dict[str, tuple[str, ...]] = {
     "none": ("theta",),
     "linear": ("theta", "factor", "original_length"),
