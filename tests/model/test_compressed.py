@@ -129,15 +129,42 @@ def test_we_read_it_as_the_matrices_that_it_stands_for(tmp_path: Path, format: s
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_embedding_head_norms_and_odd_matrices_stay(tmp_path: Path, format: str) -> None:
-    exported(tmp_path / "few", format, intermediate_size=192)
+    exported(tmp_path / "few", format, intermediate_size=144)
     tensors = load_file(tmp_path / "few" / "model.safetensors")
     settings = json.loads((tmp_path / "few" / "config.json").read_text())["quantization_config"]
     plain = {name for name, value in tensors.items() if name.endswith("weight") and value.dtype == torch.bfloat16}
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= plain
-    odd = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]  # rows of 192 numbers: no groups of 128
+    odd = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]  # rows of 144 numbers: no groups of 32
     assert settings["ignore"] == ["lm_head", *(odd if format == "w4a16" else [])]
     assert ("model.layers.0.mlp.down_proj.weight" in plain) == (format == "w4a16")
     AutoModelForCausalLM.from_pretrained(tmp_path / "few")
+
+
+@pytest.mark.parametrize(("more", "group"), [({"intermediate_size": 192}, 64), ({"intermediate_size": 160}, 32)])
+def test_groups_are_as_large_as_divides_most_of_the_matrices(tmp_path: Path, more: dict[str, int], group: int) -> None:
+    model = exported(tmp_path / "few", "w4a16", dtype=torch.float32, **more)
+    settings = json.loads((tmp_path / "few" / "config.json").read_text())["quantization_config"]
+    assert settings["config_groups"]["group_0"]["weights"]["group_size"] == group and settings["ignore"] == ["lm_head"]
+    values = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for name, value in values.items():
+        if ".layers." in name and value.ndim == 2:
+            values[name] = dequantise_rows(*quantise_rows(value, "w4", group=group), torch.float32)
+    expected: Any = LlamaForCausalLM(config(**more)).eval()
+    expected.load_state_dict(values)
+    ids = torch.randint(0, 300, (2, 17))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "few", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
+    source = SafetensorsSource(chain := Chain(LlamaForCausalLM(config(**more))), tmp_path / "few")
+    for unit in chain.units:
+        for slot in unit.slots:
+            assert torch.equal(slot.view(source.unit(unit)), values[slot.name]), slot.name
+
+
+def test_few_matrices_in_few_bits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="37% of its numbers would be in few bits"):
+        exported(tmp_path / "few", "w4a16", vocab_size=2000)
+    exported(tmp_path / "few", "w8a8", vocab_size=2000)
 
 
 def test_numbers_of_4_bits_are_packed_and_unpacked() -> None:
@@ -184,7 +211,7 @@ def test_experts_are_matrices_in_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("format", "more", "said"),
-    [("w8a8", {}, "hf or w4a16"), ("w4a16", {"moe_intermediate_size": 64}, "no stack of matrices with rows of 128")],
+    [("w8a8", {}, "hf or w4a16"), ("w4a16", {"moe_intermediate_size": 48}, "no stack of matrices with rows of 32")],
 )
 def test_experts_that_transformers_would_not_load_are_refused(
     tmp_path: Path, format: str, more: dict[str, int], said: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shlex
 import subprocess
@@ -94,7 +95,8 @@ def test_export_names_and_config_are_those_of_save_pretrained(tmp_path: Path):
     values = dict(model.named_parameters())
     export_hugging_face(chain, tmp_path / "ours", values.__getitem__, dtype=torch.float32, is_writer=True)
     assert_same(load_file(tmp_path / "ours/model.safetensors"), load_file(tmp_path / "theirs/model.safetensors"))
-    assert (tmp_path / "ours/config.json").read_text() == (tmp_path / "theirs/config.json").read_text()
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs"))
+    assert ours == theirs | {"rope_theta": theirs["rope_parameters"]["rope_theta"]}
 
 
 def test_every_rank_asks_for_the_same_parameters_and_only_one_writes(tmp_path: Path):
@@ -147,7 +149,7 @@ def test_an_export_without_a_place_fails_when_all_parameters_have_been_asked_for
 
 @pytest.mark.parametrize("full_at", ["weights", "tokenizer"])
 def test_an_export_for_which_there_is_no_room_leaves_everything_as_it_was(tmp_path: Path, full_at: str):
-    """All parameters have been asked for before it fails: other ranks take part in that."""
+    """Small files are made before parameters are asked for; then all are, since other ranks take part in that."""
     chain = Chain(meta_model(family_config("llama")))
     values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
     arguments = {"dtype": torch.float32, "is_writer": True, "max_shard_bytes": 20_000}
@@ -159,19 +161,44 @@ def test_an_export_for_which_there_is_no_room_leaves_everything_as_it_was(tmp_pa
         asked.append(name)
         return values[name]
 
-    room = 4096 if full_at == "weights" else 50_000
     tokenizer = train_tokenizer(["a b c"], 300)
     tokenizer.add_tokens([f"token {n}" for n in range(2000)])
     before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before_limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before_limit[1]))
+    error = RunError if full_at == "weights" else UserError
     try:
-        with pytest.raises(RunError, match=f"could not be exported to {tmp_path / 'out'}: .*too large"):
-            export_hugging_face(chain, tmp_path / "out", get, tokenizer=tokenizer, **arguments)
+        with pytest.raises(error, match=r"too large"):
+            given = tokenizer if full_at == "tokenizer" else None
+            export_hugging_face(chain, tmp_path / "out", get, tokenizer=given, **arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before_limit)
-    assert set(asked) == set(values)
+    assert set(asked) == (set(values) if full_at == "weights" else set())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_weights_that_were_written_before_a_disk_was_full_stay_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    chain = Chain(meta_model(family_config("llama")))
+    values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
+    saved = list[Path]()
+
+    def full_later(tensors: dict[str, torch.Tensor], path: Path, **more: Any) -> None:
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+        save_file(tensors, path, **more)
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_later)
+    with pytest.raises(
+        RunError, match=rf"No space left on device; 2 files of weights stay in {tmp_path}/out.incomplete"
+    ):
+        export_hugging_face(
+            chain, tmp_path / "out", values.__getitem__, dtype=torch.float32, max_shard_bytes=20_000, is_writer=True
+        )
+    assert not (tmp_path / "out").exists() and all(path.is_file() for path in saved)
+    assert json.loads((tmp_path / "out.incomplete" / "config.json").read_text())["model_type"] == "llama"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])

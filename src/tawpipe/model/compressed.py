@@ -1,8 +1,9 @@
 """Folders in few bits, in the form of compressed-tensors: W4A16 and W8A8, as transformers and vLLM read them.
 
-``w4a16`` ("pack-quantized"): matrices of linear layers in 4 bits, groups of 128 along a row share a bf16 scale, eight
-numbers in an int32, the first in the lowest bits, each plus 8. ``w8a8`` ("int-quantized"): int8 with a scale for each
-row; who computes rounds each token's activations to int8, too. Embeddings, heads, norms and routers stay as they are.
+``w4a16`` ("pack-quantized"): matrices of linear layers in 4 bits, groups of 128 numbers along a row share a bf16 scale,
+or of 64 or 32 where more matrices have such ones; eight numbers in an int32, the first in the lowest bits, each plus 8.
+``w8a8`` ("int-quantized"): int8 with a scale for each row; who computes rounds each token's activations to int8, too.
+Embeddings, heads, norms and routers stay as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from tawpipe.model.quantized import matrices_of
 PLAIN = "hf"
 FORMATS = {"w4a16": "w4", "w8a8": "int8"}
 """Formats of a folder, and what ``lowbit`` calls its matrices."""
+GROUPS = (128, 64, 32)
+"""Numbers along a row that share a scale, of w4a16."""
+LEAST_SHARE = 0.5
+"""Share of a model's bytes that must be in few bits."""
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 WEIGHT = ".weight"
 PER_WORD = 8
@@ -50,18 +55,37 @@ class FewBitsFolder:
         on_disk: Callable[[str], str],
         dtype: torch.dtype,
     ) -> None:
+        self.words: str
+        """A line about what is in few bits."""
         linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)}
         of_layers = [(name, model.get_parameter(name)) for name in matrices_of(model) & layers]
-        chosen = {name for name, parameter in of_layers if name in linear and _fits(format, parameter)}
         experts = {name: parameter for name, parameter in of_layers if parameter.ndim == 3}
-        odd = [name for name, parameter in experts.items() if name not in split or not _fits("w4a16", parameter)]
-        if not chosen or odd or (experts and format != "w4a16"):
+
+        def fitting(group: int) -> dict[str, Tensor]:
+            whole = format == "w8a8"
+            return {n: p for n, p in of_layers if (n in linear or n in experts) and (whole or _fits(group, p))}
+
+        group = max(
+            GROUPS, key=lambda group: sum(p.numel() for p in fitting(group).values())
+        )  # the first of equal ones
+        fits = fitting(group)
+        chosen = {name for name in fits if name in linear}
+        odd = [name for name in experts if name not in split or name not in fits]
+        total = sum(parameter.numel() for name, parameter in model.named_parameters() if ".lora_" not in name)
+        share = sum(parameter.numel() for parameter in fits.values()) / max(1, total)
+        if not chosen or odd or (experts and format != "w4a16") or (format == "w4a16" and share < LEAST_SHARE):
             why = f"{PLAIN} for {type(model).__name__}: it has no such linear layer"
             if odd:
-                why = f"{PLAIN} for {type(model).__name__}, whose {odd[0]} is no stack of matrices with rows of 128 n"
-            elif chosen:
+                why = f"{PLAIN} for {type(model).__name__}, whose {odd[0]} is no stack of matrices with rows of 32 n"
+            elif chosen and experts and format != "w4a16":
                 why = f"{PLAIN} or w4a16: transformers loads no other experts in few bits"
+            elif chosen:
+                why = f"{PLAIN} for {type(model).__name__}: {share:.0%} of its numbers would be in few bits, the "
+                why += "others are embeddings, heads and matrices whose rows no group of 32 divides"
             raise UserError("format", format, why)
+        self._group, matrices = group, sum(len(p) if p.ndim == 3 else 1 for p in fits.values())
+        bits = f"4 bits, in groups of {group}" if format == "w4a16" else "8 bits"
+        self.words = f"{matrices} matrices with {share:.0%} of the model's numbers are in {bits}"
         self._form, self._dtype, self._experts = FORMATS[format], dtype, bool(experts)
         self._names = {on_disk(name) for name in chosen}
         embeddings = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -77,7 +101,7 @@ class FewBitsFolder:
             yield name, tensor
             return
         stem = name.removesuffix(WEIGHT)
-        codes, scales = quantise_rows(tensor, self._form, self._dtype)
+        codes, scales = quantise_rows(tensor, self._form, self._dtype, group=self._group)
         if self._form == "w4":
             yield stem + PACKED, packed(codes)
             yield stem + SHAPE, torch.tensor(tensor.shape)
@@ -90,7 +114,7 @@ class FewBitsFolder:
         """The ``quantization_config`` of its config.json, when all tensors are written."""
         symmetric = {"type": "int", "symmetric": True}
         if self._form == "w4":
-            weights = symmetric | {"num_bits": 4, "strategy": "group", "group_size": GROUP, "dynamic": False}
+            weights = symmetric | {"num_bits": 4, "strategy": "group", "group_size": self._group, "dynamic": False}
             group, name = {"targets": ["Linear"], "weights": weights, "input_activations": None}, "pack-quantized"
         else:
             weights = symmetric | {"num_bits": 8, "strategy": "channel", "dynamic": False}
@@ -105,10 +129,9 @@ class FewBitsFolder:
         }
 
 
-def _fits(format: str, parameter: Tensor) -> bool:
-    """True if a matrix, or each of some stacked ones whichever way round, can have the format."""
-    sizes = parameter.shape[1:]
-    return format == "w8a8" or all(size % GROUP == 0 for size in sizes)
+def _fits(group: int, parameter: Tensor) -> bool:
+    """True if groups divide the rows of a matrix, or of each of some stacked ones whichever way round."""
+    return all(size % group == 0 for size in parameter.shape[1:])
 
 
 def packed(codes: Tensor) -> Tensor:

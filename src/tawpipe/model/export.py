@@ -10,8 +10,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,12 @@ from torch import Tensor
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_folder
 from tawpipe.model.buffers import persistent_buffers
+from tawpipe.model.carried import CONFIG, Carried, base_folder, small_files, with_quantization, write_files
 from tawpipe.model.chain import Chain
 from tawpipe.model.compressed import PLAIN, FewBitsFolder
+from tawpipe.model.exported import differences
 from tawpipe.model.merged import Merged
+from tawpipe.model.pretrained import SafetensorsSource, has_weights, stored_dtype, stored_dtypes
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.weights import Conversion, base_name, canonical_names, is_adapter
 
@@ -39,42 +41,46 @@ def export_hugging_face(
     folder: Path | str,
     get_parameter: GetParameter,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     format: str = PLAIN,
     merge: bool = False,
     max_shard_bytes: int = 5 * 2**30,
     is_writer: bool,
     tokenizer: Any = None,
+    carried: Carried | None = None,
 ) -> Path:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, or for a ``peft`` model ``PeftModel``.
 
     A ``peft`` model is exported as an adapter folder (``adapter_model.safetensors``, ``adapter_config.json``) to be put
-    on its base model; the frozen base weights are not written. Everything is written under ``<folder>.incomplete`` and
-    renamed at the end, so that a folder of this name is always complete; one that is there already is replaced.
+    on its base model; the frozen base weights are not written. Everything is written under ``<folder>.incomplete``,
+    small files first, and renamed at the end, so that a folder of this name is always complete; one that is there
+    already is replaced. Then the folder is opened again and compared with the model.
+
+    A tensor that the model's own folder has in another dtype than most, such as a router in fp32, keeps it.
 
     Args:
         chain: the model; its parameters may be placeholders.
         folder: the folder to make.
         get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
-        dtype: the type of the weights on disk.
+        dtype: the type of the weights on disk; None for that of the model's own folder, fp32 without one.
         format: ``hf``; or ``w4a16`` or ``w8a8``, with the matrices of linear layers in few bits (``compressed``).
         merge: write the whole model of a ``peft`` model, with the adapter in its weights.
         max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor, and by
             adapters, which ``peft`` reads from one file.
         is_writer: True on the rank that writes. The others only take part in ``get_parameter``.
         tokenizer: a transformers tokenizer to be saved beside the weights.
+        carried: what ``carry`` gave; asked for here by default.
 
     Raises:
         UserError: a format that this model, or an adapter alone, cannot have.
-        RunError: it could not be written, on the writer when all have taken part; what was there before is untouched.
+        RunError: it could not be written, on the writer when all have taken part: what was there before is untouched,
+            and what was written stays in ``<folder>.incomplete``. Or the folder differs from the model.
     """
-    folder = Path(folder)
-    adapter = getattr(chain.given, "peft_config", None) is not None and not merge
-    few_bits = None
-    if format != PLAIN:
-        if adapter:
-            raise UserError("format", format, f"{PLAIN} for an adapter alone; or merge it")
-        few_bits = _few_bits(format, chain, dtype)
+    folder, adapter = Path(folder), is_adapter_alone(chain, merge)
+    if carried is None:
+        carried = carry(chain, dtype=dtype, format=format, merge=merge, tokenizer=tokenizer)
+    dtype = carried.dtype
+    few_bits = few_bits_of(chain, format, dtype, adapter=adapter)
     if merge:
         get_parameter = Merged(chain, get_parameter).parameter
     tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
@@ -82,43 +88,92 @@ def export_hugging_face(
         _finish(tensors)
         return folder
 
+    files = carried.files
     partial = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
+    stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
+    writer = _ShardWriter(partial, stem, dtype, carried.dtypes, limit)
     try:
-        partial.mkdir(parents=True)
-        stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
-        writer = _ShardWriter(partial, stem, dtype, limit)
+        write_files(partial, files)
         for name, tensor in tensors:
             assert tensor is not None, f"the writer was not given {name}"
             for part, value in few_bits.tensors(name, tensor) if few_bits else [(name, tensor)]:
                 writer.add(part, value)
+            for twin in carried.twins.get(name, ()):
+                writer.add(twin, tensor)
         writer.finish()
-        if adapter:
-            _save_adapter_config(chain, partial)
-            logger.info("%s holds the adapter only; peft.PeftModel.from_pretrained puts it on the base model", folder)
-        else:
-            _save_config(chain, partial, dtype, few_bits)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, partial)
+        if few_bits is not None:
+            files = {**files, CONFIG: with_quantization(files[CONFIG], few_bits.settings)}
+            write_files(partial, {CONFIG: files[CONFIG]})
+            logger.info("%s", few_bits.words)
         replace_folder(partial, folder)
     except (OSError, SafetensorError) as error:  # a full disk above all, or a place that is not ours
         _finish(tensors)
-        raise RunError(f"the model could not be exported to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        kept = f"; {len(writer.shards)} files of weights stay in {partial}" if writer.shards else ""
+        if not kept:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(f"the model could not be exported to {folder}: {error}{kept}") from error
+    if adapter:
+        logger.info("%s holds the adapter only; peft.PeftModel.from_pretrained puts it on the base model", folder)
+    if different := differences(chain, folder, writer.written, files, tokenizer, adapter=adapter):
+        raise RunError(f"{folder} was written and differs from the model of this run: {'; '.join(different)}")
     return folder
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer into a folder.
+def carry(
+    chain: Chain,
+    base: Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    format: str = PLAIN,
+    merge: bool = False,
+    tokenizer: Any = None,
+    ends: Sequence[int] = (),
+) -> Carried:
+    """Capture what an export takes over from the folder of its model, and try its small files; see ``small_files``.
+
+    Args:
+        base: the folder that the model came from; by default the one that its config names.
 
     Raises:
-        OSError: it could not be written.
+        UserError: a format that this model cannot have, or files that cannot be made or read.
     """
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # its library raises bare ones for a full disk
-        raise OSError(str(error)) from error
+    adapter, base = is_adapter_alone(chain, merge), base or base_folder(chain.config)
+    weights = None if adapter or base is None or not has_weights(base) else base
+    dtype = dtype or (torch.float32 if weights is None else stored_dtype(weights))
+    _ = few_bits_of(chain, format, dtype, adapter=adapter)
+    files = small_files(chain, base, dtype=dtype, adapter=adapter, tokenizer=tokenizer, ends=ends)
+    if weights is None:
+        return Carried(files, dtype)
+    usual, (dtypes, copies), (_, renamed) = (
+        stored_dtype(weights),
+        SafetensorsSource(chain, weights, checks=False).stored(),
+        _groups(chain),
+    )
+    raw = {name: other for name, other in stored_dtypes(weights).items() if other != usual}
+    unusual = {renamed(base_name(name)): other for name, other in dtypes.items() if other != usual}
+    twins = {
+        renamed(base_name(name)): {*map(renamed, names)} - {renamed(base_name(name))} for name, names in copies.items()
+    }
+    return Carried(files, dtype, raw | unusual, {} if format != PLAIN else twins)
+
+
+def is_adapter_alone(chain: Chain, merge: bool) -> bool:
+    """True if a model is exported as an adapter folder."""
+    return getattr(chain.given, "peft_config", None) is not None and not merge
+
+
+def few_bits_of(chain: Chain, format: str, dtype: torch.dtype, *, adapter: bool) -> FewBitsFolder | None:
+    """The matrices in few bits of an exported model; None for one in full precision.
+
+    Raises:
+        UserError: this model, or an adapter alone, cannot have the format.
+    """
+    if format == PLAIN:
+        return None
+    if adapter:
+        raise UserError("format", format, f"{PLAIN} for an adapter alone; or merge it")
+    return _few_bits(format, chain, dtype)
 
 
 def _finish(tensors: Iterator[object]) -> None:
@@ -130,14 +185,21 @@ def _finish(tensors: Iterator[object]) -> None:
 class _ShardWriter:
     """Writer of safetensors files: of the tensors so far whenever the next one would make the file too large."""
 
-    def __init__(self, folder: Path, stem: str, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, stem: str, dtype: torch.dtype, unusual: Mapping[str, torch.dtype], max_shard_bytes: int
+    ) -> None:
         self._folder, self._stem, self._dtype, self._limit = folder, stem, dtype, max_shard_bytes
+        self._unusual = unusual
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
-        self._shards: list[list[str]] = []
+        self.shards: list[list[str]] = []
+        self.written: dict[str, tuple[torch.dtype, list[int]]] = {}
+        """Dtype and shape of every tensor, by name."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        kept = tensor.detach().to(device="cpu", dtype=self._dtype if tensor.is_floating_point() else None, copy=True)
+        dtype = self._unusual.get(name, self._dtype) if tensor.is_floating_point() else None
+        kept = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+        self.written[name] = kept.dtype, list(kept.shape)
         size = kept.numel() * kept.element_size()
         if self._pending and self._pending_bytes + size > self._limit:
             self._flush()
@@ -148,8 +210,8 @@ class _ShardWriter:
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self._pending, self._shard_path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
+        save_file(self._pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
+        self.shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
     def _shard_path(self, index: int) -> Path:
@@ -159,12 +221,12 @@ class _ShardWriter:
         """Write the rest and give the shards their final names, which tell how many there are."""
         if self._pending:
             self._flush()
-        if len(self._shards) == 1:
+        if len(self.shards) == 1:
             self._shard_path(0).rename(self._folder / f"{self._stem}.safetensors")
             return
         weight_map = {}
-        for index, names in enumerate(self._shards):
-            file = f"{self._stem}-{index + 1:05d}-of-{len(self._shards):05d}.safetensors"
+        for index, names in enumerate(self.shards):
+            file = f"{self._stem}-{index + 1:05d}-of-{len(self.shards):05d}.safetensors"
             self._shard_path(index).rename(self._folder / file)
             weight_map.update(dict.fromkeys(names, file))
         content = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -190,7 +252,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
         name, canonical = base_name(name), base_name(canonical)
         if (
             name != canonical and name not in declared and canonical not in declared
-        ):  # tied by hand: opening the folder would not tie it
+        ):  # tied by hand, which no folder says
             yield renamed(name), get_parameter(canonical)
     persistent = persistent_buffers(chain.model)
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
@@ -255,14 +317,6 @@ def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tupl
         yield from state.items()
 
 
-def _save_adapter_config(chain: Chain, folder: Path) -> None:
-    given: Any = chain.given
-    config = deepcopy(given.peft_config[given.active_adapter])
-    config.inference_mode = True
-    config.base_model_name_or_path = config.base_model_name_or_path or chain.config.name_or_path or None
-    config.save_pretrained(folder)
-
-
 def _few_bits(format: str, chain: Chain, dtype: torch.dtype) -> FewBitsFolder:
     from transformers.core_model_loading import WeightConverter
 
@@ -271,20 +325,3 @@ def _few_bits(format: str, chain: Chain, dtype: torch.dtype) -> FewBitsFolder:
     ends = {0, len(chain.blocks) - 1}
     layers = {slot.name for unit in chain.units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
     return FewBitsFolder(format, chain.model, layers, split, lambda name: renamed(base_name(name)), dtype)
-
-
-def _save_config(chain: Chain, folder: Path, dtype: torch.dtype, few_bits: FewBitsFolder | None) -> None:
-    """config.json, generation_config.json and, for code that came with the model, that code."""
-    model = chain.model
-    config = deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = str(dtype).removeprefix("torch.")
-    if few_bits is not None:
-        config.quantization_config = few_bits.settings
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    if model._auto_class is not None or type(model).__module__.startswith("transformers_modules"):
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, str(folder), config=config)

@@ -20,22 +20,25 @@ from tawpipe.model.quantized import ROUTERS
 AUTO, EXACT = "auto", "none"
 FORMS = (AUTO, EXACT, "w4", "int8")
 GROUP = 128
-"""Elements of a row that share a scale, of w4."""
+"""Elements of a row that share a scale, of w4 in memory."""
 FEW = 16
 """Tokens up to which a kernel for few bits is faster than a product with what it stands for."""
 
 
-def quantise_rows(weight: Tensor, form: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def quantise_rows(
+    weight: Tensor, form: str, dtype: torch.dtype = torch.float32, *, group: int = GROUP
+) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix.
 
     Args:
-        weight: [out, in], of any floating type; ``in`` a multiple of ``GROUP`` for w4.
+        weight: [out, in], of any floating type; ``in`` a multiple of ``group`` for w4.
         dtype: of the scales of int8.
+        group: elements of a row that share a scale, of w4.
 
     Returns:
-        int8 [out, in]; bf16 [out, in / GROUP] for w4, [out, 1] for int8.
+        int8 [out, in]; bf16 [out, in / group] for w4, [out, 1] for int8.
     """
-    size, most, dtype = (GROUP, 7.5, torch.bfloat16) if form == "w4" else (weight.shape[1], 127.0, dtype)
+    size, most, dtype = (group, 7.5, torch.bfloat16) if form == "w4" else (weight.shape[1], 127.0, dtype)
     groups = weight.float().unflatten(1, (-1, size))
     scales = (groups.abs().amax(dim=2) / most).to(dtype)
     divisors = scales.float().where(scales > 0, 1.0)

@@ -19,6 +19,8 @@ from tawpipe.options.names import option_of
 FULL = "full_attention"
 _KEYS = {"theta": "rope_theta", "original_length": "original_max_position_embeddings"}
 """Settings that transformers calls otherwise."""
+_OTHER_THETAS = ("rotary_emb_base", "global_rope_theta")
+"""Names that older configs of some families have for ``rope_theta``."""
 _NEEDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 _OF_A_KIND = {
     *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
@@ -103,6 +105,33 @@ def rope_words(config: Any) -> str:
         for settings in rope_settings(text.rope_parameters)
     ]
     return f"{'; '.join(said)}; up to {text.max_position_embeddings} tokens"
+
+
+def write_both_forms(content: dict[str, Any], rope: dict[str, Any] | None, *, changed: bool) -> None:
+    """Write rotary settings into the content of a config for readers of both forms: ``rope_parameters``, and
+    ``rope_theta`` with ``rope_scaling``, which is all that transformers 4 and many other programs look at.
+
+    Args:
+        rope: the settings; where kinds of layers have their own, the older form has no names for them, and only keys
+            that are there already are kept right.
+        changed: they are other ones than in the content, which then gets new values for keys that it has.
+    """
+    if not rope:
+        return
+    full = rope.get(FULL) or rope
+    older: dict[str, Any] = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    scaling = {key: value for key, value in full.items() if key not in older}
+    older["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    nested = not isinstance(rope.get("rope_type"), str)
+    if changed:
+        older |= {key: older["rope_theta"] for key in _OTHER_THETAS if "rope_theta" in older and key in content}
+        content |= {key: value for key, value in older.items() if key in content or not nested}
+    elif scaling.get("rope_type") == "longrope":  # of which transformers 4 takes three keys alone
+        content.setdefault("rope_parameters", rope)
+    elif not nested and "rope_theta" in older:
+        for key, value in {"rope_parameters": rope, **older}.items():
+            if value is not None:
+                content.setdefault(key, value)
 
 
 def _without(spec: str, rope: RopeSettings) -> UserError:

@@ -24,8 +24,10 @@ from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import refuse_emptied
+from tawpipe.model.buffers import wide_parameters, wide_words
+from tawpipe.model.carried import NOTHING_CARRIED, Carried
 from tawpipe.model.chain import Chain, inner_model
-from tawpipe.model.export import export_hugging_face
+from tawpipe.model.export import carry, export_hugging_face
 from tawpipe.model.flops import work_of
 from tawpipe.model.indexers import freeze_indexers, frozen_words
 from tawpipe.model.loss import Loss
@@ -162,6 +164,8 @@ class Pipeline:
         if not isinstance(model, Chain) and (words := frozen_words(freeze_indexers(inner_model(model)))):
             logger.warning("frozen: %s", words)
         self.chain = chain = model if isinstance(model, Chain) else Chain(model, loss=loss)
+        if chain is not model and (words := wide_words(wide_parameters(chain.model), self.dtype)):
+            logger.warning("%s", words)
         if chain is model:
             refuse_emptied(chain.given)
             if loss is not None:
@@ -498,24 +502,35 @@ class Pipeline:
 
     # state
 
-    def save(self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None) -> Saved:
+    def save(
+        self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None, copy_frozen: bool = False
+    ) -> Saved:
         """Write weights, optimizer state and step number; call on all ranks.
+
+        Frozen weights that a ``SafetensorsSource`` read from a folder are not written, but their digests. ``load``
+        needs a pipeline whose ``weights`` read the same ones.
 
         Args:
             where: a folder, which all ranks must see, and which is replaced when the new one is complete; or a store,
                 in which the folder is named after the step.
             run: JSON values of the caller, which ``load`` returns.
+            copy_frozen: write frozen weights of a folder, too.
 
         Raises:
             RunError: it could not be written; what was there before is untouched.
         """
-        saved = self.start_saving(where, run=run).wait()
+        saved = self.start_saving(where, run=run, copy_frozen=copy_frozen).wait()
         if saved.problem:
             raise RunError(f"{saved.folder} could not be written: {saved.problem}")
         return saved
 
     def start_saving(
-        self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None, limit_s: float | None = None
+        self,
+        where: str | Path | Store,
+        *,
+        run: Mapping[str, Any] | None = None,
+        limit_s: float | None = None,
+        copy_frozen: bool = False,
     ) -> Saving:
         """Copy what ``save`` writes, and write it while training goes on; a save that is still being written is waited
         for.
@@ -529,7 +544,7 @@ class Pipeline:
         Raises:
             RunError: one of them has taken longer.
         """
-        return self._state.start_saving(where, run or {}, self.injector, limit_s)
+        return self._state.start_saving(where, run or {}, self.injector, limit_s, copy_frozen=copy_frozen)
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
@@ -538,7 +553,8 @@ class Pipeline:
             where: the folder, or the source that ``checkpoint.resume`` has chosen.
 
         Raises:
-            UserError: no complete state, or one of another model or optimizer; nothing here has changed.
+            UserError: no complete state, or one of another model, other frozen weights or another optimizer; nothing
+                here has changed.
             RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
                 exports raise until a load succeeds.
         """
@@ -548,29 +564,52 @@ class Pipeline:
         self,
         folder: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         format: str = "hf",
         merge: bool = False,
         max_shard_bytes: int = 4 * 2**30,
         tokenizer: Any = None,
+        base: str | Path | None = None,
+        carried: Carried | None = None,
     ) -> Path:
         """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
-        ``merge`` puts into the weights of the whole model instead; on all ranks. With ``format`` w4a16 or w8a8 the
-        matrices of layers are in few bits.
+        ``merge`` puts into the weights of the whole model instead; call on all ranks.
+
+        See ``export_hugging_face`` for the other arguments. Config keys, tokenizer files and dtypes are those of the
+        folder that the model came from: ``base``, or the one that ``from_pretrained`` left in the model's config.
+
+        Raises:
+            UserError: a format that this model cannot have, or a file of its folder that cannot be read.
+            RunError: the folder could not be written, or is not what it was to be; on all ranks.
         """
         self._state.require_whole()
         self.drain()
-        return export_hugging_face(
-            self.chain,
-            folder,
-            self.parameter,
-            dtype=dtype,
-            format=format,
-            merge=merge,
-            max_shard_bytes=max_shard_bytes,
-            is_writer=self.world.rank == 0,
-            tokenizer=tokenizer,
-        )
+        form: dict[str, Any] = {"dtype": dtype, "format": format, "merge": merge, "tokenizer": tokenizer}
+        if carried is None:
+            carried = NOTHING_CARRIED
+
+            def make() -> str:
+                nonlocal carried
+                carried = carry(self.chain, None if base is None else Path(base).expanduser(), **form)
+                return ""
+
+            _ = self.world.text_of_rank_0(make)
+        problem = ""
+        try:
+            export_hugging_face(
+                self.chain,
+                folder,
+                self.parameter,
+                **form,
+                max_shard_bytes=max_shard_bytes,
+                is_writer=self.world.rank == 0,
+                carried=carried,
+            )
+        except RunError as error:
+            problem = str(error)
+        if problem := self.world.broadcast_text(problem):
+            raise RunError(problem)
+        return Path(folder)
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
         """Bytes over the links and memory of one step, from its schedule."""
