@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 
 from states import BATCHES, everything, train
 from tawpipe.checkpoint.format import damage, read_manifest, sealed
+from tawpipe.checkpoint.frozen import difference, digests_in
 from tawpipe.checkpoint.names import MARKER
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.errors import UserError
@@ -48,7 +49,9 @@ json_values = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # the first draw may meet a busy machine
 @given(
-    changes=st.dictionaries(st.sampled_from(["format", "parameters", "tensors", "files", "run", "step"]), json_values)
+    changes=st.dictionaries(
+        st.sampled_from(["format", "parameters", "tensors", "files", "run", "step", "frozen"]), json_values
+    )
 )
 def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("record")
@@ -63,6 +66,7 @@ def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
     (folder / MARKER).write_text(json.dumps(sealed(good | changes)))
     try:
         read_run(folder)
+        assert not difference(read_manifest(folder), digests_in(read_manifest(folder)))
         assert (
             damage(folder, read_manifest(folder), range(len(read_manifest(folder)["files"])))
             or not (good | changes)["files"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,19 @@ class StatePiece:
 
 
 def state_pieces(
-    storage: Storage, optimizers: UnitOptimizers, *, saving: bool, states: States | None = None
+    storage: Storage,
+    optimizers: UnitOptimizers,
+    *,
+    saving: bool,
+    without: Collection[str] = (),
+    states: States | None = None,
 ) -> Iterator[StatePiece]:
     """Everything on this rank that a state holds, as views.
 
     Args:
         saving: leave out what another rank saves: further copies of a home, and the one-element states (the step count)
             of a parameter but where its first element lives.
+        without: names of frozen parameters that are left out.
         states: instead of those that the optimizers hold.
     """
     if states is None:
@@ -69,6 +75,8 @@ def state_pieces(
         if saving and not storage.is_first_copy(unit):
             continue
         for piece in pieces:
+            if piece.name in without:
+                continue
             yield StatePiece(f"model.{piece.name}", piece.numel, piece.start, piece.value.detach())
         of_unit = optimizers.pieces.get(unit, ())
         for piece, state in zip(of_unit, states.get(unit) or [{}] * len(of_unit), strict=True):
@@ -110,8 +118,9 @@ def manifest_of(notes: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) 
     Args:
         notes: of all ranks, in their order.
         content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``groups`` (the rule that made the
-            optimizer's, ``own`` for a factory of the user's), ``history``, and where frozen weights are kept in 4 or 8
-            bits ``quantize``, their form.
+            optimizer's, ``own`` for a factory of the user's), ``history``, where frozen weights are kept in 4 or 8
+            bits ``quantize``, their form, and where they are left out ``frozen``: their ``folder``, and ``parameters``,
+            the digest of each by name.
     """
     tensors: dict[str, Any] = {}
     for number, note in enumerate(notes):
@@ -161,6 +170,10 @@ def _malformed(manifest: Manifest) -> str:
             return f"{name} is not there"
     if not _whole(manifest.get("step")):
         return f"step is {manifest.get('step')!r}"
+    frozen = manifest.get("frozen", {"folder": "", "parameters": {}})
+    for name, kind in (("folder", str), ("parameters", dict)):
+        if not isinstance(frozen, dict) or not isinstance(frozen.get(name), kind):
+            return f"the {name} of frozen weights"
     files = manifest["files"]
     for entry in files:
         if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or not _whole(entry.get("bytes")):

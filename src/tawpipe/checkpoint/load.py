@@ -6,9 +6,10 @@ A rank reads the files that it sees; one that does not see a file is sent what i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from tawpipe.checkpoint.format import SEAL, STATE, Manifest, StatePiece, read_manifest, saved_dtype, state_pieces
+from tawpipe.checkpoint.frozen import digests_in, refuse_other_frozen
 from tawpipe.checkpoint.names import file_name
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.quantized import NONE
@@ -66,6 +68,7 @@ class Incoming:
 
     Args:
         pieces: the targets; their names and places, for what they hold may be replaced by ``begin``.
+        without: names of frozen parameters that are not in the state.
         states: for the optimizers, to be filled.
         wide: frozen units whose values come in a dtype that the compute dtype would round.
     """
@@ -73,6 +76,7 @@ class Incoming:
     storage: Storage
     optimizers: UnitOptimizers
     pieces: tuple[StatePiece, ...]
+    without: Collection[str]
     states: States
     wide: tuple[int, ...]
 
@@ -100,7 +104,8 @@ class Incoming:
             )
             raise UserError("groups", optimizers.rule, expected)
         states = {} if fresh else optimizers.full_states()
-        pieces = tuple(state_pieces(storage, optimizers, saving=False, states=states))
+        without = digests_in(manifest).keys()
+        pieces = tuple(state_pieces(storage, optimizers, saving=False, without=without, states=states))
         names = {piece.name: piece for piece in pieces}
         trained = {piece.name for own_pieces in optimizers.pieces.values() for piece in own_pieces}
         surplus = [name for name in tensors if name.startswith(STATE) and name.split(".", 2)[-1] in trained]
@@ -114,18 +119,18 @@ class Incoming:
         wide = [
             unit
             for unit in storage.pieces
-            for slot in storage.units[unit].slots[:1]
+            for slot in [slot for slot in storage.units[unit].slots if slot.name not in without][:1]
             if not storage.units[unit].trainable
             and torch.promote_types(saved_dtype(manifest, f"model.{slot.name}", compute), compute) != compute
         ]
-        return cls(storage, optimizers, pieces, states, tuple(wide))
+        return cls(storage, optimizers, pieces, without, states, tuple(wide))
 
     def begin(self) -> list[StatePiece]:
         """The targets, in the order of ``pieces``: from here on the state changes."""
         for unit in self.wide:
             self.storage.widen(unit)
         self.optimizers.adopt(self.states)
-        return list(state_pieces(self.storage, self.optimizers, saving=False))
+        return list(state_pieces(self.storage, self.optimizers, saving=False, without=self.without))
 
     def end(self, world: World) -> None:
         """Bring up to date what follows from the state; when all has been filled in, on all ranks."""
@@ -190,7 +195,8 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
         where: the folder, or the source that ``resume`` has chosen.
 
     Raises:
-        UserError: it is of another model or optimizer, or damaged; on all ranks, and nothing has changed.
+        UserError: it is of another model or optimizer, refers to other frozen weights, or is damaged; on all ranks, and
+            nothing has changed.
         RunError: reading broke off on some rank; on all ranks, which hold half of a state.
     """
     place = str(where.where if isinstance(where, Source) else where)
@@ -203,10 +209,14 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
             world.together(lambda: load.open([wanted for _, wanted in everyone]), otherwise=OTHERWISE)
         except RunError as error:
             raise UserError("where", place, str(error)) from error
+        refuse_other_frozen(load.source.manifest, place, storage.digests, storage.folder)
+        digests, without = dict(storage.digests), load.incoming.without
+        storage.digests = {name: digest for name, digest in digests.items() if name in without}  # if reading breaks off
         try:
-            world.together(load.fill)
+            changed = set(chain(*world.together(load.fill)))
         except RunError as error:
             raise RunError(f"{place} could not be read to its end ({error})") from error
+    storage.digests = {name: digest for name, digest in digests.items() if f"model.{name}" not in changed}
     load.incoming.end(world)
     return load.source.manifest
 
@@ -253,12 +263,14 @@ class _Load:
                 if shape != [part.length]:
                     raise RunError(f"{part.key} has the shape {shape} in {file_name(part.number)}")
 
-    def fill(self) -> None:
-        """Read, send and receive, in an order that all ranks agree on. One that cannot read goes on to send, because
-        others wait for it, and raises in the end.
+    def fill(self) -> list[str]:
+        """Read, send and receive, in an order that all ranks agree on; names of frozen tensors that had other values. A
+        rank that cannot read goes on to send, because others wait for it, and raises in the end.
         """
         here, group, pieces = self.world.rank, self.world.group, self.incoming.begin()
         problem: Exception | None = None
+        units, changed = self.incoming.storage.units, set[str]()
+        frozen = {f"model.{slot.name}" for unit in units if not unit.trainable for slot in unit.slots}
         for part in self._parts:
             piece, count = pieces[part.index] if part.rank == here else None, part.end - part.begin
             values = torch.empty(0)
@@ -275,10 +287,13 @@ class _Load:
             if piece is None:
                 dist.send(values.contiguous(), part.rank, group=group)
             else:
-                at = part.begin - piece.start
-                piece.value[at : at + count].copy_(values)
+                target = piece.value[part.begin - piece.start :][:count]
+                if part.name in frozen and not torch.equal(target.cpu(), values.to(target.dtype)):
+                    changed.add(part.name)
+                target.copy_(values)
         if problem is not None:
             raise problem
+        return sorted(changed)
 
 
 def open_file(folder: Path, manifest: Manifest, number: int) -> Any:

@@ -46,6 +46,17 @@ def complete_states(folder: Path) -> list[Path]:
     return [path for path in named_states(folder) if is_complete(path)]
 
 
+def state_to_resume(output: Path, resume: str) -> Path | None:
+    """The folder of the state that ``--resume`` means if it is sound; None without one.
+
+    Args:
+        output: of the run.
+    """
+    if resume == "auto":
+        return next(reversed(complete_states(output / "checkpoints")), None)
+    return None if resume == "none" else Path(resume)
+
+
 def passed_over(folder: Path, step: int = 0) -> tuple[str, ...]:
     """Sentences about the states in ``folder`` after ``step`` that lack their manifest, newest first."""
     newer = [path for path in reversed(named_states(folder)) if step_of(path) > step and not is_complete(path)]

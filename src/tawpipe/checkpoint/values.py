@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from tawpipe.checkpoint.format import damage, read_manifest, saved_dtype
+from tawpipe.checkpoint.frozen import digests_in, refuse_other_frozen
 from tawpipe.checkpoint.load import check_same_model, open_file
 from tawpipe.errors import UserError
+from tawpipe.model.facts import value_digest
+from tawpipe.model.pretrained import SafetensorsSource
 from tawpipe.model.units import Unit
 
 
@@ -23,13 +26,17 @@ class SavedParameters:
         folder: of the state, all of whose files are read once, to see that they are sound.
         units: of the model, in the form in which it was trained (``Chain.quantise``).
         dtype: of parameters that are given.
+        base: source of the frozen parameters that the state refers to.
 
     Raises:
         UserError: it is not sound, or of another model.
     """
 
-    def __init__(self, folder: Path, units: Sequence[Unit], dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, units: Sequence[Unit], dtype: torch.dtype, base: SafetensorsSource | None = None
+    ) -> None:
         self._folder, self._dtype, self._manifest = folder, dtype, read_manifest(folder)
+        self._base, self._frozen = base, digests_in(self._manifest)
         self._units = {slot.name: unit for unit in units for slot in unit.slots}
         shapes = {slot.name: list(slot.shape) for unit in units for slot in unit.slots}
         check_same_model(str(folder), self._manifest["parameters"], shapes)
@@ -47,8 +54,15 @@ class SavedParameters:
         self._stack.close()
 
     def parameter(self, name: str) -> Tensor:
-        """A whole parameter; of one that was kept in 4 or 8 bits, the numbers that blocks computed with."""
+        """A whole parameter; of one that was kept in 4 or 8 bits, the numbers that blocks computed with.
+
+        Raises:
+            UserError: the base has other values than the run had.
+        """
         unit = self._units[name]
+        if name in self._frozen:
+            value = self._of_base(name).to(self._dtype)
+            return value if unit.packing is None else unit.packing.as_computed(name, value)
         slot = next(slot for slot in unit.slots if slot.name == name)
         if unit.packing is None:
             return self._flat(name).view(slot.shape).to(self._dtype)
@@ -56,10 +70,21 @@ class SavedParameters:
             packing, values = unit.packing, torch.empty(unit.numel, dtype=self._dtype)
             packed = torch.zeros(packing.elements, dtype=packing.compute_dtype)
             for part, place in zip(packing.slots, packing.places, strict=True):
-                packed.view(torch.uint8)[place.begin : place.end] = self._flat(part.name)
+                if part.name not in self._frozen:
+                    packed.view(torch.uint8)[place.begin : place.end] = self._flat(part.name)
             packing.unpack(packed, values)
             self._unpacked = unit.index, values
         return slot.view(self._unpacked[1]).clone()
+
+    def _of_base(self, name: str) -> Tensor:
+        """A frozen parameter that the state refers to."""
+        base = self._base
+        value = torch.empty(0) if base is None else base.parameter(name)
+        if (digest := value_digest(value)) != self._frozen[name]:
+            digests = {} if base is None else {each: value_digest(base.parameter(each)) for each in self._frozen}
+            folder = "" if base is None else str(base.folder)
+            refuse_other_frozen(self._manifest, str(self._folder), digests | {name: digest}, folder)
+        return value
 
     def _flat(self, name: str) -> Tensor:
         """A tensor of the state, all chunks of it, end to end."""

@@ -6,9 +6,11 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-from tawpipe.checkpoint.format import damage, read_manifest
+from tawpipe.checkpoint.format import Manifest, damage, read_manifest
+from tawpipe.checkpoint.frozen import difference, digests_in, folder_of
 from tawpipe.checkpoint.names import MARKER, PARTIAL, complete_states, is_complete, named_states, remove
 from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.checkpoint.store import superfluous
@@ -49,7 +51,7 @@ def _list(_: argparse.Namespace, path: Path) -> int:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
         best = f"; lowest validation loss {run.best['loss']:.4f} after step {run.best['step']}" if run.best else ""
         done = f"step {run.step}, {run.samples} samples, {run.topology}{_trained(run)}{best}"
-        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  {done}")
+        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  {done}{_frozen_words(manifest)}")
     for folder in _partial(path):
         print(f"{folder}  not complete: being written, or left by a crash")
     return 0
@@ -61,13 +63,44 @@ def _trained(run: RunState) -> str:
     return adapter + (f", frozen: {' '.join(run.freeze)}" if run.freeze else "")
 
 
+def _frozen_words(manifest: Manifest) -> str:
+    """Place of the frozen weights that a state does not hold."""
+    count = len(digests_in(manifest))
+    return f"; frozen weights: in {folder_of(manifest)} ({count} parameters)" if count else ""
+
+
 def _verify(_: argparse.Namespace, path: Path) -> int:
-    bad = 0
+    bad, digests_of = 0, cache(_digests_of)
     for folder in _checkpoints(path, named_states):
         problem = problem_of(folder)
-        bad += bool(problem)
-        print(f"{folder}  {'damaged: ' + problem if problem else 'sound'}", flush=True)
+        words, differs = f"damaged: {problem}" if problem else "sound", ""
+        if not problem and digests_in(manifest := read_manifest(folder)):
+            base = Path(manifest["frozen"]["folder"])
+            unchecked = "" if base.is_dir() else "the folder is not there"
+            try:
+                differs = "" if unchecked else difference(manifest, digests_of(base, tuple(digests_in(manifest))))
+            except (UserError, OSError, ValueError) as error:
+                unchecked = str(error)
+            outcome = f" could not be checked: {unchecked}" if unchecked else f": {differs or 'as they were'}"
+            words += _frozen_words(manifest) + outcome
+        bad += bool(problem or differs)
+        print(f"{folder}  {words}", flush=True)
     return 1 if bad else 0
+
+
+def _digests_of(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """Digests of those of some parameters that a model's folder has, by their names in a run."""
+    from tawpipe.model.build import build_model
+    from tawpipe.model.chain import Chain
+    from tawpipe.model.facts import value_digest
+    from tawpipe.model.pretrained import SafetensorsSource
+    from tawpipe.model.weights import base_name
+
+    source, digests = SafetensorsSource(Chain(build_model(str(folder), max_positions=1).model), folder), {}
+    for name in names:
+        with suppress(KeyError):
+            digests[name] = value_digest(source.parameter(base_name(name)))
+    return digests
 
 
 def problem_of(folder: Path) -> str:
@@ -121,7 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, run, words in (
         ("list", _list, "size, time and position of every checkpoint"),
-        ("verify", _verify, "compare every file with its checksum; exit code 1 if one is damaged"),
+        (
+            "verify",
+            _verify,
+            "compare every file, and frozen weights, with their checksums; exit code 1 for a difference",
+        ),
         ("prune", _prune, "remove older checkpoints but the best, while no run is writing there, if a sound one stays"),
     ):
         command = commands.add_parser(name, help=words, description=words)

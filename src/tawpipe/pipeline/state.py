@@ -51,7 +51,13 @@ class State:
             raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
     def start_saving(
-        self, where: str | Path | Store, run: Mapping[str, Any], injector: Injector | None, limit_s: float | None
+        self,
+        where: str | Path | Store,
+        run: Mapping[str, Any],
+        injector: Injector | None,
+        limit_s: float | None,
+        *,
+        copy_frozen: bool,
     ) -> Saving:
         """See ``Pipeline.start_saving``."""
         begin = time.perf_counter()
@@ -67,8 +73,8 @@ class State:
             if saving.world is world:
                 saving.join(limit_s)
         self.savings[:] = [saving for saving in self.savings if not saving.done]
-        live = storage.in_host
-        pieces = stage(list(state_pieces(storage, optimizers, saving=True)), live=live)
+        live, frozen = storage.in_host, {} if copy_frozen else dict(storage.digests)
+        pieces = stage(list(state_pieces(storage, optimizers, saving=True, without=frozen)), live=live)
         content = {
             "parameters": {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots},
             "step": self.step_number,
@@ -77,6 +83,7 @@ class State:
             "groups": optimizers.rule or "own",
             "history": store.history,
             **({"quantize": storage.form} if storage.form != NONE else {}),
+            **({"frozen": {"folder": storage.folder, "parameters": frozen}} if frozen else {}),
         }
         staged_s = time.perf_counter() - begin
         saving = Saving(store, name, pieces, content=content, world=world, staged_s=staged_s, live=live)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Facts, config_facts
 from tawpipe.model.loss import loss_chunk
+from tawpipe.model.pretrained import SafetensorsSource
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.pipeline.schedules import Schedules
@@ -96,7 +98,13 @@ def filled_homes(
         host_homes=schedules.smallest.settings.host_homes or "none",
         keeps_gradients=not schedules.smallest.passes_gradients,
     )
+    if type(source) is SafetensorsSource:  # what is derived from it may give other values
+        source.digests = {}
     storage.fill(source, world.group, world.size)
+    if type(source) is SafetensorsSource:
+        everyone = map(json.loads, world.gather_texts(json.dumps(source.digests)))
+        storage.digests = {name: digest for digests in everyone for name, digest in digests.items()}
+        storage.folder = world.broadcast_text(str(source.folder))
     chain.prepare(world.device, dtype)
     chain.load_buffers(source.buffers())
     return storage

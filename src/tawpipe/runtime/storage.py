@@ -164,6 +164,10 @@ class Storage:
         self.gradient: dict[int, Tensor] = {}
         self.compute_copy: dict[int, Tensor] = {}
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
+        self.folder = ""
+        """Folder that the parameters of ``digests`` came from."""
+        self.digests: dict[str, str] = {}
+        """Digests of frozen parameters, of all ranks, whose values are still those of a folder; by name."""
         self.exact: frozenset[int] = frozenset()
         """Frozen units, of all ranks, whose exact values are in the host's memory."""
         for unit, home in zip(units, homes, strict=True):
