@@ -146,15 +146,14 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder, tmp_path, 
         assert "--port" in refused(capsys, *model, "--port", str(taken.getsockname()[1]))
 
 
-def test_a_model_without_a_template_is_refused_but_with_one_of_ours(folder, tmp_path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("template", [[], ["--chat-template", "plain"]])
+def test_a_context_for_which_the_model_has_no_positions_is_refused(folder, tmp_path, capsys, template) -> None:
+    """Also of a model without a chat template, which answers completions."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert "--chat-template" in refused(capsys, "--model", str(tmp_path), "--port", "0")
-    assert "--context" in refused(
-        capsys, "--model", str(tmp_path), "--port", "0", "--chat-template", "plain", "--context", "4096"
-    )
+    assert "--context" in refused(capsys, "--model", str(tmp_path), "--port", "0", *template, "--context", "4096")
 
 
 def test_without_the_extra_the_command_for_it_is_said(folder, capsys, monkeypatch) -> None:
@@ -187,6 +186,8 @@ def test_it_answers_as_transformers_does_and_drains_on_sigterm(folder: Path) -> 
         client = running.client()
         answer = ask(client, temperature=0, max_tokens=40)
         assert answer.choices[0].message.content == expected(folder, 40)
+        scored = client.completions.create(model="tuned", prompt="What is", echo=True, logprobs=1, max_tokens=0)
+        assert scored.choices[0].text == "What is"
         seeded = [ask(client, seed=5, max_tokens=20).choices[0].message.content for _ in range(2)]
         assert seeded[0] == seeded[1] != ask(client, seed=6, max_tokens=20).choices[0].message.content
         stream = ask(client, stream=True, max_tokens=1500, temperature=0)

@@ -27,12 +27,14 @@ def ask(service: Served, text: str, **more: Any) -> Any:
     return service.client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **more)
 
 
-def post(service: Served, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any], Any]:
+def post(
+    service: Served, body: bytes | dict[str, Any], path: str = "/v1/chat/completions", **headers: str
+) -> tuple[int, dict[str, Any], Any]:
     """Status, content and headers of what is answered to a body that no client would send."""
     connection = HTTPConnection("127.0.0.1", service.port, timeout=30)
     given = body if isinstance(body, bytes) else json.dumps(body).encode()
     names = {"content-type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
-    connection.request("POST", "/v1/chat/completions", given, names)
+    connection.request("POST", path, given, names)
     answer = connection.getresponse()
     content = json.loads(answer.read())
     connection.close()

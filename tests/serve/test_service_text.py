@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from typing import Any
 
 import pytest
 
 from served import tokenizer_of_bytes
 from tawpipe.data.messages import Malformed
-from tawpipe.errors import UserError
 from tawpipe.serve.text import AnswerText, Prompts, StopStrings, TextPieces
 
 EMOJI = "a \U0001f469‍\U0001f680 naïve 🇨🇭 \U0001f44d\U0001f3fd, 語."
@@ -105,8 +106,8 @@ def test_tokens_are_told_of_with_their_text_and_those_of_a_stop_string_never(tok
 
 
 def test_a_prompt_goes_through_the_chat_template(tokenizer) -> None:
-    with pytest.raises(UserError, match="--chat-template: got None; chatml, plain, or a file"):
-        Prompts(tokenizer)
+    with pytest.raises(Malformed, match="no chat template"):
+        Prompts(tokenizer).tokens([{"role": "user", "content": "x"}])
     ids = Prompts(tokenizer, "plain").tokens([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(ids) == "<|user|>\nhi\n<|assistant|>\n"
     assert tokenizer.chat_template is None  # the other thread's is left as it was
@@ -122,3 +123,47 @@ def test_what_the_template_refuses_is_refused_with_its_words(tokenizer, tmp_path
     with pytest.raises(Malformed, match="refuses") as refused:
         prompts.tokens([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
     assert "no system here" in refused.value.detail
+
+
+def with_chat_template(tokenizer: Any, words: str) -> Prompts:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = "{%- for m in messages -%}{{ m.role }}:{{ m.name }}{{ m.content }};{%- endfor -%}" + words
+    return Prompts(changed)
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_one_and_names_are_passed_on(tokenizer) -> None:
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b", "name": "bob "}]
+    for words, role in (("", "system"), ("{# developer #}", "developer")):
+        ids = with_chat_template(tokenizer, words).tokens(messages)
+        assert tokenizer.decode(ids) == f"{role}:a;user:bob b;"
+    assert messages[0]["role"] == "developer"
+
+
+def test_an_answer_without_reasoning_is_the_templates_to_give(tokenizer) -> None:
+    asked = [{"role": "user", "content": "b"}]
+    plain = with_chat_template(tokenizer, "")
+    assert plain.tokens(asked) == plain.tokens(asked, reasoning=False)
+    able = with_chat_template(tokenizer, "{%- if enable_thinking is false -%}<think></think>{%- endif -%}")
+    assert tokenizer.decode(able.tokens(asked, reasoning=False)).endswith("<think></think>")
+    assert not tokenizer.decode(able.tokens(asked)).endswith("<think></think>")
+    with pytest.raises(Malformed, match="reasoning_effort"):
+        with_chat_template(tokenizer, "<think>").tokens(asked, reasoning=False)
+
+
+def test_a_text_goes_on_behind_its_prompt(tokenizer) -> None:
+    """As where a tokenizer leaves out the blank before the first word."""
+
+    class Words:
+        def decode(self, ids: list[int], **_: object) -> str:
+            return " ".join(f"w{number}" for number in ids)
+
+    pieces = TextPieces(Words(), [1, 2])
+    assert [pieces.add(3), pieces.add(4), pieces.end()] == [" w3", " w4", ""]
+
+
+def test_offsets_are_those_of_the_text_as_it_was_asked(tokenizer) -> None:
+    text = "é<|endoftext|>x"  # the tokenizer puts another special token in front
+    prompt = Prompts(tokenizer).completed(text, echo=True)
+    assert (prompt.text, list(prompt.offsets)) == (text, [0, 0, 0, 1, 14])
+    by_ids = Prompts(tokenizer).completed(prompt.ids, echo=True)
+    assert (by_ids.text, list(by_ids.offsets)) == ("<|endoftext|>" + text, [0, 13, 13, 14, 27])

@@ -34,9 +34,10 @@ def tokenizer_of_bytes() -> Any:
 
 
 def repeated(prompt: tuple[int, ...]) -> list[int]:
-    """What the last message of a prompt says, and the token that ends a text."""
+    """The last message of a prompt, or a prompt without messages; and the token that ends a text."""
     tokenizer = tokenizer_of_bytes()
-    said = tokenizer.decode(prompt).rpartition("<|user|>\n")[2].removesuffix("\n<|assistant|>\n")
+    text = tokenizer.decode(prompt, skip_special_tokens=True)
+    said = text.rpartition("<|user|>\n")[2].removesuffix("\n<|assistant|>\n")
     return [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
 
 
@@ -45,7 +46,7 @@ class Served:
     """A running service."""
 
     slots: Slots
-    engine: ScriptedEngine
+    engine: Any
     port: int
     key: str | None = None
 
@@ -68,13 +69,18 @@ def served(
     key: str | None = None,
     pass_s: float = 0.0,
     fails_at: int | None = None,
+    engine: Any = None,
 ) -> Iterator[Served]:
-    """A service until the block ends; no slot is in use then."""
+    """A service until the block ends; no slot is in use then.
+
+    Args:
+        engine: computes in the place of a scripted one.
+    """
     tokenizer = tokenizer_of_bytes()
     slots = Slots(room, waiting=waiting, idle_s=0.05)
-    engine = ScriptedEngine(room, repeated, pass_s=pass_s, fails_at=fails_at)
+    engine = engine or ScriptedEngine(room, repeated, pass_s=pass_s, fails_at=fails_at)
     prompts, stops = Prompts(tokenizer, "plain"), {tokenizer.eos_token_id}
-    service = Service(config, slots, tokenizer, prompts, NAME, stops, Sampling())
+    service = Service(config, slots, tokenizer, prompts, NAME, stops, Sampling(), len(tokenizer))
     listening = bound_socket("127.0.0.1", 0)
     port = listening.getsockname()[1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,10 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tawpipe.data.messages import Malformed
 from tawpipe.runtime.passes import Sampling
 from tawpipe.runtime.requests import Question, Slots
-from tawpipe.serve.answers import Answering
-from tawpipe.serve.fields import ChatAsked, Refusal, read_asked
+from tawpipe.serve.answers import Answering, Completing
+from tawpipe.serve.fields import USUAL_TOKENS, Fields, Refusal, read_asked, read_completion
 from tawpipe.serve.settings import ServeConfig
-from tawpipe.serve.text import Prompts
+from tawpipe.serve.text import Prompt, Prompts
 
 BODY_S = 30.0
 """Seconds in which a request's body has come."""
@@ -42,6 +42,7 @@ class Service:
         name: of the model.
         stops: tokens that end an answer.
         defaults: how tokens are drawn where a request does not say.
+        vocabulary: number of the model's tokens.
     """
 
     config: ServeConfig
@@ -51,6 +52,7 @@ class Service:
     name: str
     stops: Collection[int]
     defaults: Sampling
+    vocabulary: int
 
     def __post_init__(self) -> None:
         self._born = int(time.time())
@@ -64,6 +66,7 @@ class Service:
         """
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -105,13 +108,26 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def chat(self, request: Request) -> Any:
-        """The answer as a whole, or a stream of its parts."""
+        """The answer to a chat as a whole, or a stream of its parts."""
+        return await self._answer(request, read_asked, Answering)
+
+    async def complete(self, request: Request) -> Any:
+        """The completions of some prompts as a whole, or a stream of their parts."""
+        return await self._answer(request, read_completion, Completing)
+
+    async def _answer(self, request: Request, read: Callable[[bytes, Sampling], Fields], form: type[Answering]) -> Any:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body's content-type is to be application/json")
-        asked = read_asked(await self._body(request), self.defaults)
+        asked = read(await self._body(request), self.defaults)
         self._check_name(asked.model)
-        question, seconds = await self._question(asked), self.config.request_s
-        answering = Answering(self.slots, asked, question, self.tokenizer, model=self.name, seconds=seconds)
+        if len(asked.prompts) > self.slots.most:
+            words = f"{len(asked.prompts)} prompts; at most {self.slots.most} here"
+            raise Refusal(400, f"prompt: got {words}", param="prompt", code="invalid_value")
+        # Another thread makes the prompts, as others' answers go on meanwhile.
+        prompts = await asyncio.get_running_loop().run_in_executor(self._reader, self._prompts, asked)
+        questions = [self._question(asked, number, prompt.ids) for number, prompt in enumerate(prompts)]
+        asked, seconds = replace(asked, prompts=prompts), self.config.request_s
+        answering = form(self.slots, asked, questions, self.tokenizer, model=self.name, seconds=seconds)
         return answering if asked.stream else await answering.whole(request.receive)
 
     async def _body(self, request: Request) -> bytes:
@@ -130,25 +146,41 @@ class Service:
             raise Refusal(408, f"the body has not come in {BODY_S:.0f} s") from error
         return bytes(body)
 
-    async def _question(self, asked: ChatAsked) -> Question:
-        """The tokens to be computed, which another thread makes, as others' answers go on meanwhile."""
-        loop = asyncio.get_running_loop()
-        try:
-            prompt = await loop.run_in_executor(self._reader, self.prompts.tokens, asked.messages)
-        except Malformed as error:
-            words = ": ".join(filter(None, (error.why, error.detail)))
-            raise Refusal(400, f"messages, {words}", param="messages", code="invalid_value") from error
-        context, most = self.slots.room.context, self.config.max_tokens
+    def _prompts(self, asked: Fields) -> list[Prompt]:
+        """Read the prompts."""
+        prompts = list[Prompt]()
+        for number, prompt in enumerate(asked.prompts):
+            name, by_ids = _name(asked, number), asked.field == "prompt" and isinstance(prompt, list)
+            if by_ids and (highest := max(prompt)) >= self.vocabulary:
+                message = f"{name}: got the token id {highest}; expected ids from 0 to {self.vocabulary - 1}"
+                raise Refusal(400, message, param=name, code="invalid_value")
+            try:
+                if asked.field == "messages":
+                    prompts.append(Prompt(self.prompts.tokens(prompt, reasoning=asked.reasoning)))
+                else:
+                    prompts.append(self.prompts.completed(prompt, echo=asked.echo))
+            except Malformed as error:
+                words = ": ".join(filter(None, (error.why, error.detail)))
+                raise Refusal(400, f"{name}, {words}", param=name, code="invalid_value") from error
+        return prompts
+
+    def _question(self, asked: Fields, number: int, prompt: list[int]) -> Question:
+        """Tokens to be computed for the prompt with this number."""
+        context, most, name = self.slots.room.context, self.config.max_tokens, _name(asked, number)
         room = context - len(prompt) + 1  # the last token that is drawn takes no place
-        wanted = min(room, most) if asked.tokens is None else asked.tokens
+        usual = USUAL_TOKENS if asked.field == "prompt" else most
+        wanted = min(room, most, usual) if asked.tokens is None else asked.tokens
         if room < 1 or wanted > room:
             words = f"{len(prompt)} tokens" + (f" and an answer of {wanted}" if room >= 1 else "")
-            message = f"the messages have {words}, more than the context of {context} tokens has places for"
-            raise Refusal(400, message, param="messages", code="context_length_exceeded")
+            message = f"{name}: got {words}; the context of {context} tokens has no places for more"
+            raise Refusal(400, message, param=name, code="context_length_exceeded")
         if wanted > most:
             message = f"max_tokens: got {wanted}; at most {most} here"
             raise Refusal(400, message, param="max_tokens", code="invalid_value")
-        return Question(tuple(prompt), wanted, asked.sampling, self.stops)
+        # Without a seed, equal prompts of a request get different answers.
+        seed = asked.sampling.seed if asked.seeded else (asked.sampling.seed + number) % 2**63
+        sampling, scored = asked.sampling._replace(seed=seed), asked.echo and asked.logprobs
+        return Question(tuple(prompt), wanted, sampling, self.stops, scored)
 
     def _check_name(self, name: str) -> None:
         if name != self.name:
@@ -158,6 +190,11 @@ class Service:
     @property
     def _card(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self._born, "owned_by": "tawpipe"}
+
+
+def _name(asked: Fields, number: int) -> str:
+    """The field of the prompt with this number."""
+    return asked.field if len(asked.prompts) == 1 else f"{asked.field}[{number}]"
 
 
 def _refusal(scope: Scope, key: str | None, *, loopback: bool) -> Refusal | None:

@@ -36,7 +36,8 @@ class ServeConfig:
     """File whose first line every request must bring as `Authorization: Bearer KEY`."""
 
     chat_template: str | None = None
-    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own."""
+    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own; without one there are
+    completions, but no chats."""
 
     weights: WeightForm = "auto"
     """Few bits for the matrices of layers. auto: as the folder has them. none: as dtype says. int8: a scale for each

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import GenerationConfig
-
 from tawpipe.data.tokenizer import check_vocabulary, load_tokenizer, stops_of
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.model.build import longest_allowed, text_config_of
+from tawpipe.model.carried import GENERATION, read_settings
 from tawpipe.options import Open
 from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
 from tawpipe.runtime.passes import Room
@@ -45,12 +44,12 @@ def serve(config: ServeConfig, folder: Path) -> None:
         engine.run(None)
     else:
         slots = Slots(engine.room, waiting=config.max_waiting, idle_s=config.idle_s)
-        service = _service(config, folder, slots, tokenizer, prompts)
+        service = _service(config, folder, slots, tokenizer, prompts, text_config.vocab_size)
         host, port = listening.getsockname()[:2]
         ready = (
             f"{service.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
             f"{slots.room.groups * slots.room.slots} slots of {slots.room.context} tokens on {world.nodes}, "
-            f"{world.device.type}; ctrl-C ends"
+            f"{world.device.type}{'' if prompts.template else '; no chats without --chat-template'}; ctrl-C ends"
         )
         run_service(engine.run, slots, service.application(read_key(config)), listening, config, ready)
     engine.close()
@@ -71,11 +70,10 @@ def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> En
     )
 
 
-def _service(config: ServeConfig, folder: Path, slots: Slots, tokenizer: Any, prompts: Prompts) -> Service:
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # there is none
-        generation = None
+def _service(
+    config: ServeConfig, folder: Path, slots: Slots, tokenizer: Any, prompts: Prompts, vocabulary: int
+) -> Service:
+    generation = SimpleNamespace(**read_settings(folder, GENERATION))
     name = config.name or Path(config.model).expanduser().resolve().name
     stops = {*stops_of(SimpleNamespace(generation_config=generation), tokenizer), prompts.end_of_text} - {None}
-    return Service(config, slots, tokenizer, prompts, name, stops, with_defaults(generation))
+    return Service(config, slots, tokenizer, prompts, name, stops, with_defaults(generation), vocabulary)

@@ -1,15 +1,16 @@
-"""Messages to a prompt's tokens, and tokens of an answer to its text as they come."""
+"""Messages and texts to prompts, and tokens of an answer to its text as they come."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tawpipe.data.chat import with_template
 from tawpipe.data.messages import Malformed
-from tawpipe.errors import UserError
 
 T = TypeVar("T")
 BROKEN = "\ufffd"
@@ -18,56 +19,110 @@ PATIENCE = 16
 """Tokens after which bytes that are still no text are let out as they are: one character has four at most."""
 
 
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        ids: at least one token.
+        text: of the prompt, where it is asked for.
+        offsets: characters of the text before each token.
+    """
+
+    ids: list[int]
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
 class Prompts:
-    """Maker of prompts from messages by a chat template.
+    """Maker of prompts: from messages by a chat template, or from texts.
 
     Args:
         tokenizer: it is copied, so that another thread may use it at the same time.
-        template: ``chatml``, ``plain``, or a file with a Jinja template; None for the tokenizer's.
+        template: ``chatml``, ``plain``, or a file with a Jinja template; None for the tokenizer's, if it has one.
 
     Raises:
-        UserError: there is no template, or it cannot render a chat.
+        UserError: the template cannot render a chat.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        if template is None and not tokenizer.chat_template:
-            expected = "chatml, plain, or a file with a Jinja template: this model's tokenizer has none"
-            raise UserError("--chat-template", None, expected)
         changed = (
             copy.deepcopy(tokenizer) if template is None else with_template(tokenizer, template, "--chat-template")
         )
         self._tokenizer: Any = changed
+        self.template = str(changed.chat_template or "")
+        """The chat template; empty where there is none."""
         self.end_of_text: Any = changed.eos_token_id
         """The token that ends a turn by the template; None where the tokenizer has none."""
 
-    def tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The prompt.
+    def tokens(self, messages: Sequence[dict[str, str]], *, reasoning: bool = True) -> list[int]:
+        """Tokens of the prompt for an answer to messages. A developer is the system, unless the template names both.
+
+        Args:
+            reasoning: False for an answer without reasoning before it.
 
         Raises:
-            Malformed: the template refuses the messages, or makes nothing of them.
+            Malformed: the template refuses the messages, makes nothing of them, or has no way to answer without
+                reasoning; or there is no template.
         """
         from jinja2.exceptions import TemplateError
 
+        if not self.template:
+            raise Malformed("for which this model has no chat template (--chat-template)")
+        more: dict[str, Any] = {} if reasoning or "enable_thinking" not in self.template else {"enable_thinking": False}
+        if not reasoning and not more and re.search("think|reason", self.template):
+            raise Malformed("whose chat template has no enable_thinking, as reasoning_effort = none needs")
+        more |= {"tokenize": False, "add_generation_prompt": True}
+        system = {"role": "developer" if "developer" in self.template else "system"}
+        messages = [message | system if message["role"] == "developer" else message for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(messages, **more)
         except TemplateError as error:
             raise Malformed("which the model's chat template refuses", str(error)) from error
         if ids := self._tokenizer.encode(text, add_special_tokens=False):
             return ids
         raise Malformed("of which the model's chat template makes no tokens")
 
+    def completed(self, prompt: str | list[int], *, echo: bool = False) -> Prompt:
+        """Return the prompt that a completion continues, with the special tokens that the tokenizer adds to a text.
+
+        Args:
+            echo: say its text, and where each token begins in it.
+
+        Raises:
+            Malformed: there are no tokens.
+        """
+        tokenizer = self._tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            if tokenizer.bos_token_id is None:
+                raise Malformed("of which the tokenizer makes no tokens; and it has none that begins a text")
+            ids = [tokenizer.bos_token_id]
+        if not echo:
+            return Prompt(ids)
+        read = TextPieces(tokenizer, special=True)
+        pieces = [*map(read.add, ids), read.end()]
+        decoded, begins = "".join(pieces), accumulate(map(len, pieces[:-2]), initial=0)
+        text = prompt if isinstance(prompt, str) else decoded
+        added = len(decoded) - len(text) if decoded.endswith(text) else 0  # by special tokens in front of a text
+        return Prompt(ids, text, [min(max(0, begin - added), len(text)) for begin in begins])
+
 
 class TextPieces:
-    """Tokens to pieces of text, none of which ends within a character. Special tokens are no text.
+    """Tokens to pieces of text, none of which ends within a character.
 
     Tokens are decoded behind those of the piece before, as many tokenizers spell a word's beginning by what precedes.
+
+    Args:
+        before: tokens behind which the text begins.
+        special: special tokens are text, too.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), *, special: bool = False) -> None:
         # What is under a fast tokenizer decodes a few tokens in a tenth of the time.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self._ids: list[int] = []
-        self._told = 0
+        self._special = special
+        self._ids = [*before[-PATIENCE:]]
+        self._told = len(self._ids)
         """How many of the ids were let out."""
 
     def add(self, token: int) -> str:
@@ -87,7 +142,7 @@ class TextPieces:
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=not self._special)
 
 
 class StopStrings:
@@ -135,18 +190,19 @@ class AnswerText(Generic[T]):
 
     Attributes:
         stops: once one was found, nothing more comes.
+        come: characters of the tokens so far.
     """
 
     pieces: TextPieces
     stops: StopStrings
-    _come: int = 0
+    come: int = 0
     _let_out: int = 0
     _notes: list[tuple[int, T]] = field(default_factory=list)
     """Of tokens whose text is held back: characters that came before each, and what is told of it."""
 
     def add(self, token: int, note: T) -> tuple[str, list[T]]:
         """The text, and the notes of tokens, that can be let out now."""
-        self._notes.append((self._come, note))
+        self._notes.append((self.come, note))
         return self._out(self.pieces.add(token))
 
     def end(self) -> tuple[str, list[T]]:
@@ -157,7 +213,7 @@ class AnswerText(Generic[T]):
         return text + self.stops.end(), notes + [note for _, note in self._notes]
 
     def _out(self, piece: str) -> tuple[str, list[T]]:
-        self._come += len(piece)
+        self.come += len(piece)
         text = self.stops.add(piece)
         self._let_out += len(text)
         notes = [note for place, note in self._notes if place < self._let_out]
