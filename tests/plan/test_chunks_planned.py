@@ -215,7 +215,7 @@ def test_a_row_that_fits_whole_is_not_cut():
 
 
 class _World(SimpleNamespace):
-    nodes = Topology.grid(2, 2)
+    nodes, size = Topology.grid(2, 2), 4
 
     def text_of_rank_0(self, make: Any) -> str:
         return make()

@@ -13,7 +13,7 @@ from tawpipe.plan.dealt import BALANCED, played
 from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.pipelines import hops
 from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import memory_of, predict, short_schedule
+from tawpipe.plan.predict import memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.balance import Bins, LayerKind, LayerTime, deal
@@ -26,7 +26,7 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, step_of_bins
 from tawpipe.schedule.strategies.table import find
-from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
+from tawpipe.simulate import BlockCost, LinkModel, MicroBatchSize, Seconds, mean_size, size_of
 from tawpipe.topology import Topology
 
 CAP = 450
@@ -55,6 +55,19 @@ def dealt(request: PlanRequest, step: StepSpec) -> Bins:
     if step.strategy.axis:
         return step.strategy.dealing(step, cap=CAP, work=request.profile.work, cuts=LONG)(request.dealt)
     return deal(request.dealt, world_size=request.topology.world_size, cap=CAP, work=request.profile.work)
+
+
+def test_rows_that_differ_take_the_time_of_the_mean_and_the_memory_of_the_longest() -> None:
+    lengths = [[10], [20], [30], [100]]
+    rows = request_of([CAP])
+    alike = replace(rows, dealt=(), size=size_of([100]), global_batch=8)
+    uneven = replace(alike, mean=mean_size(lengths))
+    step = alike.step(ScheduleSettings(strategy="flat"))
+    assert memory_quickly(uneven, step) == memory_quickly(alike, step)
+    expected = replace(alike, size=MicroBatchSize(40.0, mean_size(lengths).pairs))
+    assert uneven.block_seconds(step) == expected.block_seconds(step) < alike.block_seconds(step)
+    assert uneven.with_rows(4).mean == uneven.mean
+    assert uneven.with_micro_batch(2).mean == mean_size(lengths).times(2)
 
 
 CASES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import change_width
 from tawpipe.schedule.speeds import spell_speeds
-from tawpipe.simulate import LinkModel
+from tawpipe.simulate import LinkModel, mean_size
 
 USABLE = 0.95
 """Share of a device's memory, or of its host's, that a plan may fill: the rest falls between blocks in the allocator.
@@ -94,7 +95,8 @@ class Asked:
 
     Args:
         sequence_length: None for as many tokens as the model has positions for, at most ``MOST_TOKENS``.
-        lengths: of the documents in a row; one as long as the row by default.
+        lengths: of the documents in a row, of the longest one where rows differ; one as long as the row by default.
+        micro_batches: lengths of the documents of some micro-batches, where rows differ: steps take the mean of them.
         profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
             measure where the two are the same.
         timed: False where only memory is asked for, which is measured; all seconds are 0.
@@ -116,6 +118,7 @@ class Asked:
     micro_batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     lengths: Sequence[int] = ()
+    micro_batches: Sequence[Sequence[int]] = ()
     profile: str = "auto"
     timed: bool = True
     memory_bytes: int | None = None
@@ -137,7 +140,8 @@ class Asked:
                 raise UserError(name, value, "a larger number")
         if self.micro_batch > self.global_batch:
             raise UserError("--micro-batch", self.micro_batch, f"at most --global-batch, which is {self.global_batch}")
-        if sum(self.documents) != self.row or min(self.documents) < 1:
+        fills = sum(self.documents) <= self.row if self.micro_batches else sum(self.documents) == self.row
+        if not fills or min(self.documents) < 1:
             expected = f"documents of at least one token that together fill a row of {self.row}"
             raise UserError("--lengths", ",".join(map(str, self.documents)), expected)
 
@@ -207,7 +211,8 @@ def _request_of(
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master, reduce = master_dtype(dtype), reduce_dtype(dtype, settings)
     limit = machine.most_memory * USABLE if asked.memory_bytes is None else asked.memory_bytes
-    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * asked.micro_batch
+    kind, longest = "cpu" if machine.device.name == "CPU" else "cuda", sum(documents)
+    tokens = longest * asked.micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, chain.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)
     ranks, states = settings.sequence_ranks or 1, states_of(optimizer, chain.units)
@@ -226,6 +231,7 @@ def _request_of(
             micro_batch=asked.micro_batch,
             sequence_length=row,
             size=size_of(documents * asked.micro_batch, profile.windows),
+            mean=mean_size(asked.micro_batches, profile.windows) if asked.micro_batches else None,
             widths=widths_of(
                 chain,
                 dtype,
@@ -236,9 +242,7 @@ def _request_of(
                 change=change_width(asked.learning_rate),
             ),
             memory_bytes=int(limit),
-            flops=chain_flops(chain, asked.dealt) or 0.0
-            if asked.dealt
-            else (chain_flops(chain, documents) or 0.0) * asked.global_batch,
+            flops=_flops_of_a_step(chain, asked, documents),
             peak_flops=peak,
             settings=settings,
             system_bytes=system_bytes,
@@ -268,14 +272,16 @@ def _request_of(
         "device": here,
         "chunk_tokens": chunk,
         "packed": len(documents) > 1,
-        "row": row,
+        "row": longest,
         "optimizer": optimizer,
         "chunks": chunks,
         "tell": tell,
     }
     if asked.timed:
-        most = _affordable(chain, asked, machine.world_size)
-        profile = _profile(chain, machine, asked.profile, min(row, most), tokens, peak, measuring)
+        run = _layer_tokens(chain, asked, machine.world_size)
+        measuring["layer_tokens"] = run or math.inf
+        most = max(SHORTEST_MEASURED, round(SHARE * run / MEASURED_TIMES)) if run else asked.row
+        profile = _profile(chain, machine, asked.profile, min(longest, most), tokens, peak, measuring)
     else:
         profile = measure(chain, tokens=tokens, timed=False, **measuring)
 
@@ -288,6 +294,16 @@ def _request_of(
         profile = replace(profile, in_chunks=(), cuts=False, why_whole=why)
         tell(f"rows stay whole: {why}")
     return by(profile)
+
+
+def _flops_of_a_step(chain: Chain, asked: Asked, documents: Sequence[int]) -> float:
+    """FLOPs of a step's documents; 0 for a model of which they are not known."""
+    if asked.dealt:
+        return chain_flops(chain, asked.dealt) or 0.0
+    if not asked.micro_batches:
+        return (chain_flops(chain, documents) or 0.0) * asked.global_batch
+    some = [length for lengths in asked.micro_batches for length in lengths]
+    return (chain_flops(chain, some) or 0.0) * asked.global_batch / (asked.micro_batch * len(asked.micro_batches))
 
 
 def _drops(config: Any) -> bool:
@@ -323,14 +339,12 @@ def device_name(here: torch.device) -> str:
     return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
 
 
-def _affordable(chain: Chain, asked: Asked, devices: int) -> int:
-    """Tokens of the longest row that is run to measure blocks, so that this takes a small share of the run: work grows
-    with layers and tokens on any device.
+def _layer_tokens(chain: Chain, asked: Asked, devices: int) -> float:
+    """Tokens times layers that a device computes in the run; 0 if that is not known. Measuring is to take a small share
+    of the run: its work grows with layers and tokens on any device.
     """
-    if not asked.steps:
-        return asked.row
-    run = asked.steps * asked.global_batch * asked.row * chain.spec.num_layers / devices
-    return max(SHORTEST_MEASURED, round(SHARE * run / MEASURED_TIMES))
+    row = mean_size(asked.micro_batches).tokens / asked.micro_batch if asked.micro_batches else asked.row
+    return asked.steps * asked.global_batch * row * chain.spec.num_layers / devices
 
 
 def _profile(

@@ -160,6 +160,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
             "coding": json.loads(json.dumps(asdict(profile.coding))),
         },
         "size": asdict(request.size),
+        "mean": asdict(request.mean) if request.mean else None,
         "widths": asdict(request.widths),
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},
         "dealt": _packed(sorted(request.dealt, reverse=True)),
@@ -191,12 +192,13 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             for of_block, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
         )
         costs = tuple(_block_cost(*parts) for _, _, _, *parts in blocks)
-        size, work = MicroBatchSize(**content["size"]), content.get("work")
+        work, mean = content.get("work"), content.get("mean")
         return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
             profile=_profile(costs, **content["profile"]),
             machine=machine_from(content["machine"], where=where),
-            size=replace(size, within=tuple((window, pairs) for window, pairs in size.within)),
+            size=_size(**content["size"]),
+            mean=_size(**mean) if mean else None,
             widths=_widths(**content["widths"]),
             settings=ScheduleSettings(**content["settings"]),
             dealt=tuple(_unpacked(content.get("dealt", ()))),
@@ -224,6 +226,10 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
     chosen = [name for name in PLANNED if name in schedule or name not in KEPT_BY_PLANS]
     settings = replace(base, **{name: getattr(planned, name) for name in chosen})
     return settings if settings.sequence_chunk else replace(settings, offload_dir="")  # whole rows wait in no files
+
+
+def _size(*, within: Iterable[Sequence[float]] = (), **parts: Any) -> MicroBatchSize:
+    return MicroBatchSize(**parts, within=tuple((int(window), pairs) for window, pairs in within))
 
 
 def _widths(*, optimizer_states: float | list[float], **widths: int) -> Widths:

@@ -148,6 +148,7 @@ def measure(
     optimizer: OptimizerFactory = USUAL,
     row: int = 0,
     chunks: Callable[[Profile], Sequence[int] | None] = lambda _: None,
+    layer_tokens: float = math.inf,
     tell: Callable[[str], None] = lambda _: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> Profile:
@@ -162,13 +163,14 @@ def measure(
         row: tokens of the rows that are asked about.
         chunks: is given the profile of whole rows, and says in chunks of which sizes rows should be looked at,
             ascending; none where only shares of rows are asked about, None where rows stay whole.
+        layer_tokens: tokens times layers that a device computes in the run, whose time bounds that of measuring.
         tell: is given what is measured, before it is and while it takes time.
         now: seconds; those of the process alone where others use its processors.
     """
     try:
         bench = Bench(chain, device, dtype, chunk_tokens)
         memory = measure_memory(bench, tokens=tokens, packed=packed)
-        clock = Clock(bench, tell, now)
+        clock = Clock(bench, tell, now, layer_tokens)
         whole = _whole(clock, memory, tokens, optimizer, timed=timed)
         return _with_chunks(whole, clock, chunks, tokens if timed else 0, row)
     finally:
@@ -313,12 +315,26 @@ def heat(run: Callable[[], object], now: Callable[[], float] = time.perf_counter
         run()
 
 
+MEASURING_SHARE = 0.05
+"""Share of the time of a run after which measuring for its plan repeats nothing more than once."""
+
+
 class Clock:
-    """Times blocks on a bench."""
+    """Times blocks on a bench.
+
+    Args:
+        layer_tokens: of the run, see ``measure``. Once a layer was timed, the time of the run is known about, and what
+            is timed after ``MEASURING_SHARE`` of it has passed runs twice instead of ``REPEATS`` + 1 times.
+    """
 
     def __init__(
-        self, bench: Bench, tell: Callable[[str], None] = lambda _: None, now: Callable[[], float] = time.perf_counter
+        self,
+        bench: Bench,
+        tell: Callable[[str], None] = lambda _: None,
+        now: Callable[[], float] = time.perf_counter,
+        layer_tokens: float = math.inf,
     ) -> None:
+        self._layer_tokens, self._run_s = layer_tokens, math.inf
         self.bench, self.device, self._now = bench, bench.device, now
         self.tell, self._doing, self._is_hot = tell, "", False
         self._began = self._told = time.perf_counter()
@@ -349,6 +365,8 @@ class Clock:
                 self._time_mixers(chain.layers[block - 1], mixing[0].mixers, lambda: forward(case.hidden))
             trained = backward and (is_head or spec.needs_backward)
             backward_s = self._time(head if is_head else propagate, grad=True) if trained else 0.0
+        if spec.kind == "layer":
+            self._run_s = self._layer_tokens * (forward_s + backward_s) / sum(lengths)
         return forward_s, backward_s
 
     def in_chunks(self, whole: Profile, tokens: int, row: int, least: int) -> tuple[BlockCost, ...]:
@@ -410,6 +428,8 @@ class Clock:
                 self._wait()
                 taken.append(self._now() - begin)
                 self._say(taken)
+                if len(taken) > 1 and time.perf_counter() - self._began > MEASURING_SHARE * self._run_s:
+                    break
         return statistics.median(taken[1:] or taken)
 
     def _time_mixers(self, layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> None:

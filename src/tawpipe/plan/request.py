@@ -60,6 +60,7 @@ class PlanRequest:
         peak_flops: of a device; None if unknown.
         why_not_staged: the reason why the layers cannot be on other devices than the embedding; mostly empty.
         compiled: layers are compiled, so that their backward passes are not taken apart.
+        mean: mean micro-batch, where rows differ: used for times. Memory uses ``size``.
         dealt: lengths of the documents of a step, which are dealt by their time: of a typical one, the longest of all
             among them. A sequence is then a full bin. None for rows of one length.
         cuts: pipelines may cut documents into slices.
@@ -88,6 +89,7 @@ class PlanRequest:
     needs_whole: str = ""
     why_not_staged: str = ""
     compiled: bool = False
+    mean: MicroBatchSize | None = None
     dealt: tuple[int, ...] = ()
     cuts: bool = False
     work: LayerTime = BY_TOKENS
@@ -216,7 +218,7 @@ class PlanRequest:
             gradient_bytes=self.widths.gradient,
             update_s=profile.update_s,
             update_of=profile.update_of,
-            size=self.typical.size if self.typical else self.size,
+            size=self.typical.size if self.typical else self.mean or self.size,
             sizes=self.typical.sizes(profile.windows) if self.typical else {},
             compute_factor={rank: machine.device.speed / speed for rank, speed in enumerate(machine.speeds)},
             reduce_scatter="ring",
@@ -245,15 +247,20 @@ class PlanRequest:
 
     def with_micro_batch(self, sequences: int) -> PlanRequest:
         """The same batch, computed in micro-batches of so many rows."""
-        return replace(self, micro_batch=sequences, size=self.size.times(sequences / self.micro_batch))
+        times = sequences / self.micro_batch
+        return replace(
+            self, micro_batch=sequences, size=self.size.times(times), mean=self.mean and self.mean.times(times)
+        )
 
     def with_rows(self, rows: int) -> PlanRequest:
         """Steps of so many rows; of documents that are dealt those whose lengths are spread alike, the longest too."""
-        size = self.size.times(min(1.0, rows / self.micro_batch))
+        times = min(1.0, rows / self.micro_batch)
+        size, mean = self.size.times(times), self.mean and self.mean.times(times)
         few, share, longest_first = min(self.micro_batch, rows), rows / self.global_batch, sorted(self.dealt)[::-1]
         some = max(1, round(len(self.dealt) * share))
         dealt = tuple(longest_first[number * len(self.dealt) // some] for number in range(some)) if self.dealt else ()
-        return replace(self, global_batch=rows, micro_batch=few, size=size, flops=self.flops * share, dealt=dealt)
+        flops = self.flops * share
+        return replace(self, global_batch=rows, micro_batch=few, size=size, mean=mean, flops=flops, dealt=dealt)
 
     def with_length(self, length: int) -> PlanRequest:
         """As many rows of another length: a document that fills its row still does, shorter ones stay as they are. Of
@@ -263,7 +270,8 @@ class PlanRequest:
         full = size_of([length] * self.micro_batch, self.profile.windows)
         size = full if fills else self.size.times(length / self.sequence_length)
         dealt = tuple(min(length, whole - at) for whole in self.dealt for at in range(0, whole, length))
-        return replace(self, sequence_length=length, size=size, flops=0.0, dealt=dealt)
+        mean = self.mean and self.mean.times(min(1.0, size.tokens / self.mean.tokens))
+        return replace(self, sequence_length=length, size=size, mean=mean, flops=0.0, dealt=dealt)
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """A step of this batch.

@@ -16,6 +16,7 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.spec import ModelSpec
 
 Compression = Literal["none", "exact", "int8", "fp8"]
+AUTO_RECOMPUTE = "auto"
 RECOMPUTE: dict[str, Kind | None] = {"full": None, "selective": Kind.ATTENTION, "none": Kind.GRAPH}
 """How much a backward pass computes again, and the kind of activation that is kept instead."""
 
@@ -67,10 +68,12 @@ class ScheduleSettings:
     state (16 of 18 bytes a parameter) and passes through the device slice by slice; or, where weights travel, all,
     which is the copy that travels and what is frozen too. The numbers stay the same, bit by bit. By default a plan
     chooses, which takes the first that fits; without a plan none."""
-    recompute: str = "full"
+    recompute: str = "auto"
     """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
     are kept, and between chunks the states of mixers) or none (nothing; the most memory, a quarter less to compute).
-    For some layers, from the last one backwards: none:4,selective:8,full."""
+    For some layers, from the last one backwards: none:4,selective:8,full. By default a plan chooses; without a plan a
+    run takes none where that fits into 85 % of the free memory, else full. A resumed run keeps what it took. In the
+    library auto is full."""
     keep_mib: int | None = bounded(None, minimum=0)
     """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers
     keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one; a
@@ -194,14 +197,15 @@ def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:
 
     Args:
         setting: ``full``, ``selective`` or ``none`` for all layers; or a list separated by commas, each with a number
-            of layers, from the last one backwards, and the rest without a number.
+            of layers, from the last one backwards, and the rest without a number; ``auto``, where nobody settles it,
+            is ``full``.
 
     Raises:
         UserError: anything else.
     """
     wanted: list[str] = []
     layers = model.num_layers
-    parts = setting.split(",")
+    parts = ("full" if setting == AUTO_RECOMPUTE else setting).split(",")
     for i, part in enumerate(parts):
         how, colon, number = part.strip().partition(":")
         last = i == len(parts) - 1

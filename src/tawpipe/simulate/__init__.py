@@ -12,6 +12,7 @@ from tawpipe.simulate.cost_model import (
     LinkModel,
     MicroBatchSize,
     Seconds,
+    mean_size,
     size_of,
     slice_of,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "MicroBatchSize",
     "Seconds",
     "Timeline",
+    "mean_size",
     "play",
     "size_of",
     "slice_of",

@@ -104,6 +104,20 @@ def size_of(lengths: Sequence[int], windows: Iterable[int] = ()) -> MicroBatchSi
     return MicroBatchSize(sum(lengths), sum(map(pairs_within, lengths)), within, len(set(lengths)))
 
 
+def mean_size(micro_batches: Sequence[Sequence[int]], windows: Iterable[int] = ()) -> MicroBatchSize:
+    """The mean size of micro-batches with documents of these lengths.
+
+    >>> mean_size([[3], [1, 1]])
+    MicroBatchSize(tokens=2.5, pairs=5.5, within=(), lengths=1)
+    """
+    sizes, count = [size_of(lengths, windows) for lengths in micro_batches], len(micro_batches)
+    within = tuple(
+        (size[0][0], sum(pairs for _, pairs in size) / count) for size in zip(*(s.within for s in sizes), strict=True)
+    )
+    tokens, pairs = (sum(getattr(size, name) for size in sizes) / count for name in ("tokens", "pairs"))
+    return MicroBatchSize(tokens, pairs, within, round(sum(size.lengths for size in sizes) / count))
+
+
 def slice_of(begin: int, end: int, windows: Iterable[int] = ()) -> MicroBatchSize:
     """The size of tokens ``begin`` to ``end`` of a document.
 

@@ -10,7 +10,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sets import in_sets
-from tawpipe.schedule.settings import ScheduleSettings, check_values
+from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings, check_values
 from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies.table import find
@@ -53,7 +53,8 @@ def step_of(
         UserError: a setting that cannot work for this model on these nodes.
     """
     strategy = (strategy or find(settings.strategy)).configured(settings)
-    settings = replace(strategy.settle(settings), strategy=strategy.name)
+    recompute = "full" if settings.recompute == AUTO_RECOMPUTE else settings.recompute
+    settings = replace(strategy.settle(settings), strategy=strategy.name, recompute=recompute)
     check_values(settings)
     dealt = {"slices": slices, "orders": orders}
     step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared, **dealt)
