@@ -30,7 +30,11 @@ REPORT = (
 )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for an error of Python or torch that says that memory could not be had."""
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|can't allocate memory", str(error)))
+
+
 def is_fault(error: Exception) -> bool:
     """True for an error that neither a setting nor a machine without enough memory explains."""
-    memory = isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))  # torch's
-    return not (memory or isinstance(error, UserError | RunError | OSError))
+    return not (is_out_of_memory(error) or isinstance(error, UserError | RunError | OSError))

@@ -135,6 +135,22 @@ def test_nodes_and_processes_default_to_what_fits(
     assert local_shape(nodes, nproc, num_gpus=num_gpus) == shape
 
 
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "num_gpus", "shape"),
+    [
+        (None, None, 0, Shape(1, 1)),
+        (None, 4, 0, Shape(1, 4)),
+        (2, None, 0, Shape(2, 2)),
+        (2, 4, 0, Shape(2, 4)),
+        (None, None, 8, Shape(1, 8)),
+    ],
+)
+def test_a_model_with_weights_is_trained_on_one_machine(
+    nodes: int | None, nproc: int | None, num_gpus: int, shape: Shape
+) -> None:
+    assert local_shape(nodes, nproc, num_gpus=num_gpus, emulates=False) == shape
+
+
 def test_processes_that_cannot_be_grouped_are_refused() -> None:
     with pytest.raises(UserError, match="--nodes: got 3; a divisor of --nproc"):
         local_shape(3, 4, num_gpus=0)
@@ -329,3 +345,10 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path, monkeypatch: p
     finally:
         for _, child in family:
             os.kill(child, signal.SIGKILL)
+
+
+def test_names_of_presets_are_known_without_torch() -> None:
+    from tawpipe.model.build import PRESETS
+    from tawpipe.model.settings import PRESET_NAMES
+
+    assert tuple(PRESETS) == PRESET_NAMES

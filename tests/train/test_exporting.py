@@ -1,4 +1,7 @@
-"""The disk is looked at before a run, and ``tawpipe export`` writes from a checkpoint what the run itself does."""
+"""The disk is looked at before a run, and ``tawpipe export`` writes from a checkpoint what the run itself does.
+
+Checkpoints of the adapter refer to the frozen weights of its base.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from tawpipe.checkpoint.values import SavedParameters
@@ -108,6 +111,91 @@ def test_bytes_of_a_checkpoint_are_known_before(runs: Path, name: str) -> None:
     said = state_bytes(config, built, Chain(built.model), DTYPES["float32"], factory_of(config))
     written = sum(path.stat().st_size for path in (runs / name / "checkpoints" / "step-00000004").iterdir())
     assert said <= written <= 1.1 * said + 100_000  # names and the manifest come to it
+
+
+def resumed(runs: Path, output: Path, *words: str, step: int = 2) -> int:
+    """The exit code of the adapter's run, resumed from one of its checkpoints into another folder."""
+    checkpoint = runs / "adapter" / "checkpoints" / f"step-0000000{step}"
+    return main(["train", "--resume", str(checkpoint), "--output", str(output), *words])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def tampered(base: Path, folder: Path) -> Path:
+    """A copy of a model's folder with one other value."""
+    shutil.copytree(base, folder)
+    values = load_file(folder / "model.safetensors")
+    values["model.layers.1.mlp.up_proj.weight"][3, 2] += 1
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_run_that_is_resumed_by_references_ends_as_it_would_have(runs: Path, tmp_path: Path) -> None:
+    assert resumed(runs, tmp_path / "half") == 0
+    for folder in ("checkpoints/step-00000004", "model"):
+        expected = files_of(runs / "adapter" / folder)
+        assert expected and files_of(tmp_path / "half" / folder) == expected
+    copied, model = tmp_path / "copied", ["--model", str(runs / "base" / "model"), "--lora.rank", "2"]
+    words = [*model, "--quantize", "nf4", "--export.merge", "--steps", "2", "--checkpoint.frozen", "copy", *WORDS]
+    rates = ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0"]
+    assert main(["train", *words, *rates, "--output", str(copied)]) == 0
+    config = load_config(["--config", str(copied / "config.yaml")])
+    built = build_model(config.model, vocab_size=300, max_positions=32, lora=config.lora)
+    said = state_bytes(config, built, Chain(built.model), DTYPES["float32"], factory_of(config))
+    size = sum(map(len, files_of(copied / "checkpoints" / "step-00000002").values()))
+    assert said <= size <= 1.1 * said + 100_000
+    assert 4 * sum(map(len, files_of(runs / "adapter" / "checkpoints" / "step-00000002").values())) < size
+    on = ["--resume", "auto", "--output", str(copied), "--steps", "4", "--checkpoint.frozen", "reference"]
+    assert main(["train", *on]) == 0  # the checkpoint that holds all is resumed, and followed by one that does not
+    assert 4 * sum(map(len, files_of(copied / "checkpoints" / "step-00000004").values())) < size
+    assert main(["train", *words, *rates, "--steps", "4", "--output", str(tmp_path / "whole")]) == 0
+    assert files_of(copied / "model") == files_of(tmp_path / "whole" / "model")
+
+
+def test_an_adapter_alone_is_exported_without_a_look_at_the_base(runs: Path, tmp_path: Path) -> None:
+    assert resumed(runs, tmp_path / "alone", "--export.merge", "false") == 0
+    written = files_of(tmp_path / "alone" / "model")
+    other = tampered(runs / "base" / "model", tmp_path / "other")
+    again = ["export", str(tmp_path / "alone"), "--output", str(tmp_path / "again"), "--model", str(other)]
+    assert main(again) == 0
+    assert written.keys() == {"adapter_model.safetensors"} and files_of(tmp_path / "again") == written
+
+
+def test_a_base_that_moves_changes_or_goes(runs: Path, tmp_path: Path, capsys) -> None:
+    base, run = runs / "base" / "model", tmp_path / "run"
+    moved, other = shutil.copytree(base, tmp_path / "moved"), tampered(base, tmp_path / "other")
+    assert resumed(runs, run, "--model", str(moved)) == 0
+    assert files_of(run / "model") == files_of(runs / "adapter" / "model")
+    assert main(["checkpoint", "list", str(run)]) == main(["checkpoint", "verify", str(run)]) == 0
+    listed, verified = capsys.readouterr().out.splitlines()[-2:]
+    count = len(build_model(str(base), max_positions=32).model.state_dict()) - 1  # embedding and head are one
+    frozen = f"; frozen weights: in {moved} ({count} parameters)"
+    assert listed.endswith(frozen) and verified.endswith(f"sound{frozen}: as they were")
+
+    again = ["train", "--resume", "auto", "--output", str(run), "--steps", "5"]
+    export = ["export", str(run), "--output", str(tmp_path / "again")]
+    needed = f"does not hold the frozen weights of its run: those of {moved}, or a copy of them, are needed"
+    shutil.rmtree(moved)
+    for words in (again, [*again, "--dry-run"], export):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert f"--model: got '{moved}'" in said and needed in said
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert f"sound{frozen} could not be checked: the folder is not there" in capsys.readouterr().out
+
+    shutil.copytree(other, moved)
+    differs = f"model.layers.1.mlp.up_proj.weight differs (1 of {count} parameters do)"
+    for words in (again, export):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert f"--model: got '{moved}'" in said and needed in said and differs in said
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    assert f"sound{frozen}: {differs}" in capsys.readouterr().out
+    assert main([*export, "--model", str(base)]) == 0
+    assert files_of(tmp_path / "again") == files_of(run / "model")
+    assert main([*again, "--model", str(base)]) == 0
 
 
 def test_a_run_without_room_on_its_disk_is_refused_before_it_begins(runs: Path, monkeypatch, capsys) -> None:

@@ -66,7 +66,10 @@ def check(
     asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure", dealt=dealt)
     planning = Planning(ALONE, chain, asked)
     others = lambda short: WouldFit(short, CONFIG, no_other)  # noqa: E731
-    return memory.check_memory(planning, schedule, BATCH, others=others, texts=texts, soon=soon, **rest)[0]
+    tell = rest.get("tell", lambda _: None)
+    if (measured := memory.measured_for(planning, schedule, None, tell)) is None:
+        return None
+    return memory.check_memory(planning, schedule, BATCH, measured, others=others, texts=texts, soon=soon, **rest)[0]
 
 
 def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
@@ -207,3 +210,26 @@ def test_smaller_batches_are_said_in_the_settings_of_bins() -> None:
         "--bin-tokens 64 --max-document 128: 1 s",
         "--tokens-per-step 8192: 1 s of fewer tokens",
     ]
+
+
+@pytest.mark.parametrize(
+    ("fits", "others", "earlier", "chosen"),
+    [
+        (True, 1.0, "", "none"),
+        (True, 0.0, "", "full"),  # another rank has less memory
+        (False, 1.0, "", "full"),
+        (True, 1.0, "full", "full"),  # as in the run that is resumed
+        (True, 1.0, "none", "none"),
+        (False, 1.0, "none", "full"),  # which does not fit any more
+    ],
+)
+def test_what_is_computed_again_is_alike_on_all_ranks(monkeypatch, fits, others, earlier, chosen):
+    limits = []
+    monkeypatch.setattr(memory, "machine_unprobed", lambda _: None)
+    monkeypatch.setattr(memory, "_all_of", lambda _, request: request)
+    monkeypatch.setattr(memory, "fits_to_keep", lambda request, schedule, share: limits.append(share) or fits)
+    world: Any = SimpleNamespace(gather_numbers=lambda mine: [mine, others])
+    request: Any = object()
+    assert memory.settled_recompute(world, ScheduleSettings(), request, earlier) == chosen
+    assert limits == ([] if earlier == "full" else [1.0 if earlier else memory.KEEPS])
+    assert memory.settled_recompute(world, ScheduleSettings(recompute="selective"), request, earlier) == "selective"

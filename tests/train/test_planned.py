@@ -157,7 +157,9 @@ def test_what_a_plan_does_not_decide_does_not_count_as_a_setting(made):
 
 
 def test_none_is_none(made):
-    assert follow(replace(CONFIG, plan="none")) == Followed(CONFIG.schedule)
+    followed = follow(replace(CONFIG, plan="none"))
+    assert (followed.schedule, followed.plan) == (CONFIG.schedule, None)
+    assert followed.line == "plan: none (--plan none); strategy tawpipe-spread, assuming equal devices and links"
     assert not made
 
 
@@ -215,6 +217,13 @@ def test_a_resumed_run_with_another_batch_plans_anew(monkeypatch, plan):
     none = Followed(CONFIG.schedule, None, "plan: none, for a test")
     monkeypatch.setattr(Planning, "make", lambda _: none)
     assert follow(replace(CONFIG, global_batch=8), state(plan)) == none
+
+
+def test_the_plan_of_a_run_from_before_stays_where_its_settings_spell_the_old_default(plan):
+    spelt = replace(CONFIG, schedule=replace(CONFIG.schedule, recompute="full"))
+    assert text(follow(spelt, state(plan))) == plan
+    settled = replace(state(plan), settled={"recompute": "full"})
+    assert follow(spelt, settled).plan is None  # its user has said so
 
 
 @pytest.mark.parametrize(

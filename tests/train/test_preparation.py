@@ -78,7 +78,7 @@ def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatc
         print(1 / len(""))
 
     monkeypatch.setattr("tawpipe.plan.search.search", search)
-    words = ["train", *SMALL, "--model", "model", "--nproc", "1", "--dry-run"]
+    words = ["train", *SMALL, "--model", "model", "--nproc", "2", "--dry-run"]  # one process has nothing to search
     assert main(words) == 0
     said, error = capsys.readouterr()
     assert "\n\nwarning: plan: none, training goes on with the settings under schedule (tawpipe-spread): " in said
@@ -117,6 +117,7 @@ def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
 def test_what_was_decided_stands_beside_what_was_said(packing: str) -> None:
     """And the memory that is stated is the plan's own sum."""
     words = [*SMALL, "--packing", packing, "--schedule.look-ahead", "3", "--learning-rate", "0.001", "--steps", "3"]
+    words += ["--schedule.recompute", "full"]  # or nothing would be computed again, and there is nothing to keep
     config = load_config([*words, "--optimizer.warmup-steps", "1", "--optimizer.weight-decay", "0.1"])
     world = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
     prepared = preparing.prepare(config, world, Console(0), start=lambda: _checkpoint(config))

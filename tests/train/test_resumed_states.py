@@ -47,7 +47,7 @@ def test_the_table_has_a_row_for_every_key_of_a_state(tmp_path):
     pipeline.save(tmp_path / "state")
     pipeline.close()
     manifest = read_manifest(tmp_path / "state")
-    saved = {f"{name.partition('.')[0]}.*" for name in manifest["tensors"]} | {"quantize"}
+    saved = {f"{name.partition('.')[0]}.*" for name in manifest["tensors"]} | {"quantize", "frozen"}
     keys = saved | (manifest.keys() - OF_THE_FORMAT) | {one.name for one in fields(RunState)}
     files = {"metrics.jsonl", "samples.jsonl", "tensorboard/", "trackers.json"}
     assert named == keys | files

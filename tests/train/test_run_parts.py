@@ -137,9 +137,7 @@ def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_sample_begins_with_something() -> None:
-    with pytest.raises(UserError, match=r"--sample.prompt: got \[\]"):
-        validate(load_config(["--sample.prompt"]))
-    validate(load_config(["--sample.prompt", "--sample.tokens", "0"]))
+    validate(load_config(["--sample.prompt"]))  # as by default: the beginning of a document
     with pytest.raises(UserError, match=r"--sample\.prompt: got 'caf\\udce9'; text in UTF-8"):
         validate(load_config(["--sample.prompt", "good", "caf\udce9"]))
 
@@ -192,7 +190,8 @@ class Saver:
     started: list[tuple[object, int]] = field(default_factory=list)
     world: Any = field(default_factory=lambda: SimpleNamespace(gather_numbers=lambda value: [value, 1.0]))
 
-    def start_saving(self, store: object, *, run: dict[str, int], limit_s: float) -> Save:
+    def start_saving(self, store: object, *, run: dict[str, int], limit_s: float, copy_frozen: bool) -> Save:
+        assert not copy_frozen
         self.started.append((store, run["step"]))
         return self.saves[len(self.started) - 1]
 
@@ -205,7 +204,7 @@ class State:
 def saves(*under_way: Save, memory: object = None, **checkpoint: Any) -> tuple[Saves, Saver, list[str]]:
     said: list[str] = []
     config: Any = SimpleNamespace(
-        checkpoint=SimpleNamespace(**{"background": True, "memory_every": 5, **checkpoint}),
+        checkpoint=SimpleNamespace(**{"background": True, "memory_every": 5, "frozen": "reference", **checkpoint}),
         timeouts=SimpleNamespace(save_s=60.0),
     )
     pipeline: Any = Saver(list(under_way))

@@ -30,6 +30,7 @@ from small import WORDS, make_small
 from tawpipe import Pipeline, StepResult
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
+from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
 from tawpipe.train.sample import Samples
@@ -270,6 +271,9 @@ def test_the_console_says_where_weights_come_from(home, capsys):
     AutoModelForCausalLM.from_config(config).save_pretrained(home / "with-weights", max_shard_size="50KB")
     files = len(list((home / "with-weights").glob("*.safetensors")))
     words = ("--steps", "1", "--export.enabled", "false", "--sample.tokens", "0")
+    assert alone(home, "without", "--model", str(home / "with-weights"), *words) == 2
+    assert "--tokenizer" in (said := capsys.readouterr().err) and "weights and no tokenizer" in said
+    train_tokenizer(["some words"], 300).save_pretrained(home / "with-weights")
     assert alone(home, "weighted", "--model", str(home / "with-weights"), *words) == 0
     assert f"\nweights: {home / 'with-weights'}, {files} safetensors files\n" in capsys.readouterr().out and files > 1
     (home / "with-weights" / "model.safetensors.index.json").rename(home / "with-weights" / "pytorch_model.bin")
@@ -384,6 +388,7 @@ def test_a_weight_that_is_not_a_number_is_named(home, capsys):
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
     model.save_pretrained(home / "poisoned")
+    train_tokenizer(["some words"], 300).save_pretrained(home / "poisoned")
     assert alone(home, "poisoned-run", "--model", str(home / "poisoned"), "--steps", "1", *QUIET) == 2
     said = capsys.readouterr().err
     assert "model.layers.1.mlp.up_proj.weight" in said and "learning-rate" not in said

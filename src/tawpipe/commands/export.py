@@ -16,9 +16,14 @@ def run(argv: Sequence[str]) -> int:
 
     folder = Path(arguments.output) if arguments.output else None
     exported, source = export_again(
-        Path(arguments.run), step=arguments.step, merge=arguments.merge, format=arguments.format, folder=folder
+        Path(arguments.run),
+        step=arguments.step,
+        merge=arguments.merge,
+        format=arguments.format,
+        folder=folder,
+        model=arguments.model,
     )
-    print(f"{exported}: the model of {source}")
+    print(f"{exported}: the model of {source}\nexport: checked")
     return 0
 
 
@@ -38,5 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", choices=("hf", "w4a16", "w8a8"), help="few bits, see --export.format (default: as the run says)"
     )
+    parser.add_argument("--model", default="", help="the model that the run started from (default: as the run says)")
     parser.add_argument("--output", metavar="FOLDER", help="to be made or replaced (default: model in RUN)")
     return parser

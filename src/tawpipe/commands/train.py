@@ -14,6 +14,7 @@ from tawpipe.garbage import leave_imports_alone
 from tawpipe.launch.forked import import_once
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
+from tawpipe.model.settings import PRESET_NAMES
 from tawpipe.options.library import as_option
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
@@ -50,12 +51,19 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
             return _train_unwatched(config, speaks=launched.rank == 0)
 
     config = with_output_named(config)
-    shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
+    shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus), emulates=not _has_weights(config.model))
     new_folders = check_output(config, make=not config.dry_run)
     if config.dry_run:
         return _look(config, shape)
     with _held(config, new_folders):
         return _start(argv, config, shape, gpus)
+
+
+def _has_weights(model: str) -> bool:
+    """True for a folder with weights and for a name on the Hub; False for presets, whose runs are demonstrations."""
+    folder = Path(model).expanduser()
+    given = any(folder.glob("*.safetensors*")) if folder.is_dir() else "/" in model
+    return given and model not in PRESET_NAMES
 
 
 @contextmanager

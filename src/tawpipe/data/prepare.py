@@ -495,7 +495,18 @@ class _Preparation:
         if validation is not None:
             held_out = self._fingerprint(content_hash(validation.contents.tobytes().hex()), rows[:3])
         fingerprint = self._fingerprint(content, [*rows, window])
-        return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out, self.date)
+        return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out, self.date, self._ends(known))
+
+    def _ends(self, sets: Sequence[PackedDataset]) -> tuple[int, ...]:
+        """Special tokens behind which nothing is learned, in the first documents of every set."""
+        added = self.text.tokenizer.added_tokens_decoder.items()
+        special, ends = {number for number, token in added if token.special}, set[int]()
+        for dataset in sets:
+            for number in range(min(LOOKED_AT, dataset.num_documents)):
+                tokens, learned = dataset.document(number)
+                last = np.flatnonzero(learned & ~np.append(learned[1:], False))
+                ends.update(special & set(tokens[last].tolist()))
+        return tuple(sorted(ends))
 
     def _example(self, sets: Sequence[PackedDataset]) -> tuple[tuple[str, bool], ...]:
         """One of the first documents in pieces, and which are learned: a chat or an instruction if one is there."""

@@ -30,6 +30,8 @@ class PreparedData:
     """Hashes of the held-out documents and their rows, in parts like ``fingerprint``; empty if there are none."""
     date: str = ""
     """The day that chat templates print."""
+    ends: tuple[int, ...] = ()
+    """Special tokens that end what is learned in the first documents."""
 
     @property
     def sets(self) -> Sequence[PackedDataset | StreamedDataset]:

@@ -69,19 +69,21 @@ class Shape:
         return f"rank {rank} (node {rank // self.local_size}, local rank {rank % self.local_size})"
 
 
-def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int) -> Shape:
+def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int, emulates: bool = True) -> Shape:
     """The processes that ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
 
     Args:
         num_gpus: GPUs to use; 0 computes on the CPU.
+        emulates: without GPUs, emulate two machines of two processes each; else one machine of one process.
 
     Raises:
         UserError: the processes cannot be grouped so, or there are more of them than GPUs.
     """
     if nproc is None:
-        nproc = num_gpus or (4 if nodes is None or 4 % nodes == 0 else 2 * nodes)
+        played = 4 if nodes is None or 4 % nodes == 0 else 2 * nodes
+        nproc = num_gpus or (played if emulates else nodes or 1)
     if nodes is None:
-        nodes = 2 if not num_gpus and nproc % 2 == 0 else 1
+        nodes = 2 if emulates and not num_gpus and nproc % 2 == 0 else 1
     if nproc % nodes:
         raise UserError("--nodes", nodes, f"a divisor of --nproc, which is {nproc}")
     if num_gpus and nproc > num_gpus:

@@ -50,8 +50,6 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
         inside = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=inside)
-    if config.sample.tokens and not config.sample.prompt:
-        raise UserError("--sample.prompt", [], "the beginning of a text; or --sample.tokens 0 for none")
     for prompt in config.sample.prompt:
         check_text("--sample.prompt", prompt)
     check_steps(config)

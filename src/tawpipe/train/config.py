@@ -113,6 +113,9 @@ class CheckpointConfig:
     best: bool = False
     """Save after every evaluation with a lower validation loss than any before it. That checkpoint stays besides, and
     it is what is exported in the end."""
+    frozen: Literal["reference", "copy"] = "reference"
+    """Frozen weights that come from a folder or the Hub. reference: write a hash of each; resuming needs the model.
+    copy: write every value."""
     memory_every: int = bounded(0, minimum=0)
     """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
     the loss of a node, a restart goes on from there. 0 for never."""
@@ -172,8 +175,9 @@ class ExportConfig:
 class SampleConfig:
     """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
-    prompt: list[str] = field(default_factory=lambda: ["def "])
-    """The beginning of every text; under chat what a user asks, if unset the first held-out question."""
+    prompt: list[str] = field(default_factory=list)
+    """The beginning of every text; under chat what a user asks. By default the first words of a document, or the first
+    question of a chat, held out if any are."""
     tokens: int = bounded(32, minimum=0)
     """Tokens that the model adds to each. 0 for no samples."""
     every: int = bounded(0, minimum=0)
@@ -206,18 +210,18 @@ class TrainConfig(DataSettings):
     """Trains a causal language model: every process keeps its activations, and the weights travel."""
 
     model: str = "tiny"
-    """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub. Without
-    weights the model starts from random ones."""
+    """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub, with
+    @REVISION behind it for a branch, tag or commit. Without weights the model starts from random ones."""
     freeze: list[str] = field(default_factory=list)
     """Parameters that are not trained: patterns with *, ? and [...] of whole names of parameters, or of modules that
     hold them, as *.embed_tokens or model.layers.[0-3]."""
     nodes: int | None = bounded(None, minimum=1)
-    """Nodes that the processes on this machine are grouped into. null means 1 on a machine with GPUs, else 2 if that
-    divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
+    """Nodes that the processes on this machine are grouped into. null means 1 with GPUs or a model that has weights,
+    else 2 if that divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
     nproc: int | None = bounded(None, minimum=1)
-    """Processes on this machine, all nodes together. null means one for each GPU, or 4 without a GPU. Leave it out
-    under torchrun, whose --nproc-per-node says it: torchrun takes an --nproc behind -m tawpipe for its own, and may
-    call it ambiguous."""
+    """Processes on this machine, all nodes together. null means one for each GPU; without a GPU 1 for a
+    model that has weights, or else 4. Leave it out under torchrun, whose --nproc-per-node says it: torchrun takes an
+    --nproc behind -m tawpipe for its own, and may call it ambiguous."""
     virtual_nodes: bool = False
     """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
     sequence_length: int = bounded(open_number(512, "auto"), minimum=2)
@@ -272,9 +276,10 @@ class TrainConfig(DataSettings):
     """Check settings, data, model, memory and plan, say what would run, and end: no process is started, no weights are
     loaded, nothing is written into the output folder."""
     plan: str = "auto"
-    """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best,
-    in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings
-    under schedule that are not as usual beat auto. A resumed run does on the same nodes what it did before."""
+    """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best, in a
+    few seconds, and plans nothing for one process that has memory enough; none takes the settings under schedule; or
+    the file that `tawpipe plan --save` wrote. Settings under schedule that are not as usual beat auto. A resumed run
+    does on the same nodes what it did before."""
     plan_improve: Literal["on", "off"] = "on"
     """Look for a better order of a pipeline beside the training (under solved): some steps are timed, a solver looks
     for at most a minute, and what it finds is swapped in between two steps. --plan.improve means the same."""

@@ -18,6 +18,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.pretrained import stored_dtype
 from tawpipe.model.quantized import NONE, matrices_of
 from tawpipe.model.units import Packing, Unit
+from tawpipe.model.weights import is_adapter
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.dtype import master_dtype
 from tawpipe.runtime.storage import is_of_layer
@@ -81,7 +82,9 @@ def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: i
 def state_bytes(
     config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype, optimizer: OptimizerFactory
 ) -> int:
-    """Of a checkpoint: master weights and optimizer states of what is trained, and what is frozen as it lives."""
+    """Of a checkpoint: master weights and optimizer states of what is trained, and what is frozen as it lives, where
+    the checkpoint does not refer to a folder.
+    """
     master, states = master_dtype(computed), states_of(optimizer, chain.units)
     stored = torch.float32 if built.folder is None else stored_dtype(built.folder)
     exact = master if torch.promote_types(stored, computed) != computed else computed
@@ -90,6 +93,8 @@ def state_bytes(
     def of(unit: Unit) -> float:
         if unit.trainable:
             return unit.numel * master.itemsize * (1 + (states[unit.index] if isinstance(states, tuple) else states))
+        if built.folder is not None and config.checkpoint.frozen == "reference":
+            return sum(slot.numel for slot in unit.slots if is_adapter(chain.model, slot.name)) * exact.itemsize
         if config.quantize != NONE and is_of_layer(unit, chain.units):
             return Packing.of(unit.slots, matrices, config.quantize, computed).elements * computed.itemsize
         return unit.numel * exact.itemsize

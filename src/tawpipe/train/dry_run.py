@@ -20,13 +20,14 @@ import torch
 
 from tawpipe.checkpoint.format import read_manifest
 from tawpipe.checkpoint.load import Source
-from tawpipe.checkpoint.names import complete_states, passed_over, step_of
+from tawpipe.checkpoint.names import passed_over, state_to_resume, step_of
 from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
 from tawpipe.data.sources import find_sets
 from tawpipe.job_limits import processors
 from tawpipe.launch.launcher import Shape
 from tawpipe.model.flops import work_of
+from tawpipe.model.pretrained import SafetensorsSource
 from tawpipe.pipeline.refuse import refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.sizes import step_costs
@@ -112,12 +113,15 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         console.notice(ASSUMED.format(rate=assumed[0].inside.bytes_per_s / 1e9))
     if state is not None:
         refuse_other_run(config, state, chain, prepared.start.place)
+    source = prepared.built.source(chain, seed=config.seed)
+    if isinstance(source, SafetensorsSource):
+        source.check_copies()
     chain.quantise(config.quantize, prepared.dtype)
     if plan is not None:
         plan.check_model(chain.spec)
     schedules, optimizer = Schedules(prepared.schedule, chain.spec, world), prepared.optimizer
     refuse_strategy(chain, schedules.smallest, optimizer=optimizer, compile_layers=config.compile)
-    tell_without_effect(prepared.schedule, world, console)
+    tell_without_effect(prepared.config.schedule, world, console)
 
     bins = _dealt(prepared, schedules.smallest) if prepared.batch.dealt else None
     count = -(-prepared.batch.rows // prepared.batch.micro_batch) if bins is None else bins.form
@@ -182,12 +186,10 @@ def _checkpoint(config: TrainConfig) -> ResumePoint:
     """What the run would go on from, as its manifest says. The files beside it, which a run compares with their hashes
     first, are not read.
     """
-    folders, without = [] if config.resume == "none" else [Path(config.resume)], ()
+    folder, without = state_to_resume(config.output_path, config.resume), ()
     if config.resume == "auto":
-        inside = config.output_path / "checkpoints"
-        folders = complete_states(inside)[-1:]
-        without = passed_over(inside, max(map(step_of, folders), default=0))
-    for folder in folders:
+        without = passed_over(config.output_path / "checkpoints", step_of(folder) if folder is not None else 0)
+    if folder is not None:
         manifest = read_manifest(folder)
         refuse_other_form(config, manifest, str(folder))
         source = Source(folder, manifest, ())

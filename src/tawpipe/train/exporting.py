@@ -7,6 +7,7 @@ trained for it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +16,18 @@ from typing import Any
 import torch
 
 from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.frozen import naming_frozen
 from tawpipe.checkpoint.names import complete_states, passed_over, step_of
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer, vocabulary_size
 from tawpipe.errors import UserError
 from tawpipe.model.build import BuiltModel
-from tawpipe.model.export import export_hugging_face
+from tawpipe.model.carried import GENERATION, Carried, read_settings, stop_tokens
+from tawpipe.model.chain import Chain
+from tawpipe.model.export import carry, export_hugging_face, few_bits_of, is_adapter_alone
 from tawpipe.model.merged import refuse_unmergeable
+from tawpipe.model.pretrained import SafetensorsSource
 from tawpipe.model.quantized import NONE
 from tawpipe.runtime.dtype import AUTO, DTYPES, master_dtype
 from tawpipe.train.checks import check_format, refuse_replacing
@@ -43,6 +48,21 @@ class Form:
     merge: bool
     max_shard_bytes: int
 
+    def carry(self, chain: Chain, base: Path | None, tokenizer: Any, ends: Sequence[int]) -> Carried:
+        """Capture what the folder takes over from that of the base; see ``export.carry``."""
+        form: dict[str, Any] = {"dtype": self.dtype, "format": self.format, "merge": self.merge}
+        return carry(chain, base, **form, tokenizer=tokenizer, ends=ends)
+
+    def words(self, chain: Chain, base: Path | None, ends: Sequence[int]) -> str:
+        """Line about matrices in few bits, or about stops that an adapter's base has not, else ``""``."""
+        adapter = is_adapter_alone(chain, self.merge)
+        if few_bits := few_bits_of(chain, self.format, self.dtype, adapter=adapter):
+            return f"export: {few_bits.words}"
+        stops = stop_tokens(read_settings(base, GENERATION)) if adapter and base is not None else list(ends)
+        if new := sorted(set(ends) - set(stops)):
+            return f"export: learned turns end with {new}, which generation_config.json of the base does not name"
+        return ""
+
     @classmethod
     def of(cls, config: TrainConfig, built: BuiltModel) -> Form:
         named, merge = config.export.dtype, config.export.merge
@@ -51,7 +71,7 @@ class Form:
 
 
 def export_again(
-    run: Path, *, step: int | None, merge: bool, folder: Path | None, format: str | None = None
+    run: Path, *, step: int | None, merge: bool, folder: Path | None, format: str | None = None, model: str = ""
 ) -> tuple[Path, str]:
     """Export the model of a run from one of its checkpoints; the folder, and from what.
 
@@ -61,6 +81,7 @@ def export_again(
         merge: with the adapter in the weights, whatever the run's settings say.
         format: as ``ExportConfig`` has it; None as the run's settings say.
         folder: to be made or replaced; ``model`` in the run's folder by default.
+        model: where the model is that the run started from; empty for the place that its settings name.
 
     Raises:
         UserError: no run with checkpoints, no such step, or a model that is not there any more.
@@ -76,7 +97,7 @@ def export_again(
         try:
             chosen = _checkpoint(run, step)
             newer = () if step is not None else passed_over(run / "checkpoints", step_of(chosen))
-            exported, source = _exported(run, chosen, merge=merge, format=format, folder=folder)
+            exported, source = _exported(run, chosen, merge=merge, format=format, folder=folder, model=model)
             return exported, "; passed over ".join([source, *newer])
         except UserError as error:
             if error.setting != "where":
@@ -84,10 +105,13 @@ def export_again(
             raise UserError("RUN", str(run), f"with {error.expected}") from error
 
 
-def _exported(run: Path, checkpoint: Path, *, merge: bool, format: str | None, folder: Path) -> tuple[Path, str]:
+def _exported(
+    run: Path, checkpoint: Path, *, merge: bool, format: str | None, folder: Path, model: str
+) -> tuple[Path, str]:
     manifest = read_manifest(checkpoint)
     state = RunState.of(manifest, str(checkpoint))
-    config = load_config(["--config", str(run / SETTINGS), "--output", str(run)])
+    moved = ["--model", model] if model else []
+    config = load_config(["--config", str(run / SETTINGS), "--output", str(run), *moved])
     refuse_replacing(config, folder, "--output")
     if merge:
         config = replace(config, export=replace(config.export, merge=True))
@@ -96,21 +120,29 @@ def _exported(run: Path, checkpoint: Path, *, merge: bool, format: str | None, f
     check_format(config, "--format")
     if config.export.merge and not config.lora.active:
         raise UserError("--merge", True, "left out: this run has no adapter that could be merged")
-    model = RunModel(config)
-    tokenizer = _tokenizer(run, config, model)
-    built, chain = model.followed(None if model.folder is not None else vocabulary_size(tokenizer))
+    if (commit := state.settled.get("commit")) and "@" not in config.model and not Path(config.model).is_dir():
+        config = replace(config, model=f"{config.model}@{commit}")  # a branch of the Hub may have moved
+    with naming_frozen(checkpoint):
+        of_run = RunModel(config)
+    tokenizer = _tokenizer(run, config, of_run)
+    built, chain = of_run.followed(None if of_run.folder is not None else vocabulary_size(tokenizer))
     if config.export.merge:
         refuse_unmergeable(built.model)
     form, computed = Form.of(config, built), DTYPES[state.dtype or "float32"]
-    buffers = built.source(chain, seed=config.seed).buffers()
+    source = built.source(chain, seed=config.seed)
+    buffers = source.buffers()
     chain.quantise(manifest.get("quantize", NONE), computed)
     chain.prepare("cpu", computed)
     chain.load_buffers(buffers)
-    with SavedParameters(checkpoint, chain.units, master_dtype(computed)) as saved:
+    base = source if isinstance(source, SafetensorsSource) else None
+    with SavedParameters(checkpoint, chain.units, master_dtype(computed), base) as saved:
+        ends = state.settled.get("ends", ())
+        carried = form.carry(chain, of_run.folder, tokenizer, ends)
         exported = export_hugging_face(
-            chain, folder, saved.parameter, **vars(form), is_writer=True, tokenizer=tokenizer
+            chain, folder, saved.parameter, **vars(form), is_writer=True, tokenizer=tokenizer, carried=carried
         )
-    return exported, f"{checkpoint}, step {state.step}"
+    words = form.words(chain, of_run.folder, ends)
+    return exported, f"{checkpoint}, step {state.step}" + (f"; {words}" if words else "")
 
 
 def _is_replaceable(folder: Path) -> bool:

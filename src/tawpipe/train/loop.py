@@ -35,6 +35,7 @@ from tawpipe.runtime.step_result import StepResult
 from tawpipe.runtime.threads import use_device
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
+from tawpipe.train.config import TimeoutConfig
 from tawpipe.train.evaluation import Best, Evaluation, resumed_best
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
@@ -88,7 +89,8 @@ class Training:
         tracking: Tracking,
     ) -> None:
         config, state, batch, data = prepared.config, prepared.state, prepared.batch, prepared.data
-        self.plan, self.tracking = prepared.plan_text, tracking
+        self.plan, self.tracking, self.commit = prepared.plan_text, tracking, prepared.built.commit
+        self.recompute = prepared.schedule.recompute
         self.config, self.world, self.console = config, pipeline.world, console
         self.pipeline, self.data = pipeline, data
         self._said = said_bytes(prepared.needs, self.world.device)
@@ -124,8 +126,12 @@ class Training:
         self._share = pipeline.share_of_a_row
         self._last = time.perf_counter()
         self._evaluated = False
+        given = config.timeouts.step_s != TimeoutConfig().step_s
         self._limit = FollowedLimit(
-            pipeline.limit, config.timeouts.step_s, set_timeout=world.set_timeout, notice=console.notice
+            pipeline.limit,
+            config.timeouts.step_s,
+            set_timeout=world.set_timeout,
+            notice=console.notice if given else lambda _: None,
         )
         self._writer: MetricsWriter | None = None
         self._machine = prepared.machine if world.rank == 0 else None
@@ -383,7 +389,14 @@ class Training:
             validation=self.evaluation.record or self._validation,
             lora=adapter_facts(self.pipeline.chain.given),
             freeze=sorted(self.config.freeze),
-            settled={**settled(self.config), **settled_lengths(self.config), "date": self.data.date},
+            settled={
+                **settled(self.config),
+                **settled_lengths(self.config),
+                "date": self.data.date,
+                "ends": list(self.data.ends),
+                "commit": self.commit,
+                "recompute": self.recompute,
+            },
             versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tawpipe.console import span
-from tawpipe.errors import UserError
+from tawpipe.errors import UserError, is_out_of_memory
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.generate import Wanted, why_by_evaluation
 from tawpipe.pipeline.sizes import widths_of
@@ -25,10 +26,10 @@ from tawpipe.plan.updates import states_of
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.train.decided import BatchShape
-from tawpipe.train.planned import MEMORY, Planning
+from tawpipe.train.planned import KEEPS, MEMORY, Planning, fits_to_keep
 from tawpipe.train.words import gib
 
 if TYPE_CHECKING:
@@ -40,48 +41,88 @@ LOGITS = 8
 """Bytes of a logit besides itself, while a token is drawn: in fp32, and its logarithm."""
 
 
+SAVES_LITTLE = 0.97
+"""Share of the memory without a setting from which on that saves little."""
+
+
+def measured_for(
+    planning: Planning, schedule: ScheduleSettings, request: PlanRequest | None, tell: Callable[[str], None]
+) -> PlanRequest | None:
+    """Measure what blocks take; return None, and ``tell`` why, if that fails. Call on all ranks, before anything large
+    is there.
+
+    Args:
+        schedule: that will run.
+        request: what was measured for a plan, if anything was, and is returned.
+    """
+    if request is not None:
+        return request
+    asked = replace(planning.asked, settings=schedule)
+    measured, problem = replace(planning, asked=asked).ask(_machine_of(planning.world, schedule), timed=False)
+    if measured is None:
+        tell(f"memory is not checked before the first step: {problem}")
+    return measured
+
+
+def _machine_of(world: World, schedule: ScheduleSettings, request: PlanRequest | None = None) -> Machine:
+    """The machine with the memory that it has, and the files that a schedule needs as a plan has measured them."""
+    machine = machine_unprobed(world)
+    if request is not None:
+        return replace(machine, files=request.machine.files, files_bytes=request.machine.files_bytes)
+    return with_files(machine, world, schedule.offload_dir) if schedule.offload_dir else machine
+
+
+def settled_recompute(world: World, schedule: ScheduleSettings, request: PlanRequest | None, earlier: str = "") -> str:
+    """Return ``none`` if the largest step fits into ``KEEPS`` of the free memory on every rank, else ``full``; or what
+    ``schedule`` says, if it is not open. Call on all ranks.
+
+    Args:
+        request: what was measured; without it everything is computed again.
+        earlier: value in the run that is resumed, which stays if it fits; ``""`` for a new run.
+    """
+    if schedule.recompute != AUTO_RECOMPUTE:
+        return schedule.recompute
+    fits = request is not None and earlier != "full"
+    if request is not None and fits:
+        whole = _all_of(machine_unprobed(world), request)
+        fits = fits_to_keep(whole, replace(schedule, recompute="none"), 1.0 if earlier else KEEPS)
+    return "none" if min(world.gather_numbers(float(fits))) > 0 else "full"
+
+
 def check_memory(
     planning: Planning,
     schedule: ScheduleSettings,
     batch: BatchShape,
+    measured: PlanRequest,
     *,
     others: Callable[[PlanRequest], WouldFit],
+    saves: bool = True,
     goes_on_saving: bool = True,
     soon: Sequence[tuple[int, ...]] = (),
-    request: PlanRequest | None = None,
     copies: int = 0,
     texts: Wanted | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Needs | None, PlanRequest | None]:
-    """What a process will hold, and a node's host, and the request that says so; None where that could not be found
-    out, and ``tell`` is given why. Call on all ranks, before anything large is there.
+) -> tuple[Needs | None, PlanRequest]:
+    """What a process will hold, and a node's host, and the request that says so; None where that cannot be said. Call
+    on all ranks, before anything large is there.
 
     Args:
         schedule: that will run.
+        measured: what ``measured_for`` gave.
         others: finds what would fit in place of a request that does not.
+        saves: a checkpoint is written at some time, for which the state is copied.
         goes_on_saving: steps follow a save, and so run while it is being written.
         soon: lengths of the documents of steps to come, where they are dealt: in pipelines some steps hold much more
             than the typical one.
-        request: what was measured for a plan, if anything was.
         copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
         texts: that the model is to write between steps, or after them.
 
     Raises:
         UserError: it is more than there is; on all ranks. It says what would fit.
     """
-    world, folder = planning.world, schedule.offload_dir
-    machine = machine_unprobed(world)
-    if request is not None:
-        machine = replace(machine, files=request.machine.files, files_bytes=request.machine.files_bytes)
-    elif folder:
-        machine = with_files(machine, world, folder)
+    world = planning.world
+    machine = _machine_of(world, schedule, measured)
     planning = replace(planning, asked=replace(planning.asked, settings=schedule))
-    measured = request
-    if measured is None:
-        measured, problem = planning.ask(machine, timed=False)
-        if measured is None:
-            tell(f"memory is not checked before the first step: {problem}")
-            return None, None
     try:
         needs = memory_quickly(_all_of(machine, measured), measured.step(schedule))
         for dealt in soon if find(schedule.strategy).axis else ():
@@ -99,15 +140,18 @@ def check_memory(
         system = max(world.gather_numbers(float(max(loaded, measured.system_bytes))))
         measured = replace(measured, system_bytes=int(system))
         parts = dict(needs.parts) | {"system": int(system)}
-        if not goes_on_saving:  # the last copy takes the place of what computing has given back
+        if not saves:
+            parts["saving"] = 0
+        elif not goes_on_saving:  # the last copy takes the place of what computing has given back
             saving = parts["saving"]
             parts["saving"], given_back = max(0, saving - given_back), max(0, given_back - saving)
         needs = replace(needs, parts=parts)
+    tell(chunk_words(schedule, _all_of(machine, measured), needs))
     if _lacks(world, machine, measured, needs):
-        if request is None:
-            timed, problem = planning.ask(planning.measure(world))
-            tell("" if timed else f"what would fit is said without measured times: {problem}")
-            measured = timed or measured
+        if not measured.profile.update_s:  # for memory alone
+            with_times, problem = planning.ask(planning.measure(world))
+            tell("" if with_times else f"what would fit is said without measured times: {problem}")
+            measured = with_times or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     if texts is not None:
         besides = texts_bytes(planning.chain, texts, measured, schedule, world.size) - given_back
@@ -116,6 +160,36 @@ def check_memory(
             expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, and so much is not there"
             raise UserError("--sample.tokens", texts.tokens, expected)
     return needs, measured
+
+
+def chunk_words(schedule: ScheduleSettings, request: PlanRequest, needs: Needs) -> str:
+    """Line about rows in chunks that need as much memory as whole ones, else ``""``."""
+    if not schedule.sequence_chunk:
+        return ""
+    with suppress(UserError):
+        whole = memory_quickly(request, request.step(replace(schedule, **request.in_chunks(0))))
+        ours, theirs = (each.device - each.parts["system"] for each in (needs, whole))
+        if ours < SAVES_LITTLE * theirs:
+            return ""
+        lines = request.profile.memory.working.get("head", {}).values()
+        head = max((fixed + per_token * request.size.tokens for fixed, per_token in lines), default=0)
+        decides = 2 * head > ours
+        words = (
+            f"--schedule.sequence-chunk {schedule.sequence_chunk} saves little: a step needs {gib(ours)} with it and "
+        )
+        return words + f"{gib(theirs)} without" + "; the head's logits decide (--schedule.loss-chunk-tokens)" * decides
+    return ""
+
+
+@contextmanager
+def naming_recompute(schedule: ScheduleSettings) -> Iterator[None]:
+    """Within it, an error for lack of memory says which setting needs less, if something is kept."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) and schedule.recompute != "full":
+            error.add_note("tawpipe: memory ran out; --schedule.recompute full keeps less for backward passes")
+        raise
 
 
 def too_large(planning: Planning) -> str:

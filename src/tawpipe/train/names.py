@@ -32,7 +32,7 @@ ELSEWHERE = {
     "fp16": "{dtype} bfloat16; float16 is not trained in",
     "fsdp": "{schedule.strategy} flat; without it the plan chooses the fastest",
     "gradient-accumulation-steps": "{global_batch}, the rows of a step, computed {micro_batch} at a time",
-    "gradient-checkpointing": "{schedule.recompute}; activations are computed again by default",
+    "gradient-checkpointing": "{schedule.recompute}; by default nothing is computed again where memory allows",
     "grad-clip": "{optimizer.clip_norm}",
     "learning-rate-scheduler": "{optimizer.schedule}",
     "logging-steps": "{log.every}",

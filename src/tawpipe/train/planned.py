@@ -16,6 +16,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,12 +25,15 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import duration
 from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.model.chain import Chain
+from tawpipe.plan.feasible import shortage
 from tawpipe.plan.measure import SHARE, Asked, request_of
 from tawpipe.plan.plan_file import SavedPlan, load_plan
+from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.probe import machine_unprobed
 from tawpipe.runtime.dtype import reduce_dtype
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
-from tawpipe.schedule.settings import KEPT_BY_PLANS, ScheduleSettings, chosen_by_hand
+from tawpipe.schedule.settings import AUTO_RECOMPUTE, KEPT_BY_PLANS, ScheduleSettings, chosen_by_hand
 from tawpipe.train.checks import check_schedule
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ LAST_FRAMES = 8
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
 AT_LEAST_S = 3.0
 """That a search may take, however short the run."""
+KEEPS = 0.85
+"""Share of a device's free memory into which a run must fit to compute nothing again."""
 MEMORY = {"cuda": 0.95, "cpu": 0.8}
 """Share of what a device has that a plan made at the start of a run fills, by its own prediction: the rest falls
 between blocks in an allocator, where no count of tensors sees it (``runtime.memory.Taken``), and a CPU's memory is also
@@ -118,7 +124,11 @@ class Planning:
             UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
         """
         settings = self.asked.settings
+        if earlier is not None and "recompute" not in earlier.settled and settings.recompute == "full":
+            settings = replace(settings, recompute=AUTO_RECOMPUTE)  # which was the default then, in config.yaml, too
         given = chosen_by_hand(settings)
+        if self.world.size == 1 and source == "auto" and not given:  # nothing travels that a visit could save
+            settings = replace(settings, micro_batches_per_visit=1)
         same_nodes = earlier is not None and earlier.topology == str(self.world.nodes)
         if source not in ("none", "auto"):
             plan = SavedPlan.of(self.world.text_of_rank_0(lambda: _read(Path(source))))
@@ -134,10 +144,26 @@ class Planning:
             else:
                 decision = Followed(settings, plan, "plan: that of the checkpoint")
         elif source == "none" or given or same_nodes:
-            decision = Followed(settings, line=SETTINGS_HOLD if given and source == "auto" else "")
+            line = SETTINGS_HOLD if given and source == "auto" else ""
+            if source == "none" and self.world.size > 1 and not given:
+                line = f"plan: none (--plan none); strategy {settings.strategy}, assuming equal devices and links"
+            decision = Followed(settings, line=line)
         else:
-            decision = self.make()
-        return self._followed(decision, given) if decision.plan is not None else decision
+            decision = self._alone(settings) or self.make()
+        if decision.plan is not None:
+            return self._followed(decision, given)
+        return decision
+
+    def _alone(self, settings: ScheduleSettings) -> Followed | None:
+        """Return the settings for one process if it has memory to compute nothing again: then there is nothing to plan.
+        Return `None` if it has not, or there are several processes.
+        """
+        if self.world.size > 1:
+            return None
+        request, _ = self.ask(machine_unprobed(self.world), timed=False)
+        if request is None or not fits_to_keep(request, replace(settings, recompute="none")):
+            return None
+        return Followed(settings, request=request)
 
     def _followed(self, decision: Followed, given: list[str]) -> Followed:
         """The decision with the settings that its plan says."""
@@ -251,6 +277,14 @@ class Planning:
         memory_bytes = int(machine.most_memory * MEMORY[device.type])
         asked = replace(self.asked, timed=timed, memory_bytes=memory_bytes, settings=settings)
         return request_of(self.chain, machine, asked, here=device, tell=tell)
+
+
+def fits_to_keep(request: PlanRequest, schedule: ScheduleSettings, share: float = KEEPS) -> bool:
+    """True if a step of the largest micro-batches fits into ``share`` of a device's memory."""
+    with suppress(UserError):  # rows in chunks or over several ranks keep no graph
+        limit = replace(request, memory_bytes=int(request.machine.most_memory * share))
+        return not shortage(limit, memory_quickly(limit, limit.step(schedule)))
+    return False
 
 
 def problem_of(error: Exception) -> str:

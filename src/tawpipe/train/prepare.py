@@ -21,6 +21,7 @@ from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.errors import REPORT
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel
+from tawpipe.model.carried import NOTHING_CARRIED, Carried
 from tawpipe.model.chain import Chain
 from tawpipe.model.missing import mixer_words
 from tawpipe.model.rope import rope_words
@@ -43,7 +44,8 @@ from tawpipe.train.checks import check_steps
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
-from tawpipe.train.memory import check_memory, room_to_keep, too_large
+from tawpipe.train.exporting import Form
+from tawpipe.train.memory import check_memory, measured_for, room_to_keep, settled_recompute, too_large
 from tawpipe.train.optimizers import factory_of, resumed_factory
 from tawpipe.train.planned import Planning, probed
 from tawpipe.train.recipe import RECIPES, settle
@@ -56,6 +58,8 @@ from tawpipe.train.start import (
     documents_of,
     documents_of_a_step,
     documents_of_steps,
+    first_micro_batches,
+    other_commit_words,
     refuse_other_documents,
     require_alike,
     start_of,
@@ -89,6 +93,8 @@ class Prepared:
         request: what memory and a plan were asked by; None where blocks could not be measured.
         needs: memory of a step; None where that could not be found out.
         disk: what it will write.
+        folder: of the model; None for a preset.
+        carried: what the exported model takes over from that folder, on rank 0.
         retrieval: part of every evaluation; None without.
     """
 
@@ -108,11 +114,18 @@ class Prepared:
     needs: Needs | None
     disk: DiskNeeds
     retrieval: RetrievalCheck | None
+    folder: Path | None = None
+    carried: Carried = NOTHING_CARRIED
 
     @property
     def state(self) -> RunState | None:
         """What the checkpoint says that the run goes on from; None for a new run."""
         return self.start.state
+
+    @property
+    def form(self) -> Form:
+        """The form of the exported model."""
+        return Form.of(self.config, self.built)
 
     @property
     def plan_text(self) -> str:
@@ -183,9 +196,12 @@ def prepare(
     with batch.naming_documents():
         model.check(vocabulary, data.longest)
         built, chain = model.followed(vocabulary)
-    console.notice(built.other_base_words)
+    if begins.state is not None and begins.state.topology != str(world.nodes):
+        console.notice(f"processes: {world.nodes} (before: {begins.state.topology}; --nproc, --nodes)")
+    console.notice(built.other_base_words, other_commit_words(begins.state, built))
     name, why = chosen_dtype(config.dtype, world, begins.state.dtype if begins.state is not None else "")
     dtype = DTYPES[name]
+    console.notice(built.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
 
     optimizer, line = resumed_factory(factory_of(config), begins, chain.units)
@@ -202,6 +218,7 @@ def prepare(
             batch.micro_batch,
             dtype=dtype,
             lengths=typical_lengths(data, batch),
+            micro_batches=first_micro_batches(data, batch, world.size),
             profile="measure",
             settings=config.schedule,
             quantize=config.quantize,
@@ -233,24 +250,35 @@ def prepare(
 
     done, samples = (begins.state.step, begins.state.samples) if begins.state is not None else (0, 0)
     window = min(batch.document_tokens, longest_context(chain))
-    needs, request = check_memory(
-        planning,
-        schedule,
-        batch,
-        others=lambda short: WouldFit(short, config, ask),
-        goes_on_saving=_goes_on_saving(config, done),
-        soon=documents_of_steps(data, batch, min(SOON, int(config.steps) - done), samples),
-        request=followed.request,
-        copies=_copies_in_memory(config, world),
-        texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
-        tell=lambda line: (console.warning if REPORT in line else console.notice)(line),
-    )
+    disk = disk_needs(config, built, chain, state=state_bytes(config, built, chain, dtype, optimizer), done=done)
+    tell = lambda line: (console.warning if REPORT in line else console.notice)(line)  # noqa: E731
+    measured = measured_for(planning, schedule, followed.request, tell)
+    earlier = begins.state if begins.state is not None and begins.state.topology == str(world.nodes) else None
+    before = str(earlier.settled.get("recompute", "full")) if earlier is not None else ""
+    schedule = replace(schedule, recompute=settled_recompute(world, schedule, measured, before))
+    if before == "none" != schedule.recompute:
+        console.notice(f"recompute: {schedule.recompute} (before: none, for which memory is lacking)")
+    needs, request = None, measured
+    if measured is not None:
+        needs, request = check_memory(
+            planning,
+            schedule,
+            batch,
+            measured,
+            others=lambda short: WouldFit(short, config, ask),
+            saves=bool(config.checkpoint.memory_every or disk.states),
+            goes_on_saving=_goes_on_saving(config, done),
+            soon=documents_of_steps(data, batch, min(SOON, int(config.steps) - done), samples),
+            copies=_copies_in_memory(config, world),
+            texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
+            tell=tell,
+        )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
-    disk = disk_needs(config, built, chain, state=state_bytes(config, built, chain, dtype, optimizer), done=done)
     check_disk(config, disk, world)
-    return Prepared(
+    retrieval = check_start(config, built, data, ranks=schedule.sequence_ranks or 1)
+    prepared = Prepared(
         config=config,
         data=data,
         start=begins,
@@ -266,8 +294,23 @@ def prepare(
         request=request,
         needs=needs,
         disk=disk,
-        retrieval=check_start(config, built, data, ranks=schedule.sequence_ranks or 1),
+        retrieval=retrieval,
+        folder=model.folder,
     )
+    return _with_carried(prepared, world, console) if config.export.enabled and config.steps else prepared
+
+
+def _with_carried(prepared: Prepared, world: World, console: Console) -> Prepared:
+    """The run with what its export takes over from the model's folder, captured on rank 0; call on all ranks."""
+    form, chain, data, carried = prepared.form, prepared.chain, prepared.data, NOTHING_CARRIED
+
+    def make() -> str:
+        nonlocal carried
+        carried = form.carry(chain, prepared.folder, data.tokenizer, data.ends)
+        return form.words(chain, prepared.folder, data.ends)
+
+    console.notice(world.text_of_rank_0(make))
+    return replace(prepared, carried=carried)
 
 
 def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:
@@ -290,6 +333,8 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
         rows.append(("mixers", words))
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
+    if prepared.schedule.recompute != "full":
+        rows.append(("recompute", prepared.schedule.recompute))
     rows += [*step_rows(said, world.nodes), ("disk", str(prepared.disk))]
     if prepared.needs is None:  # why, a notice has said
         return [*rows, ("memory", f"at least, by the schedule, {said.parts()}")]

@@ -31,7 +31,7 @@ from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.launch.launcher import launched_here
 from tawpipe.launch.torchrun import leave_words
-from tawpipe.model.export import save_tokenizer
+from tawpipe.model.carried import save_tokenizer
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken, share_allocator
@@ -40,10 +40,10 @@ from tawpipe.streams import lossy
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
-from tawpipe.train.exporting import TOKENIZER, Form
+from tawpipe.train.exporting import TOKENIZER
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_left, said_bytes
+from tawpipe.train.memory import check_left, naming_recompute, said_bytes
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
@@ -114,7 +114,7 @@ def run(config: TrainConfig) -> int:
     begins.take(config.output_path, disk)
     if world.rank == 0 and (config.steps or begins.state is None):  # a look at a run is not what it goes on with
         _save_settings(prepared, table, console)
-    tell_without_effect(prepared.schedule, world, console)
+    tell_without_effect(prepared.config.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
 
@@ -123,7 +123,8 @@ def run(config: TrainConfig) -> int:
         # The steps, and what is made of the model while all is open.
         with _tracking(prepared, world, console) as tracking:
             training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
-            seconds = training.run(stop)
+            with naming_recompute(prepared.schedule):
+                seconds = training.run(stop)
             peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
             stopped, of_step = training.stopped is not None and training.last < config.steps, training.last
             of_model: list[tuple[str, str]] = []
@@ -143,7 +144,7 @@ def run(config: TrainConfig) -> int:
             results.append(("of this GPU at most", str(Taken.of(world.device))))
         results += of_model
         if config.export.enabled and config.steps and training.last and not stopped:
-            results.append(("model", str(_export(prepared, pipeline))))
+            results += [("model", str(_export(prepared, pipeline))), ("export", "checked")]
         results.append(("whole run", duration(time.perf_counter() - started)))
         if config.report and world.rank == 0:
             with console.showing(config.report):
@@ -167,9 +168,10 @@ def run(config: TrainConfig) -> int:
 
 def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
     """The folder with the model, which a checkpoint can make again if it could not be written."""
-    config, form = prepared.config, Form.of(prepared.config, prepared.built)
+    config, tokenizer = prepared.config, prepared.data.tokenizer
     try:
-        return pipeline.export(config.output_path / "model", tokenizer=prepared.data.tokenizer, **vars(form))
+        folder = config.output_path / "model"
+        return pipeline.export(folder, tokenizer=tokenizer, carried=prepared.carried, **vars(prepared.form))
     except RunError as error:
         if not complete_states(config.output_path / "checkpoints"):
             raise

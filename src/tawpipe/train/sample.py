@@ -28,6 +28,8 @@ CHOICES = 40
 """Tokens among which each next one is drawn: the likeliest."""
 LONGEST_QUESTION = 512
 """Tokens of a prompt that is taken from the data, at most."""
+WORDS = 12
+"""Tokens at the beginning of a text that are taken as a prompt."""
 FILE = "samples.jsonl"
 
 
@@ -127,20 +129,20 @@ def beginnings(settings: SampleConfig, data: PreparedData) -> dict[str, list[int
         return {}
     chat = through_template(settings, data)
     tokenizer: Any = data.tokenizer
-    usual = settings.prompt == SampleConfig().prompt  # nobody has asked this
-    if chat and usual and (ids := first_question(data.some_text)):
-        return {tokenizer.decode(ids, skip_special_tokens=True).strip(): ids}
-    return {prompt: _encoded(prompt, tokenizer, chat=chat, usual=usual) for prompt in settings.prompt}
+    if settings.prompt:
+        return {prompt: _encoded(prompt, tokenizer, chat=chat) for prompt in settings.prompt}
+    ids = (chat and first_question(data.some_text)) or first_words(data.some_text)
+    ids = ids or Encoder(tokenizer).beginning("") or [tokenizer.eos_token_id or 0]
+    return {tokenizer.decode(ids, skip_special_tokens=True).strip(): ids}
 
 
-def _encoded(prompt: str, tokenizer: Any, *, chat: bool, usual: bool) -> list[int]:
+def _encoded(prompt: str, tokenizer: Any, *, chat: bool) -> list[int]:
     if chat:
         try:
             return tokenizer.encode(ChatRenderer(tokenizer).question(prompt), add_special_tokens=False)
         except Malformed as error:
-            if not usual:
-                expected = f"one that the chat template takes ({error}); or --sample.chat off"
-                raise UserError("--sample.prompt", prompt, expected) from error
+            expected = f"one that the chat template takes ({error}); or --sample.chat off"
+            raise UserError("--sample.prompt", prompt, expected) from error
     return Encoder(tokenizer).beginning(prompt) or [tokenizer.eos_token_id or 0]
 
 
@@ -164,3 +166,9 @@ def first_question(documents: PackedDataset) -> list[int]:
         if 1 < end < min(length, LONGEST_QUESTION):
             return row.input_ids[0, :end].tolist()
     return []
+
+
+def first_words(documents: PackedDataset) -> list[int]:
+    """The first tokens of a document, at most ``WORDS`` and half of it; empty if it has fewer than two."""
+    tokens, _ = documents.document(0)
+    return tokens[: min(WORDS, len(tokens) // 2)].tolist()

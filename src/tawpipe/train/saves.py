@@ -81,7 +81,8 @@ class Saves:
 
     def _begin(self, store: Store, step: int) -> Saving:
         limit_s = self.config.timeouts.save_s
-        return self.pipeline.start_saving(store, run=asdict(self._state(step)), limit_s=limit_s)
+        copies = self.config.checkpoint.frozen == "copy"
+        return self.pipeline.start_saving(store, run=asdict(self._state(step)), limit_s=limit_s, copy_frozen=copies)
 
     def _end(self, *, only_if_ended: bool = False, now: int = 0) -> None:
         """Look at what came of the save under way.

@@ -8,14 +8,16 @@ from itertools import chain
 from pathlib import Path
 
 from tawpipe.checkpoint.format import Manifest
+from tawpipe.checkpoint.frozen import naming_frozen
+from tawpipe.checkpoint.names import state_to_resume
 from tawpipe.checkpoint.resume import ResumePoint, RunState, refuse_other_trained
 from tawpipe.console import Console
 from tawpipe.data.chat import today
-from tawpipe.data.lengths import Dealing, LengthLimits
+from tawpipe.data.lengths import Dealing, LengthLimits, in_like_lengths
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.rows import take
-from tawpipe.data.tokenizer import check_vocabulary
+from tawpipe.data.tokenizer import check_vocabulary, has_tokenizer
 from tawpipe.environment import started_by_local_launcher
 from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts
@@ -100,9 +102,19 @@ def require_alike(config: TrainConfig, world: World) -> None:
     texts = {leaf.option: leaf.text(reduce(getattr, path, config)) for path, leaf in leaves if path not in OF_A_MACHINE}
     facts = {option: Fact("", text) for option, text in texts.items()}
     read_alike(world, "settings", "different ones", "the same on every rank", lambda: None, lambda _: facts)
-    same_folder(world, config.model, code=config.trust_remote_code)
+    with naming_frozen(state_to_resume(config.output_path, config.resume)):
+        same_folder(world, config.model, code=config.trust_remote_code)
     if adapter := config.lora.adapter:
         read_alike(world, "lora.adapter", adapter, SAME_FILES, lambda: Path(adapter).expanduser(), folder_facts)
+
+
+def other_commit_words(state: RunState | None, built: BuiltModel) -> str:
+    """Line about a model of the Hub whose commit is not that of the resumed run, else ``""``."""
+    before = state.settled.get("commit") if state is not None else ""
+    if not before or before == built.commit:
+        return ""
+    here = f"is at commit {built.commit}" if built.commit else "is no commit of the Hub"
+    return f"{built.spec} {here}; the run began with commit {before} (--model NAME@{before})"
 
 
 def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: bool) -> None:
@@ -146,6 +158,9 @@ def documents_of(
     Raises:
         UserError: see ``prepare_data`` and ``check_lengths``.
     """
+    if model.pretrained and config.tokenizer is None and not has_tokenizer(str(model.folder)):
+        expected = f"the tokenizer that {config.model} was trained with, as its folder has weights and no tokenizer"
+        raise UserError("--tokenizer", None, expected)
     config = lengths_before_data(config, earlier, pretrained=model.pretrained)
     check_lengths(config)  # before anything is read
     date = (earlier.settled.get("date") if earlier is not None else "") or world.broadcast_text(today())
@@ -226,9 +241,11 @@ def _dealing(config: TrainConfig, settled: TrainConfig, model: RunModel, world_s
 
 def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
     """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work; no
-    longer than a row, which those are that pass a pipeline in slices.
+    longer than a row, which those are that pass a pipeline in slices. Where every document is a row, the longest.
     """
     row = batch.row_tokens
+    if batch.packing == "none":
+        return [row if data.report.streamed else data.longest]
     if batch.dealt:
         lengths = iter([min(length, row) for length in data.train.step(0, max(batch.step_tokens, row)).lengths])
         rows = [take(chain([first], lengths), row) for first in lengths][:ROWS_LOOKED_AT]
@@ -236,6 +253,21 @@ def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
         rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
     rows = [[*documents, row - sum(documents)] if sum(documents) < row else documents for documents in rows]
     return sorted(rows, key=lambda documents: sum(length * length for length in documents))[len(rows) // 2]
+
+
+def first_micro_batches(data: PreparedData, batch: BatchShape, ranks: int) -> list[list[int]]:
+    """Lengths of the documents, padding included, of the longest micro-batch of every round of the first steps, for
+    which the other ranks wait, where every document is a row; else none.
+    """
+    if batch.packing != "none":
+        return []
+    groups, rows, size = list[list[int]](), batch.rows, batch.micro_batch
+    for first in range(0, max(rows, ROWS_LOOKED_AT), rows):
+        lengths = [data.train.length(first + row) for row in range(rows)]
+        order = in_like_lengths(lengths, size)
+        parts = [[lengths[row] for row in order[at : at + size]] for at in range(0, rows, size)]
+        groups += [max(parts[at : at + ranks], key=max) for at in range(0, len(parts), ranks)]
+    return [[*group, *(max(group) - length for length in group if length < max(group))] for group in groups]
 
 
 def documents_of_a_step(data: PreparedData, batch: BatchShape, chain: Chain) -> tuple[int, ...]:
