@@ -1,4 +1,4 @@
-"""What is read of a model's folder: from the Hub only what is its own, and no two sources that differ."""
+"""Reading a model's folder: from the Hub its own files alone, and no two sources that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tawpipe.data.tokenizer import load_tokenizer, train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import SafetensorsSource, count_files
+from tawpipe.model.pretrained import SafetensorsSource, count_files, stored_dtype, stored_dtypes
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMMIT = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
@@ -260,3 +260,11 @@ def test_a_generation_config_that_transformers_refuses_still_says_where_texts_st
     settings = {"eos_token_id": [3, 4], "do_sample": False, "temperature": 0.6, "pad_token_id": -1}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     assert build_model(str(tmp_path), max_positions=8).model.generation_config.eos_token_id == [3, 4]
+
+
+def test_numbers_of_8_bits_are_not_the_dtype_of_a_folder(tmp_path: Path) -> None:
+    few = torch.zeros(64, 64).to(torch.float8_e4m3fn)
+    save_file({"codes": few, "norm": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == torch.bfloat16 and stored_dtypes(tmp_path) == {"norm": torch.bfloat16}
+    save_file({"codes": few, "counts": torch.ones(4, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == torch.float32

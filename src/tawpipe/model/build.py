@@ -31,7 +31,6 @@ from tawpipe.model.pretrained import (
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.rope import apply_rope, check_rope
 from tawpipe.model.settings import LoraSettings, RopeSettings
-from tawpipe.model.shapes import share_of_experts
 from tawpipe.model.weights import InitSource, WeightSource
 
 _LLAMA_3 = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
@@ -145,7 +144,7 @@ class BuiltModel:
         """Line about a loss for balancing experts that the config has and that is not trained, else ``""``."""
         text = self.model.config.get_text_config()
         keys = [key for key in _BALANCE if isinstance(value := getattr(text, key, None), int | float) and value > 0]
-        if not keys or not share_of_experts(text):
+        if not keys:
             return ""
         said = ", ".join(f"{key} {getattr(text, key):g}" for key in keys)
         return f"the auxiliary loss for load balancing of experts is not trained ({said} in config.json)"

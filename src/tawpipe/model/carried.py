@@ -76,7 +76,7 @@ def stop_tokens(settings: dict[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class Carried:
-    """What an exported folder takes over from the folder of its model, captured before there is anything to lose.
+    """Files and dtypes that an exported folder takes over from the folder of its model, captured before training.
 
     Attributes:
         files: small files by their names, in the order in which they are written.
@@ -92,7 +92,7 @@ class Carried:
 
 
 NOTHING_CARRIED = Carried({}, torch.float32)
-"""What ranks have that do not write."""
+"""Value for the ranks that do not write."""
 
 
 def small_files(

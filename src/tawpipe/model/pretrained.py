@@ -326,17 +326,21 @@ def unread_files(folder: Path) -> list[str]:
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Tensor name -> the floating-point dtype that it has in a folder; empty for a folder without weights."""
+    """Tensor name -> its dtype in a folder, for numbers of 16 bits or more; empty for a folder without weights."""
     headers = tensor_headers(_files_by_key(folder).values()).items() if has_weights(folder) else ()
-    return {name: dtype for name, (dtype, _) in headers if dtype.is_floating_point}
+    return {name: dtype for name, (dtype, _) in headers if _is_plain(dtype)}
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that most numbers of a folder have."""
+    """The dtype that most numbers of a folder have, of those with 16 bits or more: weights are not trained in fewer."""
     counts = Counter[torch.dtype]()
     for dtype, shape in tensor_headers(_files_by_key(folder).values()).values():
-        counts[dtype] += torch.Size(shape).numel() if dtype.is_floating_point else 0
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+        counts[dtype] += torch.Size(shape).numel() if _is_plain(dtype) else 0
+    return max(+counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -116,8 +116,8 @@ class PassFeeder(Protocol):
         ...
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        """What was drawn after the group's last pass, before its next ``feed``: the known tokens of its rows in their
-        order, then a token for each row that draws.
+        """Take what was drawn after the group's last pass, before its next ``feed``: the known tokens of its rows in
+        their order, then a token for each row that draws.
         """
         ...
 

@@ -119,7 +119,7 @@ class Slots:
         self._reading: Ticket | None = None
         """Whose prompt is read."""
         self._drawing: list[dict[int, Ticket]] = [{} for _ in range(room.groups)]
-        """Of each group's pass that is on its way: slot -> for whom a token is drawn, or known ones are scored."""
+        """For each group's pass on its way: slot -> request for which tokens are drawn or known ones are scored."""
         self._closing: list[Ticket | None] = [None] * room.groups
         """Request without an answer whose prompt ends in each group's pass that is on its way."""
         self._changed = threading.Condition()

@@ -119,7 +119,7 @@ class Answering:
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + seconds
         self._news = asyncio.Queue[tuple[int, Drawn | None, End, str] | None]()
-        """What the engine has told of a prompt; None where the client has gone."""
+        """News of the engine about a prompt; None after the client has gone."""
         try:
             self._tickets = slots.ask_all([(each, partial(self._tell, at)) for at, each in enumerate(questions)])
         except NoRoom as error:

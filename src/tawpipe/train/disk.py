@@ -82,8 +82,8 @@ def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: i
 def state_bytes(
     config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype, optimizer: OptimizerFactory
 ) -> int:
-    """Of a checkpoint: master weights and optimizer states of what is trained, and what is frozen as it lives, where
-    the checkpoint does not refer to a folder.
+    """Bytes of a checkpoint: master weights and optimizer states of trained parameters, and frozen ones as they live,
+    where the checkpoint does not refer to a folder.
     """
     master, states = master_dtype(computed), states_of(optimizer, chain.units)
     stored = torch.float32 if built.folder is None else stored_dtype(built.folder)

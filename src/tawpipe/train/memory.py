@@ -103,7 +103,7 @@ def check_memory(
     texts: Wanted | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Needs | None, PlanRequest]:
-    """What a process will hold, and a node's host, and the request that says so; None where that cannot be said. Call
+    """Predict what a process and a node's host will hold, with the request that says so; None if that fails. Call
     on all ranks, before anything large is there.
 
     Args:
