@@ -21,7 +21,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-of test-slow test-all hunt count lint format docs wheel try-wheel clean
+.PHONY: help train test test-of test-slow test-all hunt held-equal count lint format docs wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ test-all: $(COMPILED)  ## run both in one
 
 hunt: $(TESTED)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
 	@PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/hunt.py $(ARGS)
+
+held-equal: $(TESTED)  ## record what a refactoring must not change, or compare with it: make held-equal ARGS="--record DIR"
+	@$(BIN)/python benchmarks/held_equal.py $(ARGS)
 
 count: $(TESTED)  ## count code lines, names and the way of the settings
 	@$(BIN)/python benchmarks/house.py src $(ARGS)
