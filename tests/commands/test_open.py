@@ -25,7 +25,7 @@ from tawpipe.report.page import PLOTLY
 from tawpipe.report.site import Page, Site
 
 pytest.importorskip("plotly")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-links"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-25-links"
 
 
 def row(step: int) -> str:

@@ -25,7 +25,7 @@ from tawpipe.report.site import write_pages
 pytest.importorskip("plotly")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 PHONE = 390
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-links" / "results.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-25-links" / "results.json"
 
 
 @pytest.fixture(scope="module")
