@@ -5,8 +5,6 @@
 Each text is one measurement with the settings that it names (``Setting``); the others have their defaults. Sides: ours;
 plain, a loop with transformers' checkpointing, a loss in chunks and fp32 masters; fsdp2, torch's sharding of one rank.
 Prints a line of JSON for each. An error, out of memory too, is such a line, and the next measurement begins.
-
-``benchmarks/one_device.py`` compares three sides with single steps in turn; this script goes through many settings.
 """
 
 from __future__ import annotations
