@@ -15,6 +15,7 @@ from pathlib import Path
 
 from measured import measured
 from orders import generated, solved
+from packing import packing
 from step import step
 from traffic import traffic
 from travels import travels
@@ -22,7 +23,6 @@ from travels import travels
 from chunks import chunks
 from exact import exact
 from house import house
-from packing import packing
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
