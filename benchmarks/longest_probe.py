@@ -197,8 +197,7 @@ def _receive(pipe: connection.Connection, timeout_s: float) -> Any:
 def _work(pipe: connection.Connection, job: Job, rank: int, port: int, folder: str) -> None:
     import torch
 
-    from longest_model import CannotRun, Shape, row
-    from longest_sides import make_side
+    from longest_sides import CannotRun, Shape, make_side, row
     from tawpipe.errors import UserError
 
     torch.set_num_threads(THREADS)

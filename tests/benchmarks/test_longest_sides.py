@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from longest_model import FAMILIES, Shape, row
-from longest_others import ChunkedLoss, Elsewhere, HuggingFace
-from longest_page import page
+from longest import page
 from longest_probe import file_bytes
-from longest_sides import PLACES, SIDES, parts_of
+from longest_sides import FAMILIES, PLACES, SIDES, ChunkedLoss, Elsewhere, HuggingFace, Shape, parts_of, row
 
 SMALL = Shape(hidden=32, layers=2, heads=2, key_heads=1, intermediate=48, vocabulary=64)
 
