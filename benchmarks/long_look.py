@@ -4,13 +4,12 @@
     python benchmarks/long_look.py --out benchmarks/results/DATE-long-look --rows ours-a    # one of them
 
 A small Llama learns the standard library's sources, from the same initial weights in every row. ``fsdp2-a`` is FSDP2
-as torch ships it, on two processes; ``fsdp2-b`` is the same with other batches: what a seed changes. ``plain-a`` is one
-process without any of this; ``ours-a`` is this project on two nodes of one process. Rows that end with ``-a`` see the
-same batches with the same learning rates. Two rows of 20 steps in fp32 say first whether both sides do the same
-arithmetic.
+as torch ships it, on two processes; ``fsdp2-b`` is the same with other batches: what a seed changes. ``ours-a`` is this
+project on two nodes of one process. Rows that end with ``-a`` see the same batches with the same learning rates. Two
+rows of 20 steps in fp32 say first whether both sides do the same arithmetic.
 
-A row is written to ``losses.json`` when it is done, and rows found there are not run again. ``table.md`` and
-``chart.png`` are made of what is there.
+A row is written to ``losses.json`` when it is done, and rows found there are not run again. ``table.md`` is made of
+what is there.
 """
 
 from __future__ import annotations
@@ -25,23 +24,32 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from long_look_sides import BATCH, BETAS, CLIP, DECAY, EPS, LENGTH, PROCESSES, RATE, SHAPE, SIDES, make_model
+from tawpipe import Pipeline
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.rows import PackedDataset
 from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
-from tawpipe.model.batch import MicroBatch
-from tawpipe.runtime.world import connect
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.learning_rate import RunSpan, factor
+from tawpipe_lab.real_modules import ATTENTION
 
 WARMUP, LEAST = 100, 0.1
 VALIDATION = 128
@@ -49,6 +57,23 @@ VALIDATION = 128
 EVERY = 100
 """Steps between two validations, and over which the training loss is smoothed."""
 CHECK_STEPS, TOLERANCE = 20, 1e-4
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+LENGTH, BATCH = 128, 8
+"""Tokens of a row, rows of a step."""
+PROCESSES = 2
+RATE, DECAY, BETAS, EPS, CLIP = 2e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
+VALIDATED = 16
+"""Rows that a rival validates at once."""
+Batch = dict[str, Tensor]
+"""input_ids, labels and position_ids [rows, S], in the Hugging Face convention."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +92,112 @@ class Row:
     dtype: str = "bfloat16"
     steps: int | None = None
 
-    @property
-    def processes(self) -> int:
-        return 1 if self.kind == "plain" else PROCESSES
-
 
 ROWS = {
     "check-fsdp2": Row("fsdp2", "FSDP2, fp32", dtype="float32", steps=CHECK_STEPS),
     "check-ours": Row("ours", "ours, fp32", dtype="float32", steps=CHECK_STEPS),
     "fsdp2-a": Row("fsdp2", "FSDP2, seed A"),
     "fsdp2-b": Row("fsdp2", "FSDP2, seed B", order=1),
-    "plain-a": Row("plain", "one plain process, seed A"),
     "ours-a": Row("ours", "ours, seed A"),
-    "ours-fp32-a": Row("ours", "ours in fp32, seed A", dtype="float32"),
 }
-COLORS = {"fsdp2-a": "#111", "fsdp2-b": "#b0b4bb", "plain-a": "#2e933c", "ours-fp32-a": "#e4572e", "ours-a": "#2a6fdb"}
-"""In the order in which they are drawn."""
 HALVES = {"all": False, "last half": True}
+
+
+class Result(NamedTuple):
+    """What a step of a rival says; see `tawpipe.runtime.executor.StepResult`."""
+
+    loss: float
+    grad_norm: float
+
+
+def make_model() -> LlamaForCausalLM:
+    """The model with its initial weights, the same in every process."""
+    torch.manual_seed(0)
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **none, **ATTENTION, max_position_embeddings=LENGTH))
+
+
+def cut(batch: Batch, part: int, parts: int) -> Batch:
+    """One of equal parts of the rows."""
+    rows = len(batch["labels"]) // parts
+    return {name: tensor[part * rows : (part + 1) * rows] for name, tensor in batch.items()}
+
+
+class Ours:
+    """This project's runtime with its defaults, a process's rows in two micro-batches."""
+
+    def __init__(self, dtype: torch.dtype, world: World) -> None:
+        self.pipeline = Pipeline(
+            make_model(),
+            optimizer=adamw(RATE, weight_decay=DECAY, betas=BETAS, eps=EPS),
+            micro_batch=BATCH // world.size // 2,
+            schedule=ScheduleSettings(micro_batches_per_visit=2),
+            dtype=dtype,
+            clip_norm=CLIP,
+            world=world,
+        )
+
+    def step(self, batch: Batch, factor: float) -> Any:
+        return self.pipeline.step(batch, rate=factor)
+
+    def evaluate(self, batch: Batch) -> float:
+        return self.pipeline.evaluate(batch).loss
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+
+class Fsdp2:
+    """FSDP2 as torch ships it: every layer and the rest fully sharded, in its mixed precision."""
+
+    def __init__(self, dtype: torch.dtype, world: World) -> None:
+        self.world, self.model = world, make_model()
+        mesh = init_device_mesh("cpu", (world.size,))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for part in (*self.model.model.layers, self.model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        self.parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": DECAY},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS, fused=True)
+
+    def step(self, batch: Batch, factor: float) -> Result:
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATE * factor
+        tokens = int((batch["labels"] != IGNORE).sum())
+        loss = self.losses(cut(batch, self.world.rank, self.world.size)) / tokens
+        (loss * self.world.size).backward()  # FSDP2 takes the mean over the processes
+        norm: Any = nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Result(self.sum(loss.detach().double()), float(norm.full_tensor()))
+
+    def losses(self, batch: Batch) -> Tensor:
+        """The sum over all tokens, of logits in fp32; transformers keeps packed documents apart by their positions."""
+        logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        assert logits is not None
+        labels = batch["labels"][:, 1:].flatten()
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels, ignore_index=IGNORE, reduction="sum")
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        mine = cut(batch, self.world.rank, self.world.size)
+        parts = len(mine["labels"]) // VALIDATED
+        total = torch.stack([self.losses(cut(mine, part, parts)).double() for part in range(parts)]).sum()
+        return self.sum(total) / int((batch["labels"] != IGNORE).sum())
+
+    def sum(self, value: Tensor) -> float:
+        """Add up over all processes."""
+        dist.all_reduce(value)
+        return float(value)
+
+    def close(self) -> None:
+        self.world.leave()
+
+
+SIDES: dict[str, Any] = {"ours": Ours, "fsdp2": Fsdp2}
 
 
 def main() -> None:
@@ -117,8 +231,6 @@ def main() -> None:
         if {"check-fsdp2", "check-ours"} <= set(rows) and check(rows) > TOLERANCE:
             raise SystemExit(f"the two sides do not do the same arithmetic: {check(rows):.1e} apart in fp32")
     (args.out / "table.md").write_text("\n".join(table(args.steps, rows)) + "\n", encoding="utf-8")
-    if "fsdp2-a" in rows:
-        draw(rows, args.out / "chart.png")
 
 
 def settings(steps: int) -> dict[str, Any]:
@@ -147,7 +259,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(temporary)
         fingerprint = make_batches(folder, row, row.steps or args.steps)
         words = ["--worker", name, "--folder", temporary, "--steps", str(args.steps)]
-        code = launch([sys.executable, __file__, *words], Shape(row.processes, row.processes))
+        code = launch([sys.executable, __file__, *words], Shape(PROCESSES, PROCESSES))
         if code:
             raise SystemExit(code)
         found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
@@ -270,7 +382,7 @@ def table(steps: int, rows: dict[str, Any]) -> list[str]:
         versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
         places.setdefault(f"{where['date']}, {where['machine']}, {versions}", []).append(ROWS[name].text)
         lines.append(
-            f"| {ROWS[name].text} | {ROWS[name].dtype} | {ROWS[name].processes} | {row['validation_losses'][-1]:.4f} "
+            f"| {ROWS[name].text} | {ROWS[name].dtype} | {PROCESSES} | {row['validation_losses'][-1]:.4f} "
             f"| {np.mean(last):.4f} |"
         )
     for place, texts in places.items():
@@ -308,40 +420,6 @@ def _compare(full: dict[str, Any]) -> list[str]:
         )
         lines += ["", f"Ours within the spread of two seeds of FSDP2 in every column: {'yes' if within else 'NO'}."]
     return lines
-
-
-def draw(rows: dict[str, Any], path: Path) -> None:
-    """Smoothed training losses, and how far they and the validation losses are from FSDP2's with seed A."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    base = rows["fsdp2-a"]
-    figure, axes = pyplot.subplots(3, 1, figsize=(9, 10), sharex=True, height_ratios=[2, 1, 1])
-    for name in filter(rows.__contains__, COLORS):
-        row, losses = rows[name], smoothed(rows[name])
-        style: dict[str, Any] = {"color": COLORS[name], "label": ROWS[name].text, "linewidth": 1.2}
-        steps = len(row["losses"])
-        x = range(steps - len(losses) + 1, steps + 1)
-        axes[0].plot(x, losses, **style)
-        axes[1].plot(x, losses - smoothed(base), **style)
-        apart = np.subtract(row["validation_losses"], base["validation_losses"])[1:]
-        axes[2].plot([*range(EVERY, steps, EVERY), steps], apart, marker=".", **style)
-    titles = (
-        f"training loss, mean of {EVERY} steps",
-        "the same minus FSDP2's, seed A",
-        "validation loss minus FSDP2's",
-    )
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_title(title, loc="left", fontsize=10)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=9)
-    axes[2].set_xlabel("steps", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":
