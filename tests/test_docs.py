@@ -63,6 +63,11 @@ def test_the_longest_rows_are_those_that_were_measured(name):
         assert f"{tokens[own] / tokens[other]:.1f} times" in _text(name)
 
 
+def test_every_folder_of_results_is_in_the_table_of_their_page():
+    listed = re.findall(r"^\| \[(20[\w-]+)\]\(\1\) \|", _text("benchmarks/results/README.md"), flags=re.MULTILINE)
+    assert listed == sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir() if path.is_dir())
+
+
 def test_every_guard_exists():
     named = set(re.findall(r"`(test_\w+)`", _text("tests/faults.md")))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
