@@ -35,7 +35,7 @@ def test_what_is_saved_is_what_was_there_when_it_began(pipeline, tmp_path):
     assert not saving.done
     gate.set()
     saved = saving.wait()
-    assert not saved.problem and saved.staged_s < 1
+    assert not saved.problem
     pipeline.load(tmp_path / "one")
     assert all(torch.equal(before[name], value) for name, value in weights(pipeline).items())
 
