@@ -97,9 +97,7 @@ def _exec(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from tawpipe.report.page import check_page
-    from tawpipe_lab.compare import TRACES, compare
-    from tawpipe_lab.page import write_compare_page
+    from tawpipe_lab.compare import compare
     from tawpipe_lab.suite import load_suite
 
     suite = load_suite(arguments.suite)
@@ -109,17 +107,9 @@ def _compare(arguments: argparse.Namespace) -> int:
         if arguments.samples < 1:
             raise UserError("--samples", arguments.samples, "at least 1")
         suite = replace(suite, samples=arguments.samples)
-    check_page(arguments.report)
-    out = Path(arguments.out)
-    rows = compare(
-        suite, out, traces=arguments.traces, resume=arguments.resume, tell=lambda line: print(line, flush=True)
-    )
-    print(f"{len(rows)} rows in {out}: results.json, table.md, chart.png")
-    if arguments.report:
-        environment = json.loads((out / "results.json").read_text(encoding="utf-8"))["environment"]
-        recordings = out / TRACES if arguments.traces and (out / TRACES).is_dir() else None
-        write_compare_page(suite.name, environment, rows, Path(arguments.report), recordings)
-        print(f"wrote {arguments.report}")
+    tell = partial(print, flush=True)
+    rows = compare(suite, Path(arguments.out), traces=arguments.traces, resume=arguments.resume, tell=tell)
+    print(f"{len(rows)} rows in {arguments.out}: results.json, table.md; `tawpipe open {arguments.out}` draws them")
     return 0
 
 
@@ -158,14 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--suite", required=True, help="a name (smoke, base-6, link-bound, ...) or a YAML file")
     compare.add_argument("--only", metavar="NAMES", help="strategies or cells, separated by commas")
     compare.add_argument("--samples", type=int, metavar="N", help="measured steps, instead of the suite's")
-    compare.add_argument("--out", required=True, metavar="DIR", help="folder for results.json, table.md and chart.png")
-    compare.add_argument(
-        "--traces", action="store_true", help="draw a step of every strategy in this project's runtime"
-    )
+    compare.add_argument("--out", required=True, metavar="DIR", help="folder for results.json and table.md")
+    compare.add_argument("--traces", action="store_true", help="record a step of every strategy in our runtime")
     compare.add_argument(
         "--resume", action="store_true", help="keep the cells that --out holds of an earlier run, measure the others"
     )
-    compare.add_argument("--report", metavar="FILE", help="write a page (HTML) with the rows, and the timelines if any")
     compare.set_defaults(run=_compare)
 
     for command in (up, down, execute):

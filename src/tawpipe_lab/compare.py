@@ -1,6 +1,6 @@
 """Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds.
 
-``compare`` writes ``results.json`` (the contract that others read), a Markdown table and a chart.
+``compare`` writes ``results.json`` (the contract that others read) and a Markdown table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.plan.serving import HAND_S
-from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel, play
@@ -39,7 +38,7 @@ from tawpipe_lab.lengths import DealtWorkload, dealt
 from tawpipe_lab.real_modules import real_model_spec
 from tawpipe_lab.serving import ROWS, groups_of, planned, serving_bounds, serving_knobs
 from tawpipe_lab.suite import Cell, Entry, Suite
-from tawpipe_lab.table import write_chart, write_table
+from tawpipe_lab.table import write_table
 from tawpipe_lab.workload import LengthsWorkload, RealWorkload, ServingWorkload, TimedWorkload, spell_out
 
 CLUSTER = "tawpipe-compare"
@@ -59,7 +58,7 @@ def compare(
 
     Args:
         out: a folder; what it holds of an earlier run is replaced.
-        traces: draw a step of every strategy in our runtime, into ``out/traces``.
+        traces: record a step of every strategy in our runtime, into ``out/traces``.
         resume: keep the rows of cells that an earlier run into ``out`` has measured, and measure the others.
         tell: is given a line for every launch and row.
 
@@ -77,7 +76,7 @@ def compare(
             continue
         late = f" and {cell.latency} of latency" if cell.latency else ""
         tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}{late}")
-        for row in _measure_cell(suite, cell, tell, out / "traces" if traces else None):
+        for row in _measure_cell(suite, cell, tell, out / TRACES if traces else None):
             row |= disturbance(row, rows)
             rows.append(row)
             tell(_line(row))
@@ -110,7 +109,7 @@ def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
 
 
 def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
-    """``results.json``, ``table.md`` and ``chart.png``."""
+    """``results.json`` and ``table.md``."""
     environment = {
         "versions": {name: version(name) for name in ("tawpipe", "torch")} | {"python": platform.python_version()},
         "machine": f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release().split('-')[0]}",
@@ -120,10 +119,9 @@ def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
     content = {"environment": environment, "rows": rows}
     (out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     write_table(suite.name, environment, rows, out / "table.md")
-    write_chart(suite.name, rows, out / "chart.png")
 
 
-def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], pictures: Path | None) -> list[dict[str, Any]]:
+def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], traces: Path | None) -> list[dict[str, Any]]:
     """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}
@@ -151,14 +149,17 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
         while len(failed) + len(done) < len(suite.strategies):
             tried = [i for i in range(len(suite.strategies)) if i not in failed and i not in done]
             tried = tried[: 1 if suite.alone else None]
-            samples = {"warmup": suite.warmup, "samples": suite.samples, "traces": pictures is not None}
+            samples = {"warmup": suite.warmup, "samples": suite.samples, "traces": traces is not None}
             ended = _launch(cluster, Path(folder), suite, cell, tried, **samples)
             if isinstance(ended, list):
                 readings |= dict(zip(tried, ended, strict=True))
                 done.update(tried)
-                if pictures is not None:
-                    for number, i in enumerate(tried):
-                        _draw(Path(folder) / TRACES / str(number), cell, suite.strategies[i], pictures)
+                for number, i in enumerate(tried):
+                    if traces is not None and (recording := Path(folder) / TRACES / str(number)).is_dir():
+                        name = f"{cell.name} {suite.strategies[i].label}"
+                        target = traces / re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
+                        shutil.rmtree(target, ignore_errors=True)
+                        shutil.copytree(recording, target)
                 continue
             number, reason = ended
             tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
@@ -243,19 +244,6 @@ def _launch(
             raise
         return tried[int(running.read_text())], str(error)
     return json.loads(result.read_text(encoding="utf-8"))
-
-
-def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
-    """The picture and the trace of a recorded step, where there is one."""
-    if not recording.is_dir():
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    bars = executed_bars(recording)
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cell.name} {entry.label}").strip("-")
-    shutil.rmtree(out / name, ignore_errors=True)
-    shutil.copytree(recording, out / name)  # for `tawpipe trace`, and the page
-    write_chrome_trace([("executed", bars)], out / f"{name}.json")
-    draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
 
 
 def message_sizes(cell: Cell) -> tuple[int, ...]:

@@ -8,18 +8,10 @@ from typing import Any
 
 from tawpipe.report.bars import executed_bars
 from tawpipe.report.figures import lines, stacked_bars
-from tawpipe.report.page import Section, Table, page_text, timeline_section, write_text
+from tawpipe.report.page import Section, Table, page_text, timeline_section
 from tawpipe_lab.table import cells_of, describe, order_of, title
 
 HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
-
-
-def write_compare_page(
-    name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path, recordings: Path | None = None
-) -> None:
-    """Write the page, see ``compare_page``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, compare_page(name, environment, rows, recordings))
 
 
 def compare_page(

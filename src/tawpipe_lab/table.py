@@ -1,14 +1,15 @@
-"""Rows of a comparison as a Markdown table and as a chart."""
+"""Rows of a comparison as a Markdown table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tawpipe_lab.cluster.links import Links
+from tawpipe_lab.workload import KINDS
 
-COLORS = {"ours": "#2a6fdb", "shipped": "#b0b4bb"}
 COLUMNS = (
     "strategy",
     "origin",
@@ -80,12 +81,10 @@ def title(cell: dict[str, Any]) -> str:
 
 def describe(row: dict[str, Any]) -> str:
     """The workload of a row, and what its links carried, in words."""
-    sleeps = row["cell"]["workload"].get("inside_sleeps")
-    said = _workload(row) + (" What passes inside a node sleeps, too." if sleeps else "")
     if "links" not in row:
-        return said
+        return _workload(row)
     links = Links.from_spelled_out(row["links"])
-    return f"{said} Links carry {links}." + (f" Note: {links.trouble}." if links.trouble else "")
+    return f"{_workload(row)} Links carry {links}." + (f" Note: {links.trouble}." if links.trouble else "")
 
 
 def _is_real(row: dict[str, Any]) -> bool:
@@ -97,48 +96,14 @@ def _is_of_documents(row: dict[str, Any]) -> bool:
 
 
 def _workload(row: dict[str, Any]) -> str:
-    workload = row["cell"]["workload"]
-    if _is_of_documents(row):
-        floor = f" No dealing is faster than {row['floor_s']:.2f} s." if "floor_s" in row else ""
-        return (
-            f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB, each {workload['token_s'] * 1e6:g} "
-            f"us forward for a token, and as long for its attention in a document of {workload['even_at']} tokens; "
-            f"{workload['tokens']} tokens in documents of lognormal({workload['mu']:g}, {workload['sigma']:g}) tokens, "
-            f"at most {workload['max_document']}, in bins of at most {workload['bin_tokens']}.{floor}"
-        )
-    if workload.get("kind") == "serving":
-        return (
-            f"{workload['layers']} layers, each {1e3 * workload['forward_s']:g} ms on a pass of {workload['slots']} "
-            f"users and {1e3 * workload['chunk_s']:g} ms more with a chunk of {workload['chunk']} tokens, the "
-            f"embedding {1e3 * workload['embedding_s']:g} ms; a token has {workload['token_bytes']} bytes between "
-            f"stages. A step is {workload['laps']} laps, then prompts of {workload['chunks']} chunks, in turn."
-        )
-    if _is_real(row):
-        return (
-            f"A Llama of {workload['layers']} layers, hidden size {workload['hidden_size']}, intermediate size "
-            f"{workload['intermediate_size']}, {workload['heads']} heads, {workload['vocabulary']} tokens in the "
-            f"vocabulary; {workload['micro_batches']} micro-batches of {workload['sequence_length']} tokens, AdamW."
-        )
-    backward_s = workload["backward_input_s"] + workload["backward_weight_s"]
-    ends, frozen = "", ""
-    if untrained := workload.get("frozen_bytes"):
-        frozen = f" and {untrained / 1e6:g} MB that are frozen"
-    if embedding := workload.get("embedding_bytes"):
-        head = "tied to it" if workload["tied"] else f"of {workload['head_bytes'] / 1e6:g} MB"
-        ends = f"an embedding of {embedding / 1e6:g} MB, a head {head} with {workload['head_s']:g} s, "
-    if "head" in workload.get("kinds", {}):
-        ends = f"a head with {sum(workload['kinds']['head'].values()):.3g} s, "
-    if room := workload.get("room"):
-        ends += f"room for {room:g} boundary activations, of which one passes the host's link in "
-        ends += f"{workload['host_s']:g} s, "
-    if rate := workload.get("homes_bytes_per_s"):
-        ends += f"{rate / 1e6:g} MB/s to homes in the host's memory, "
-    each = "on the mean" if workload.get("pattern") else "each"
-    return (
-        f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB{frozen}, {each} "
-        f"{workload['forward_s']:.4g} s forward and {backward_s:.4g} s backward, {ends}"
-        f"{workload['micro_batches']} micro-batches."
-    )
+    """The settings of a row's workload that are not at their default."""
+    workload = {name: value for name, value in row["cell"]["workload"].items() if not isinstance(value, dict)}
+    kind = workload.pop("kind", "timed")
+    usual = {item.name: item.default for item in fields(KINDS[kind])}
+    given = [(name, value) for name, value in workload.items() if value != usual.get(name)]
+    words = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in given]
+    floor = f" No dealing is faster than {row['floor_s']:.2f} s." if "floor_s" in row else ""
+    return f"Workload ({kind}): {', '.join(words)}.{floor}"
 
 
 def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -237,42 +202,3 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
         room = row["cell"]["workload"]["room"]
         columns.append(f"{row['held']:.1f}, {room:g}" if "held" in row else "-")
     return "| " + " | ".join(columns) + " |"
-
-
-def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds per step as bars, the physical bound as a mark on each, void rows hatched; one panel per cell."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cells = {
-        cell: [r for r in some if "seconds_per_step" in r and r["status"] != "failed"]
-        for cell, some in cells_of(rows).items()
-    }
-    cells = {cell: sorted(some, key=order_of, reverse=True) for cell, some in cells.items() if some}
-    if not cells:
-        return
-    heights = [len(some) for some in cells.values()]
-    figure, axes = pyplot.subplots(
-        len(cells), 1, figsize=(9, 1.2 + 0.34 * sum(heights) + 0.8 * len(cells)), squeeze=False, height_ratios=heights
-    )
-    for axis, (cell, some) in zip(axes[:, 0], cells.items(), strict=True):
-        medians = [row["seconds_per_step"]["median"] for row in some]
-        bars = axis.barh([row["label"] for row in some], medians, color=[COLORS[row["origin"]] for row in some])
-        for bar, row in zip(bars, some, strict=True):
-            if row["status"] == "void":
-                bar.set_hatch("//")
-            middle = bar.get_y() + bar.get_height() / 2
-            bound = row["physical_bound_s"]
-            axis.plot([bound, bound], [bar.get_y(), bar.get_y() + bar.get_height()], color="#111", linewidth=2)
-            axis.text(bar.get_width(), middle, f" {bar.get_width():.2f} s", va="center", fontsize=8)
-        axis.set_title(f"{name}, {cell}", loc="left", fontsize=10)
-        axis.set_xlim(0, max(medians) * 1.12)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    legend = "seconds per step; black: physical bound; blue: in this project's runtime; hatched: void"
-    figure.supxlabel(legend, x=0.01, ha="left", fontsize=9)  # under long labels, too
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

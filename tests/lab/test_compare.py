@@ -80,7 +80,6 @@ def test_the_smoke_suite(tmp_path, capsys):
     for sent, predicted in zip(mine["link_bytes_sent"], mine["link_bytes_predicted"], strict=True):
         assert sent == pytest.approx(predicted, rel=0.03)
     assert "tawpipe-spread" in (tmp_path / "table.md").read_text()
-    assert (tmp_path / "chart.png").stat().st_size > 5000
 
 
 @needs_tc
@@ -100,8 +99,8 @@ def test_strategies_alone_and_their_timelines(tmp_path):
         assert rows[name]["status"] in ("ok", "void")
         assert rows[name]["peak_gib"] > 0 and rows[name]["peak_gib_predicted"] > 0
         assert rows[name]["idle_start_s"] >= 0 and rows[name]["idle_end_s"] >= 0
-    drawn = {path.name for path in (tmp_path / "out" / "traces").glob("*.png")}
-    assert drawn == {"c-tawpipe-spread.png", "c-flat.png"}
+    recorded = {path.parent.name for path in (tmp_path / "out" / "traces").glob("*/rank-*.json")}
+    assert recorded == {"c-tawpipe-spread", "c-flat"}
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, repla
 from tawpipe.plan.predict import timeline_of
 from tawpipe.report import Bar, predicted_bars
 from tawpipe.report.figures import lines
-from tawpipe.report.page import PLOTLY, Section, check_page, page_text, timeline_section
+from tawpipe.report.page import PLOTLY, Section, check_page, page_text, timeline_section, write_text
 from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.page import write_run_page
-from tawpipe_lab.page import write_compare_page
+from tawpipe_lab.page import compare_page
 
 pytest.importorskip("plotly")
 
@@ -226,7 +226,7 @@ def test_the_chosen_curve_is_on_top():
 def test_the_page_of_a_comparison(tmp_path):
     results = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*links*/results.json"))
     content = json.loads(results[-1].read_text())
-    write_compare_page("links", content["environment"], content["rows"], tmp_path / "page.html")
+    write_text(tmp_path / "page.html", compare_page("links", content["environment"], content["rows"]))
     text = whole(tmp_path / "page.html")
     assert "All cells" in text and "physical bound" in text
 
