@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
@@ -38,8 +38,6 @@ from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe_lab.workload import TimedWorkload
 
-WeightsScope = Literal["visit", "step", "replica"]
-GradientsScope = Literal["visit", "step"]
 SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "fsdp2-cp", "hsdp", "zero3", "zero-hpz")
 PIPELINES = ("1f1b", "interleaved-1f1b", "zbv")
 
@@ -180,47 +178,6 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
     return total
 
 
-def scope_bounds(
-    workload: TimedWorkload,
-    topology: Topology,
-    between: LinkModel,
-    *,
-    weights: WeightsScope = "visit",
-    gradients: GradientsScope = "visit",
-    micro_batches_per_visit: int = 1,
-) -> Bounds:
-    """The least that any schedule needs whose nodes keep copies for so long and no longer, whatever its placement. (One
-    that finds some of the weights of a visit still in its buffers needs less, see schedule/residency.py.)
-
-    With one copy of everything in the cluster a node is home to 1/D of the weights on average, so that (1 - 1/D) W must
-    enter it whenever its other weights are gone, and as many gradients must leave it. Per direction and step, R rounds:
-
-    * weights for a ``visit``: once forward and once backward in every round, 2 R (1 - 1/D) W; for the ``step``: (1 -
-      1/D) W.
-    * gradients per ``visit``: once in every round, R (1 - 1/D) W; per ``step``: (1 - 1/D) W.
-    * weights of a ``replica``: every node is home to all of them, with optimizer state of its own (HSDP), and no
-      weights cross. Its gradients are all-reduced over the nodes: twice the above.
-
-    What is frozen counts as weights and has no gradients.
-    """
-    if weights not in ("visit", "step", "replica"):
-        raise UserError("scope of weights", weights, "one of visit, step, replica")
-    if gradients not in ("visit", "step"):
-        raise UserError("scope of gradients", gradients, "one of visit, step")
-    per_device = -(-workload.micro_batches // topology.world_size)
-    share = 1 - 1 / topology.num_nodes
-    kind = ShardedTraffic(
-        rounds=max(1, -(-per_device // micro_batches_per_visit)),
-        forward=0.0 if weights == "replica" else share,
-        backward=share if weights == "visit" else 0.0,
-        gradients=2 * share if weights == "replica" else share,
-        reduce_last=gradients == "step",
-        once=weights == "step",
-        trained=_trained(workload),
-    )
-    return _sharded_bounds(workload, topology, between, kind)
-
-
 def shipped_bounds(
     name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any] | None = None
 ) -> Bounds:
@@ -237,7 +194,8 @@ def shipped_bounds(
     * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because a node takes every byte in once.
     * ``fsdp2-cp``: as ``fsdp2`` in rounds of documents that all devices compute; besides, keys and values go round all
       of them, (P-1)/P of their bytes over every node's link, in forward and backward pass, and their gradients.
-    * ``hsdp``: weights of a ``replica``, gradients per ``step``, see ``scope_bounds``.
+    * ``hsdp``: every node is home to all weights, and none of them cross. Gradients are all-reduced over the nodes once
+      per step, 2 (1 - 1/D) W.
     * ``zero3``: as ``fsdp2``, but it keeps as many last layers as it gathers ahead (``prefetch``).
     * ``zero-hpz``: weights between nodes in the first round's forward pass only.
 
@@ -251,11 +209,6 @@ def shipped_bounds(
         return _pipeline_bounds(name, workload, topology, between, knobs)
     if name not in SHARDED:
         raise UserError("strategy", name, f"one of {', '.join((*SHARDED, *PIPELINES))}")
-    if name == "hsdp":
-        per_gather = int(knobs.get("micro_batches_per_gather", 1))
-        return scope_bounds(
-            workload, topology, between, weights="replica", gradients="step", micro_batches_per_visit=per_gather
-        )
     keys_bytes = 0.0
     if name == "fsdp2-cp":
         devices = topology.world_size
@@ -269,7 +222,7 @@ def shipped_bounds(
     shares = {"first": sum(sizes[:first]) / sum(sizes), "last": sum(sizes[-last:]) / sum(sizes)}
     shares["trained"] = _trained(workload)
     kind = sharded_traffic(name, workload.micro_batches, topology, knobs, **shares)
-    return _sharded_bounds(workload, topology, between, kind, besides=keys_bytes)
+    return sharded_bounds(workload, topology, between, kind, besides=keys_bytes)
 
 
 def _trained(workload: TimedWorkload) -> float:
@@ -278,7 +231,7 @@ def _trained(workload: TimedWorkload) -> float:
     return trained / (trained + frozen)
 
 
-def _sharded_bounds(
+def sharded_bounds(
     workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic, besides: float = 0.0
 ) -> Bounds:
     """Bounds of data parallelism with sharded weights.

@@ -16,8 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,23 @@ from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
-from tawpipe_lab.bounds import Bounds, activation_sizes, schedule_bounds, shipped_bounds, workload_costs, workload_model
-from tawpipe_lab.bounds_real import LinkBounds, real_bounds
+from tawpipe_lab.bounds import (
+    PIPELINES,
+    Bounds,
+    activation_sizes,
+    schedule_bounds,
+    schedule_bytes,
+    shipped_bounds,
+    workload_costs,
+    workload_model,
+)
 from tawpipe_lab.cluster.cluster import Cluster
 from tawpipe_lab.cluster.links import Links
 from tawpipe_lab.cluster.rates import parse_latency, parse_rates
 from tawpipe_lab.lengths import DealtWorkload, dealt
 from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.rivals import fsdp
+from tawpipe_lab.rivals.traffic import pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe_lab.serving import ROWS, groups_of, planned, serving_bounds, serving_knobs
 from tawpipe_lab.suite import Cell, Entry, Suite
 from tawpipe_lab.table import write_table
@@ -276,6 +286,16 @@ def link_of(cell: Cell, links: Links | None = None) -> LinkModel:
     return LinkModel(min(rates) / 8 * PAYLOAD if rates else 1e10, parse_latency(cell.latency))
 
 
+@dataclass(frozen=True)
+class LinkBounds:
+    """Bounds on a real workload, of which only the bytes are known; see ``Bounds``."""
+
+    physical_s: float
+    sent_bytes: tuple[float, ...]
+    received_bytes: tuple[float, ...]
+    dependency_s: None = None
+
+
 def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBounds:
     """The bounds of a strategy in a cell with these links between its nodes.
 
@@ -289,7 +309,7 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         groups = entry.all_knobs.get("groups") or groups_of(entry.strategy, cell.workload, topology, between)
         return serving_bounds(cell.workload, topology, between, groups)
     if isinstance(cell.workload, RealWorkload):
-        return real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
+        return _real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
     if entry.strategy in ours.rows():
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
         workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
@@ -308,6 +328,32 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
     packing = entry.all_knobs.get("packing", "in turn")
     timed = dealt(whole, packing, topology) if isinstance(whole, LengthsWorkload) else whole
     return shipped_bounds(entry.strategy, timed, topology, between, entry.all_knobs)
+
+
+def _real_bounds(
+    name: str, workload: RealWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
+) -> LinkBounds:
+    """Bounds of any strategy on a real workload, whose bytes alone are known.
+
+    The head of FSDP2 is kept from the forward to the backward pass, and the embedding from one round to the next.
+    """
+    amount = workload.micro_batches * workload.activation_bytes
+    if name in ours.rows():
+        schedule = ours.schedule_of(name, workload, topology, knobs)
+        widths = Widths(weight=4, gradient=4, master=4, optimizer_states=0)
+        sent, received = schedule_bytes(schedule, topology, widths, lambda _: workload.activation_bytes)
+    elif name in PIPELINES:
+        sent = received = pipeline_bytes(name, amount, topology, stages_per_rank(name, knobs))
+    elif name in fsdp.NAMES:
+        model = real_model_spec(workload)
+        parts = [4 * sum(model.units[unit].numel for unit in block.units) for block in model.blocks]
+        shares = {"first": parts[0] / sum(parts), "last": parts[-1] / sum(parts)}
+        moved = sum(parts) * sharded_traffic(name, workload.micro_batches, topology, knobs, **shares).total
+        sent = received = (moved,) * topology.num_nodes
+    else:
+        raise UserError("strategy", name, f"one of {', '.join((*ours.rows(), *fsdp.NAMES, *PIPELINES))}")
+    links = [between.busy_s(topology.local_size, *both) for both in zip(sent, received, strict=True)]
+    return LinkBounds(max(links), sent, received)
 
 
 def _predicted_memory(cell: Cell, entry: Entry) -> float | None:

@@ -16,12 +16,13 @@ from tawpipe_lab.bounds import (
     PIPELINES,
     SHARDED,
     schedule_bounds,
-    scope_bounds,
+    sharded_bounds,
     shipped_bounds,
     workload_costs,
     workload_model,
 )
 from tawpipe_lab.critical import dependency_bound
+from tawpipe_lab.rivals.traffic import ShardedTraffic
 from tawpipe_lab.workload import TimedWorkload
 
 THREE_BY_TWO = Topology.grid(3, 2)
@@ -35,6 +36,29 @@ def workload(micro_batches: int = 12, *, layers: int = 12, scale: float = 1.0) -
 
 def schedule_of(work: TimedWorkload, topology: Topology, strategy: str = "tawpipe-spread", **settings):
     return build(step_for(workload_model(work), topology, work.micro_batches, strategy=strategy, **settings))
+
+
+def scope_bounds(
+    work: TimedWorkload, topology: Topology, between: LinkModel, weights="visit", gradients="visit", each=1
+):
+    """The least that any schedule needs whose nodes keep copies for a visit or a step, whatever its placement.
+
+    A node is home to 1/D of the weights on average, so that (1 - 1/D) W enter it whenever its other weights are gone,
+    and as many gradients leave it. Where every node is home to all weights (``replica``), gradients are all-reduced.
+
+    Args:
+        each: micro-batches of a visit.
+    """
+    share = 1 - 1 / topology.num_nodes
+    kind = ShardedTraffic(
+        rounds=max(1, -(-work.micro_batches // (topology.world_size * each))),
+        forward=0.0 if weights == "replica" else share,
+        backward=share if weights == "visit" else 0.0,
+        gradients=2 * share if weights == "replica" else share,
+        reduce_last=gradients == "step",
+        once=weights == "step",
+    )
+    return sharded_bounds(work, topology, between, kind)
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -70,7 +94,7 @@ def test_physical_bound_dependency_bound_and_clock_are_in_order(shape, rate, lat
             between,
             weights="replica" if chosen.strategy == "hsdp" else "step" if kept else "visit",
             gradients=chosen.gradients_scope,
-            micro_batches_per_visit=chosen.micro_batches_per_visit,
+            each=chosen.micro_batches_per_visit,
         )
         assert least.physical_s <= bounds.physical_s * (1 + 1e-6)
         assert least.dependency_s <= played * (1 + 1e-6)
@@ -97,9 +121,7 @@ def test_dependencies_show_the_edges_of_a_step():
     edge = 2 / 3 * 8e6 / 50e6
     assert bounds.compute_s == pytest.approx(9.6)
     assert bounds.dependency_s == pytest.approx(9.6 + 2 * edge, rel=1e-3)
-    assert scope_bounds(work, THREE_BY_TWO, LINK, micro_batches_per_visit=2).dependency_s == (
-        pytest.approx(9.6 + 2 * edge)
-    )
+    assert scope_bounds(work, THREE_BY_TWO, LINK, each=2).dependency_s == (pytest.approx(9.6 + 2 * edge))
 
 
 def test_keeping_weights_for_a_step_is_bound_by_its_first_and_last_pass():
@@ -175,8 +197,6 @@ def test_the_bounds_lie_below_the_first_readings():
 def test_unknown_names_are_named():
     with pytest.raises(UserError, match="strategy"):
         shipped_bounds("gpipe", workload(), THREE_BY_TWO, LINK)
-    with pytest.raises(UserError, match="scope"):
-        scope_bounds(workload(), THREE_BY_TWO, LINK, weights="always")  # type: ignore[arg-type]
 
 
 def test_every_rival_has_bounds():

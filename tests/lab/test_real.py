@@ -19,11 +19,10 @@ from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab import ours
-from tawpipe_lab.bounds_real import real_bounds
-from tawpipe_lab.compare import check_losses
+from tawpipe_lab.compare import bounds_of, check_losses
 from tawpipe_lab.real_modules import make_model, random_tokens, real_model_spec
 from tawpipe_lab.rivals import fsdp, pipelining
-from tawpipe_lab.suite import load_suite, read_suite
+from tawpipe_lab.suite import Entry, load_suite, read_suite
 from tawpipe_lab.table import write_table
 from tawpipe_lab.worker import make
 from tawpipe_lab.workload import RealWorkload
@@ -126,13 +125,12 @@ def test_ours_run_the_schedule_that_their_bytes_are_counted_of(trained, title):
 
 def test_bytes_are_those_of_the_units_with_embedding_and_head():
     """Two rounds at 2 x 2; P 4 and D 2. Pipelines send activations of S x H in fp32, there and back."""
-    between, topology = LinkModel(1e6), Topology.grid(2, 2)
     embedding, layer, head = 67 * 32, 4 * 32 * 32 + 3 * 32 * 44 + 2 * 32, 67 * 32 + 32
     assert [unit.numel for unit in real_model_spec(WORKLOAD).units] == [embedding, *[layer] * 8, head]
     whole = embedding + 8 * layer + head
 
     def sent(name: str, **knobs: Any) -> float:
-        bounds = real_bounds(name, WORKLOAD, topology, between, knobs)
+        bounds = bounds_of(_suite().cells[0], Entry(name, knobs), LinkModel(1e6))
         assert bounds.sent_bytes == bounds.received_bytes and len(set(bounds.sent_bytes)) == 1
         assert bounds.physical_s == pytest.approx(bounds.sent_bytes[0] / 1e6)
         assert bounds.dependency_s is None

@@ -57,7 +57,7 @@ def sharded_traffic(
     last: float,
     trained: float = 1.0,
 ) -> ShardedTraffic:
-    """Traffic of rivals that shard, other than HSDP, over every node's link; see ``bounds.shipped_bounds``.
+    """Traffic of rivals that shard over every node's link; see ``bounds.shipped_bounds``.
 
     Args:
         first, last: shares of W of what is kept from one round to the next, and from the forward to the backward pass.
@@ -67,6 +67,9 @@ def sharded_traffic(
     nodes, devices = topology.num_nodes, topology.world_size
     # Over which ranks weights are gathered and gradients reduced, each by itself: either may be replaced by ours.
     ring, tree = (1 - 1 / devices if nodes > 1 else 0.0), 1 - 1 / nodes
+    rounds = max(1, -(-micro_batches // (devices * per_gather)))
+    if name == "hsdp":
+        return ShardedTraffic(rounds, 0.0, 0.0, 2 * tree, reduce_last=True, trained=trained)
     hierarchical = name == "fsdp2-hierarchical"
     gathered = tree if hierarchical else ring
     reduction = knobs.get("reduction", "hierarchical" if hierarchical else "gloo")
@@ -74,7 +77,7 @@ def sharded_traffic(
     keep = bool(knobs.get("keep_weights", False)) or name == "zero-hpz"
     inside = name == "fsdp2-node" or keep or not knobs.get("reshard_after_forward", True)
     return ShardedTraffic(
-        rounds=max(1, -(-micro_batches // (devices * per_gather))),
+        rounds=rounds,
         forward=gathered,
         backward=0.0 if inside else gathered * (1 - last),
         gradients=reduced,
