@@ -185,8 +185,8 @@ def shipped_bounds(
 
     Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): they gather and reduce over all
     ranks in a ring, which passes (P-1)/P of the weights over every node's link each way. The last layer is kept from
-    its forward to its backward pass, the first one (FSDP2) from one round to the next, all layers are where they are
-    not resharded after forward, and over the whole step with ``keep_weights``.
+    its forward to its backward pass, the first one (FSDP2) from one round to the next, and all layers
+    over the whole step with ``keep_weights``.
 
     * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round; W / L less from
       the second on.
@@ -277,7 +277,7 @@ def _pipeline_bounds(
     stages the bubble (P-1)/v of a micro-batch's time. ZBV fills the end with weight gradients, so only the forward
     stages count there.
     """
-    each = stages_per_rank(name, knobs)
+    each = stages_per_rank(name)
     cut = workload.split(int(knobs.get("parts_per_layer", 1)))
     layout = stages_of(name, cut, topology.world_size, each, knobs.get("balance", "layers"))
     node = nodes_of_stages(name, topology, each)

@@ -343,7 +343,7 @@ def _real_bounds(
         widths = Widths(weight=4, gradient=4, master=4, optimizer_states=0)
         sent, received = schedule_bytes(schedule, topology, widths, lambda _: workload.activation_bytes)
     elif name in PIPELINES:
-        sent = received = pipeline_bytes(name, amount, topology, stages_per_rank(name, knobs))
+        sent = received = pipeline_bytes(name, amount, topology, stages_per_rank(name))
     elif name in fsdp.NAMES:
         model = real_model_spec(workload)
         parts = [4 * sum(model.units[unit].numel for unit in block.units) for block in model.blocks]

@@ -12,36 +12,37 @@ from typing import Any, Protocol, TypeVar
 
 from tawpipe.errors import UserError
 from tawpipe.topology import Topology
-from tawpipe_lab.sleeper import Sleeper
-from tawpipe_lab.workload import Known, RealWorkload, Workload
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import Known, Workload
 
 Settings = TypeVar("Settings")
 
 
-class Contender(Protocol):
+class Contender:
     """One strategy on one rank.
 
-    Attributes:
+    Args:
         name: as in the tables, for example ``fsdp2``.
+        knobs: every setting it runs with, those left at their default included.
+
+    Attributes:
         origin: ``shipped`` by others, called through its public interface, or ``ours``: a schedule in this project's
             runtime.
-        knobs: every setting it runs with, those left at their default included.
+        sleeper: computes for it, at a pace that the harness sets; None where it really computes.
         loss_share: what this rank knows of the last step's loss: those of all ranks add up to it. None for a timed
             workload, which has no loss.
     """
 
-    name: str
-    origin: str
-    knobs: dict[str, object]
-    loss_share: float | None
+    origin = "shipped"
+    sleeper: Sleeper | None = None
+    loss_share: float | None = None
 
-    @property
-    def sleeper(self) -> Sleeper | None:
-        """Computes for it, at a pace that the harness sets; None where it really computes."""
-        ...
+    def __init__(self, name: str, knobs: dict[str, Any]) -> None:
+        self.name, self.knobs, self._busy = name, knobs, BusyTime()
 
     def step(self) -> None:
         """One complete training step on this rank. None of its communication is under way when it returns."""
+        raise NotImplementedError
 
     def busy(self) -> dict[str, float]:
         """Seconds since the last call that a lane was busy, for the lanes of which that is known.
@@ -49,10 +50,11 @@ class Contender(Protocol):
         COMPUTE is the sleeping that stands for computation, of which a real workload has none. A lane of transfers is
         also busy while it waits for the other side.
         """
-        ...
+        return self._busy.take()
 
     def close(self) -> None:
         """Give back threads, groups and memory. No step may follow."""
+        raise NotImplementedError
 
 
 class Maker(Protocol):
@@ -76,18 +78,6 @@ def read_settings(cls: Callable[..., Settings], name: str, knobs: Mapping[str, o
         if knob not in known:
             raise UserError(f"knob of {name}", knob, f"one of {', '.join(known)}")
     return cls(**knobs)
-
-
-def check_clipping(name: str, workload: Workload, knobs: Mapping[str, object]) -> None:
-    """Real workloads say themselves to which norm gradients are clipped.
-
-    Raises:
-        UserError: a knob that says so, too.
-    """
-    if isinstance(workload, RealWorkload):
-        for knob in ("clip", "clip_norm"):
-            if knob in knobs:
-                raise UserError(f"knob of {name}", knob, "nothing here: the workload has a clip_norm, alike for all")
 
 
 def check_sharding(name: str, workload: Known, topology: Topology, per_gather: int) -> None:

@@ -279,7 +279,7 @@ def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings)
     assert isinstance(strategy, ActivationPipeline)
     positions = strategy.configured(settings.schedule).positions(topology)
     rival = RIVAL_OF[strategy.name]
-    layout = stages_of(rival, work, positions.size, stages_per_rank(rival, {}), balance)
+    layout = stages_of(rival, work, positions.size, stages_per_rank(rival), balance)
     return f"{positions.axis}:{layout}"
 
 

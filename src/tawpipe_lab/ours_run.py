@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
@@ -33,7 +34,7 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
-from tawpipe_lab.contender import check_clipping
+from tawpipe_lab.contender import Contender
 from tawpipe_lab.inside import SleptInside
 from tawpipe_lab.lengths import DealtWorkload
 from tawpipe_lab.ours import INSIDE, computed, recorded, schedule_of, settings_of
@@ -46,16 +47,16 @@ HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
 OF_SLICES = {Kind.KEYS, Kind.KEY_GRADIENTS}
 
 
-class PipelineContender:
-    """A strategy as a user of the library runs it; see `tawpipe_lab.contender.Contender`."""
+class PipelineContender(Contender):
+    """A strategy as a user of the library runs it."""
 
     origin = "ours"
-    sleeper = None
 
     def __init__(self, name: str, workload: RealWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
-        check_clipping(name, workload, knobs)
+        if "clip_norm" in knobs:
+            raise UserError(f"knob of {name}", "clip_norm", "nothing here: the workload has a clip_norm, alike for all")
         settings = replace(settings_of(name, knobs), clip_norm=workload.clip_norm)
-        self.name, self.knobs = name, settings.spelled_out()
+        super().__init__(name, settings.spelled_out())
         self._workload = workload.split(settings.parts_per_layer)
         self.pipeline = Pipeline(
             make_model(workload),
@@ -67,7 +68,6 @@ class PipelineContender:
         )
         self.schedule: Schedule = self.pipeline.schedule(workload.micro_batches)
         self.gradient_norm: float | None = None
-        self.loss_share: float | None = None
 
     def step(self) -> None:
         every = range(self._workload.micro_batches)
@@ -77,28 +77,24 @@ class PipelineContender:
         self.gradient_norm = result.grad_norm
         self.loss_share = result.loss / self.pipeline.world.size  # every rank knows all of it
 
-    def busy(self) -> dict[str, float]:
-        return {}
-
     def close(self) -> None:
         self.pipeline.close()
 
 
-class OurContender:
+class OurContender(Contender):
     """A schedule of a timed workload, run step by step."""
 
     origin = "ours"
-    loss_share: float | None = None
+    sleeper: Sleeper
 
     def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> None:
         settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
         assert isinstance(work, TimedWorkload)
         self.schedule = for_one_thread(schedule_of(name, workload, topology, knobs))
         settings = replace(settings, schedule=self.schedule.step.settings)
-        self.name, self.knobs = name, settings.spelled_out()
+        super().__init__(name, settings.spelled_out())
         self._rule = UpdateRule(clip_norm=settings.clip_norm)
         verify(self.schedule, one_thread=True)
-        self._busy = BusyTime()
         self.sleeper = Sleeper(self._busy)
         units = []
         for i, spec in enumerate(self.schedule.model.units):
@@ -160,9 +156,6 @@ class OurContender:
         self._executor.play(self.schedule, self._given, self._rule, recording=recording)
         self._executor.drain()
         return recording
-
-    def busy(self) -> dict[str, float]:
-        return self._busy.take()
 
     def close(self) -> None:
         self._executor.close()

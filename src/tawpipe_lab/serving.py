@@ -39,8 +39,9 @@ from tawpipe.simulate import LinkModel
 from tawpipe.simulate.cost_model import ID_BYTES
 from tawpipe.topology import Topology
 from tawpipe_lab.bounds import Bounds
+from tawpipe_lab.contender import Contender
 from tawpipe_lab.ours import INSIDE
-from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.sleeper import Sleeper
 from tawpipe_lab.workload import ServingWorkload, Workload
 
 ROWS = ("laps", "laps-as-stages", "laps-one-group")
@@ -114,19 +115,19 @@ def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkM
     return Bounds(compute_s, link_s, workload.laps * way.token_s + with_chunks, tuple(sent), tuple(received))
 
 
-class LapContender:
-    """Laps of a timed workload; see `tawpipe_lab.contender.Contender`."""
+class LapContender(Contender):
+    """Laps of a timed workload."""
 
     origin = "ours"
-    loss_share: float | None = None
+    sleeper: Sleeper
 
     def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> None:
         if not isinstance(workload, ServingWorkload) or set(knobs) != {"groups"}:
             raise UserError(name, sorted(knobs), "a workload of the kind serving, and groups as its only knob")
-        self.name, self.knobs, self.laps, self._workload = name, dict(knobs), 0, workload
+        super().__init__(name, dict(knobs))
+        self.laps, self._workload = 0, workload
         self.schedule = build_laps(serving_model(workload), topology, knobs["groups"])
         verify(self.schedule, one_thread=True)
-        self._busy = BusyTime()
         self.sleeper, device = Sleeper(self._busy), torch.device("cpu")
         self._compute = _SleepingPasses(workload, topology.world_size, self.sleeper)
         self._executor = Executor(
@@ -158,9 +159,6 @@ class LapContender:
             return 0.0
         began, back = self._compute.began[begin:end:chunks], self._compute.back[begin + chunks - 1 : end : chunks]
         return statistics.fmean(ends - begins for begins, ends in zip(began, back, strict=True))
-
-    def busy(self) -> dict[str, float]:
-        return self._busy.take()
 
     def close(self) -> None:
         self._executor.close()

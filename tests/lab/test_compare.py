@@ -208,7 +208,7 @@ def test_stages_of_ours_are_balanced_as_a_rival_s_are(row):
         schedule = ours.schedule_of(row, work, topology, {"balance": balance} if balance == "cost" else {})
         strategy = schedule.step.strategy
         assert isinstance(strategy, ActivationPipeline)
-        each = stages_per_rank(rival, {})
+        each = stages_per_rank(rival)
         stages = strategy.layout_of(schedule.model, strategy.positions(topology))
         assert stages == stages_of(rival, work, 4, each, balance)
         verify(schedule)

@@ -15,7 +15,7 @@ from tawpipe.schedule.actions import Lane
 from tawpipe.topology import Topology
 from tawpipe_lab import worker
 from tawpipe_lab.cluster.network import Traffic
-from tawpipe_lab.contender import check_clipping, check_grid, check_sharding, read_settings
+from tawpipe_lab.contender import check_grid, check_sharding, read_settings
 from tawpipe_lab.ours_run import OurContender
 from tawpipe_lab.rivals.context_parallel import KeysOfAll
 from tawpipe_lab.rivals.task import task_of
@@ -27,7 +27,7 @@ from tawpipe_lab.rivals.traffic import (
     stages_per_rank,
 )
 from tawpipe_lab.sleeper import BusyTime
-from tawpipe_lab.workload import RealWorkload, TimedWorkload
+from tawpipe_lab.workload import TimedWorkload
 from timed import LAYERS, WORKLOAD
 
 
@@ -56,15 +56,6 @@ def test_a_rival_gets_shapes_that_it_can_share_out() -> None:
             check_grid("hsdp", topology)
 
 
-def test_a_timed_workload_may_clip_and_a_real_one_says_so_itself() -> None:
-    check_clipping("fsdp2", TimedWorkload(**WORKLOAD), {"clip": 1.0})
-    real = RealWorkload(1, 16, 16, 2, 11, 8, 4)
-    check_clipping("fsdp2", real, {"other": 1.0})
-    for knob in ("clip", "clip_norm"):
-        with pytest.raises(UserError, match=f"knob of fsdp2: got '{knob}'"):
-            check_clipping("fsdp2", real, {knob: 1.0})
-
-
 # traffic
 
 
@@ -82,7 +73,6 @@ def test_what_rivals_that_shard_pass_between_nodes() -> None:
     assert plain.total - once.total == pytest.approx(7 / 8)
     kept = shares("fsdp2", grid, keep_weights=True)
     assert kept.gathers == 1 and kept.backward == 0 and kept.total == pytest.approx(7 / 8 + 2 * 7 / 8)
-    assert shares("fsdp2", grid, reshard_after_forward=False).backward == 0
     assert shares("fsdp2", grid, micro_batches_per_gather=2).rounds == 1
     assert shares("fsdp2", Topology.grid(1, 4)).total == 0  # nothing leaves a node
     assert replace(plain, trained=0.5).total < plain.total
@@ -91,7 +81,7 @@ def test_what_rivals_that_shard_pass_between_nodes() -> None:
 @pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2)])
 def test_activations_cross_the_borders_between_nodes_and_no_others(name: str, each: int) -> None:
     grid = Topology.grid(2, 2)
-    assert stages_per_rank(name, {}) == each and stages_per_rank(name, {"stages_per_rank": 3}) == 3
+    assert stages_per_rank(name) == each
     ranks, nodes = ranks_of_stages(name, 4, each), nodes_of_stages(name, grid, each)
     assert sorted(ranks) == sorted([*range(4)] * each) and nodes == [grid.node_of(rank) for rank in ranks]
     borders = sum(here != there for here, there in pairwise(nodes))

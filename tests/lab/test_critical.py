@@ -160,7 +160,6 @@ def test_knobs_of_the_sharding_rivals_change_what_crosses():
     ring = 5 / 6
     assert sent("fsdp2") == pytest.approx(ring * (4 * (3 - 1 / 12) - 3 / 12))
     assert sent("fsdp2", micro_batches_per_gather=2) == pytest.approx(ring * (2 * (3 - 1 / 12) - 1 / 12))
-    assert sent("fsdp2", reshard_after_forward=False) == pytest.approx(ring * (4 * 2 - 3 / 12))
     assert sent("fsdp2", keep_weights=True, reduce_every_round=False) == pytest.approx(ring * 2)
     assert sent("fsdp2-node") == pytest.approx(ring * (4 * 2 - 3 / 12))
     assert sent("fsdp2-hierarchical") == pytest.approx(2 / 3 * (4 * (3 - 1 / 12) - 3 / 12))

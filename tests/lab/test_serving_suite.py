@@ -97,7 +97,7 @@ def test_rows_of_the_table_say_what_was_planned(tmp_path):
     write_table("serving", {"date": "", "command": "", "machine": ""}, [row], tmp_path / "table.md")
     table = (tmp_path / "table.md").read_text()
     assert "| 6 | 61.2 (63.7) | 0.450 (" in table
-    assert "10 ms on a pass of 4 users" in table
+    assert "forward_s 0.01, slots 4" in table
 
 
 def test_other_knobs_and_workloads_are_refused():

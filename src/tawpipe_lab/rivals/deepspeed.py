@@ -9,11 +9,13 @@ What DeepSpeed does on the CPU with gloo, which has no streams:
 * hpZ takes its copy inside the node when the weights are first released after an update, and drops it after the next
   update. So weights cross between nodes once per step, not once per round as with `fsdp2-node`; the price is 1/local
   of all weights in every process.
-* The quantised parts of ZeRO++ are CUDA kernels.
+* The quantised parts of ZeRO++ are CUDA kernels, and no row has them.
 
 Settings that are not knobs: every layer is sharded however small it is (``stage3_param_persistence_threshold`` 0) and
 reduced by itself (``reduce_bucket_size`` of one layer) straight from where it was computed (``contiguous_gradients``
-off, which would copy it first). DeepSpeed builds a small operator with a C++ compiler when it first starts.
+off, which would copy it first). Weights are released after the forward pass, but for the last layer's; DeepSpeed's
+defaults keep the last 10^9 (``stage3_max_reuse_distance``). DeepSpeed builds a small operator with a C++ compiler when
+it first starts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tawpipe.errors import UserError
 from tawpipe.topology import Topology
 from tawpipe_lab.contender import Contender, check_grid, check_sharding, read_settings
 from tawpipe_lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
-from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.sleeper import Sleeper
 from tawpipe_lab.workload import TimedWorkload, Workload, check_whole
 
 NAMES = ("zero3", "zero-hpz")
@@ -45,23 +47,13 @@ class ZeroSettings:
         micro_batches_per_gather: concatenated to one forward and backward pass, so that one gather serves them.
         prefetch: layers whose weights are gathered ahead (``stage3_prefetch_bucket_size``, and
             ``stage3_max_live_parameters`` of one layer more).
-        reshard_after_forward: False keeps all weights until the backward pass (``stage3_max_reuse_distance``), as
-            DeepSpeed's defaults do for the last 10^9 weights. The last layer is always kept.
-        clip: clip the gradients to their global norm (``gradient_clipping``).
-        quantized: ZeRO++'s quantised weights and gradients.
     """
 
     micro_batches_per_gather: int = 1
     prefetch: int = 1
-    reshard_after_forward: bool = True
-    clip: bool = True
-    quantized: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self, micro_batches_per_gather=1, prefetch=0)
-        if self.quantized:
-            said = "DeepSpeed says of their kernels: 'This op had not been implemented on CPU backend'"
-            raise UserError("quantized", self.quantized, f"false: quantised weights and gradients need a GPU; {said}")
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
@@ -108,18 +100,14 @@ def _deepspeed(name: str, topology: Topology, rank: int) -> Any:
     return deepspeed
 
 
-class _Zero:
-    origin = "shipped"
-    loss_share: float | None = None
-
+class _Zero(Contender):
     def __init__(
         self, name: str, workload: TimedWorkload, topology: Topology, settings: ZeroSettings, deepspeed: Any
     ) -> None:
-        self.name, self.workload, self.settings = name, workload, settings
-        self.knobs: dict[str, object] = asdict(settings)
+        super().__init__(name, asdict(settings))
+        self.workload, self.settings = workload, settings
         self._ranks = topology.world_size
         self._rounds = workload.micro_batches // (topology.world_size * settings.micro_batches_per_gather)
-        self._busy = BusyTime()
         self.sleeper = Sleeper(self._busy)
         self.gradient_norm: Tensor | float | None = None
         config = self._config(topology)
@@ -134,12 +122,11 @@ class _Zero:
     def _config(self, topology: Topology) -> dict[str, Any]:
         """The configuration for ``deepspeed.initialize``; sizes are numbers of weights."""
         settings, sizes = self.settings, [part.elements for part in self.workload.parts]
-        layer, everything = max(sizes), sum(sizes)
-        resharded = settings.reshard_after_forward
+        layer = max(sizes)
         return {
             "train_micro_batch_size_per_gpu": settings.micro_batches_per_gather,
             "gradient_accumulation_steps": self._rounds,
-            "gradient_clipping": LARGEST_NORM if settings.clip else 0.0,
+            "gradient_clipping": LARGEST_NORM,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": 3,
@@ -149,8 +136,8 @@ class _Zero:
                 "contiguous_gradients": False,
                 "reduce_bucket_size": layer,
                 "stage3_prefetch_bucket_size": settings.prefetch * layer,
-                "stage3_max_live_parameters": ((1 if resharded else len(sizes)) + settings.prefetch) * layer,
-                "stage3_max_reuse_distance": layer if resharded else 2 * everything,
+                "stage3_max_live_parameters": (1 + settings.prefetch) * layer,
+                "stage3_max_reuse_distance": layer,
                 "stage3_param_persistence_threshold": 0,
                 "memory_efficient_linear": False,  # or torch's own is replaced for everybody in the process
             },
@@ -177,9 +164,6 @@ class _Zero:
             self._engine.backward(loss, scale_wrt_gas=False)
             self._engine.step()
         self.gradient_norm = self._engine.get_global_grad_norm()
-
-    def busy(self) -> dict[str, float]:
-        return self._busy.take()
 
     def close(self) -> None:
         self._engine.destroy()

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
 from tawpipe.topology import Topology
-from tawpipe_lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
+from tawpipe_lab.contender import Contender, check_grid, check_sharding, read_settings
 from tawpipe_lab.lengths import dealt
 from tawpipe_lab.rivals.context_parallel import KeysOfAll
 from tawpipe_lab.rivals.fsdp_collectives import (
@@ -36,7 +36,6 @@ from tawpipe_lab.rivals.fsdp_collectives import (
     TransferLanes,
 )
 from tawpipe_lab.rivals.task import task_of
-from tawpipe_lab.sleeper import BusyTime
 from tawpipe_lab.workload import (
     Known,
     LengthsWorkload,
@@ -60,31 +59,25 @@ class ShardedSettings:
         micro_batches_per_gather: concatenated to one forward and backward pass, so that one gather serves them; FSDP2's
             way is a larger batch.
         prefetch: layers whose weights are gathered ahead with ``unshard(async_op=True)``; 0 leaves FSDP2 to itself.
-        reshard_after_forward: False keeps all weights until the backward pass. The last layer is always kept, because
-            its backward pass comes next.
         keep_weights: keep all weights gathered from the first round of micro-batches to the last
-            (``set_reshard_after_backward``); implies reshard_after_forward False.
+            (``reshard_after_forward``, ``set_reshard_after_backward``). The last layer is always kept from its forward
+            to its backward pass, which comes next.
         reduce_every_round: False accumulates whole gradients and reduces them in the last round only
             (``set_requires_gradient_sync``).
         reduction: ``gloo`` as shipped; ``ring`` and ``hierarchical`` are ours, through the public hook, in the
             background.
-        in_flight: such reductions under way at most.
-        clip: clip the gradients to their global norm, with ``clip_grad_norm_``.
         packing: how documents of uneven lengths are dealt, as a user of FSDP2 can; see ``lengths.dealt``.
     """
 
     micro_batches_per_gather: int = 1
     prefetch: int = 1
-    reshard_after_forward: bool = True
     keep_weights: bool = False
     reduce_every_round: bool = True
     reduction: Literal["gloo", "ring", "hierarchical"] = "gloo"
-    in_flight: int = 2
-    clip: bool = True
     packing: Literal["in turn", "tokens", "balanced"] = "in turn"
 
     def __post_init__(self) -> None:
-        check_whole(self, micro_batches_per_gather=1, prefetch=0, in_flight=1)
+        check_whole(self, micro_batches_per_gather=1, prefetch=0)
         if self.reduction not in ("gloo", "ring", "hierarchical"):
             raise UserError("reduction", self.reduction, "one of gloo, ring, hierarchical")
         if self.packing not in ("in turn", "tokens", "balanced"):
@@ -103,7 +96,6 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}
-    check_clipping(name, workload, knobs)
     settings = read_settings(ShardedSettings, name, knobs)
     if isinstance(workload, LengthsWorkload):
         if name == CONTEXT_PARALLEL:
@@ -112,8 +104,6 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     elif settings.packing != "in turn":
         raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
     assert not isinstance(workload, ServingWorkload)
-    if settings.keep_weights:
-        settings = replace(settings, reshard_after_forward=False)
     if name == CONTEXT_PARALLEL:
         workload = _shared_by_all(workload, topology, settings.micro_batches_per_gather)
     else:
@@ -136,23 +126,19 @@ def _shared_by_all(workload: Known, topology: Topology, per_gather: int) -> Time
     return replace(workload.faster(topology.world_size), activation_bytes=size)
 
 
-class _Sharded:
-    origin = "shipped"
-
+class _Sharded(Contender):
     def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: ShardedSettings) -> None:
-        self.name, self.settings = name, settings
-        self.knobs: dict[str, object] = asdict(settings)
+        super().__init__(name, asdict(settings))
+        self.settings = settings
         shared = name == CONTEXT_PARALLEL
         mine = workload.micro_batches // (1 if shared else topology.world_size)
         self._first, self._rounds = 0 if shared else rank * mine, mine // settings.micro_batches_per_gather
-        self._busy = BusyTime()
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
         self.layers, self.model = self._shard(topology)
         # The trained ones, sharded: while a layer has its weights gathered, the module shows others.
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.gradient_norm: Tensor | None = None
-        self.loss_share: float | None = None
         self._steps = 0
         self._lanes = TransferLanes(self._busy)
         self._reduction = self._plug_in(topology, rank)
@@ -173,7 +159,7 @@ class _Sharded:
             mesh = DeviceMesh("cpu", torch.tensor(topology.nodes), mesh_dim_names=("replicate", "shard"))
         else:
             mesh = DeviceMesh("cpu", torch.arange(topology.world_size), mesh_dim_names=("shard",))
-        reshard: bool | int = self.settings.reshard_after_forward
+        reshard: bool | int = not self.settings.keep_weights
         if self.name == "fsdp2-node" and reshard:
             reshard = topology.local_size
         layers = []
@@ -195,9 +181,9 @@ class _Sharded:
         """Our collectives, where the settings want them, in every layer."""
         reduction: BackgroundReduction | None = None
         if self.settings.reduction == "ring":
-            reduction = RingReduction(topology, self._lanes, in_flight=self.settings.in_flight)
+            reduction = RingReduction(topology, self._lanes)
         elif self.settings.reduction == "hierarchical":
-            reduction = HierarchicalReduction(topology, rank, self._lanes, in_flight=self.settings.in_flight)
+            reduction = HierarchicalReduction(topology, rank, self._lanes)
         gather = HierarchicalGather(topology, rank, self._lanes) if self.name == "fsdp2-hierarchical" else None
         for layer in self._sharded_layers():
             if gather is not None:
@@ -214,7 +200,7 @@ class _Sharded:
         layers, ahead = self._sharded_layers(), self.settings.prefetch
         count = len(layers)
         # The last layer is kept for its backward pass, so the layer before it is the next to need weights.
-        order = [*range(count), *(range(count - 2, -1, -1) if self.settings.reshard_after_forward else ())]
+        order = [*range(count), *(() if self.settings.keep_weights else range(count - 2, -1, -1))]
 
         def issue(position: int, number: int) -> None:
             for i in order[position : position + number]:
@@ -222,7 +208,7 @@ class _Sharded:
 
         for i, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(lambda *_, position=i + 1: issue(position, ahead))
-            if self.settings.reshard_after_forward:
+            if not self.settings.keep_weights:
 
                 def hear_backward(
                     _: nn.Module, __: object, output: Tensor, position: int = 2 * (count - 1) - i
@@ -254,8 +240,7 @@ class _Sharded:
         if self._reduction is not None:
             self._reduction.finish()
             self._put_back(gradients)
-        if self.settings.clip:
-            self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, task.largest_norm)
+        self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, task.largest_norm)
         if self._optimizer is not None:
             self._optimizer.step()
         for parameter in self.parameters:
@@ -286,9 +271,6 @@ class _Sharded:
             for other in others:
                 total.add_(other)
             parameter.grad = total
-
-    def busy(self) -> dict[str, float]:
-        return self._busy.take()
 
     def close(self) -> None:
         self._lanes.close()

@@ -29,6 +29,9 @@ from tawpipe.runtime.lanes import CpuEvent, CpuLane, Failure
 from tawpipe.topology import Topology
 from tawpipe_lab.sleeper import BusyTime
 
+IN_FLIGHT = 2
+"""Reductions under way at most; the next one waits for the oldest. FSDP2 on CUDA keeps one unless told otherwise."""
+
 # torch 2.13 renamed it; 2.11 has only the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -139,22 +142,17 @@ class HierarchicalGather(Allocate):
 
 
 class BackgroundReduction(Allocate):
-    """A reduce-scatter that returns at once. Nobody may read its results before `finish`.
+    """A reduce-scatter that returns at once. Nobody may read its results before `finish`."""
 
-    Args:
-        in_flight: reductions under way at most; the next one waits for the oldest. FSDP2 on CUDA keeps one unless told
-            otherwise.
-    """
-
-    def __init__(self, lanes: TransferLanes, *, in_flight: int) -> None:
-        self._lanes, self._in_flight = lanes, in_flight
+    def __init__(self, lanes: TransferLanes) -> None:
+        self._lanes = lanes
         self._events: deque[CpuEvent] = deque()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> dist.Work | None:
         assert op == dist.ReduceOp.SUM, op
-        while len(self._events) >= self._in_flight:
+        while len(self._events) >= IN_FLIGHT:
             self._events.popleft().wait()
         self._events.append(self._submit(output_tensor, input_tensor))
         return None
@@ -171,8 +169,8 @@ class BackgroundReduction(Allocate):
 class RingReduction(BackgroundReduction):
     """One ring over all ranks (lane REDUCE)."""
 
-    def __init__(self, topology: Topology, lanes: TransferLanes, *, in_flight: int) -> None:
-        super().__init__(lanes, in_flight=in_flight)
+    def __init__(self, topology: Topology, lanes: TransferLanes) -> None:
+        super().__init__(lanes)
         self._world = lanes.add("REDUCE", [range(topology.world_size)])
 
     def _submit(self, output: Tensor, source: Tensor) -> CpuEvent:
@@ -182,8 +180,8 @@ class RingReduction(BackgroundReduction):
 class HierarchicalReduction(BackgroundReduction):
     """A ring inside the node (lane REDUCE), then one among the ranks of equal local rank in all nodes (INTER_G)."""
 
-    def __init__(self, topology: Topology, rank: int, lanes: TransferLanes, *, in_flight: int) -> None:
-        super().__init__(lanes, in_flight=in_flight)
+    def __init__(self, topology: Topology, rank: int, lanes: TransferLanes) -> None:
+        super().__init__(lanes)
         self._order, self._nodes = rail_major(topology, rank), topology.num_nodes
         self._node = lanes.add("REDUCE", topology.nodes)
         self._rail = lanes.add("INTER_G", rails(topology))

@@ -20,11 +20,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.topology import Topology
-from tawpipe_lab.contender import Contender, check_clipping, read_settings
+from tawpipe_lab.contender import Contender, read_settings
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.task import task_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
-from tawpipe_lab.sleeper import BusyTime
 from tawpipe_lab.workload import Known, LengthsWorkload, ServingWorkload, Workload, check_whole
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
@@ -37,26 +36,21 @@ class PipelineSettings:
     """Knobs of the pipelines.
 
     Args:
-        stages_per_rank: 1 for 1f1b, 2 for zbv; for interleaved-1f1b at least 2.
         parts_per_layer: into how many equal parts a layer of the workload is cut; for workloads in which one layer
             stands for several.
         balance: whether stages are equal in ``layers``, or in ``cost``, that is time, as far as whole layers can be.
-        clip: clip the gradients to their global norm, as pipelines do: the norms of all ranks in one all-reduce.
     """
 
-    stages_per_rank: int
     parts_per_layer: int = 1
     balance: str = "layers"
-    clip: bool = True
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """One of torch's pipeline schedules; see `tawpipe_lab.contender.Maker`."""
-    check_clipping(name, workload, knobs)
     if isinstance(workload, LengthsWorkload):
         raise UserError("workload", workload.kind, f"timed or real: {name} has micro-batches of one length")
     assert not isinstance(workload, ServingWorkload)
-    settings = read_settings(PipelineSettings, name, {"stages_per_rank": stages_per_rank(name, {}), **knobs})
+    settings = read_settings(PipelineSettings, name, knobs)
     _check(name, settings, workload, topology.world_size)
     return _Pipeline(name, workload, topology, rank, settings)
 
@@ -64,14 +58,9 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
 def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -> None:
     if name == "zbv" and torch.__version__ < ZBV_NEEDS:
         raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
-    each = settings.stages_per_rank
-    if name == "interleaved-1f1b":
-        check_whole(settings, stages_per_rank=2)
-    elif each != (usual := stages_per_rank(name, {})):
-        raise UserError("stages_per_rank", each, f"{name} has {usual}")
     parts = settings.parts_per_layer
     check_whole(settings, parts_per_layer=1)
-    stages_of(name, workload.split(parts), ranks, each, settings.balance)
+    stages_of(name, workload.split(parts), ranks, stages_per_rank(name), settings.balance)
     micro_batches = workload.micro_batches
     if name == "1f1b" and micro_batches < ranks:
         raise UserError("micro_batches", micro_batches, f"{name} needs at least as many as its {ranks} stages")
@@ -80,18 +69,13 @@ def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -
         raise UserError("micro_batches", micro_batches, f"{name} needs a multiple of {rounds} here")
 
 
-class _Pipeline:
-    origin = "shipped"
-
+class _Pipeline(Contender):
     def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: PipelineSettings) -> None:
-        self.name = name
-        self.knobs: dict[str, object] = asdict(settings)
-        self._clip = settings.clip
+        super().__init__(name, asdict(settings))
         self.gradient_norm: Tensor | None = None
-        self._busy = BusyTime()
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
-        parts, each = settings.parts_per_layer, settings.stages_per_rank
+        parts, each = settings.parts_per_layer, stages_per_rank(name)
         layout = stages_of(name, workload.split(parts), topology.world_size, each, settings.balance)
         stages = self._stages(layout, layout.stages_of(rank), parts)
         self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
@@ -99,7 +83,6 @@ class _Pipeline:
         self._micro_batches = range(workload.micro_batches)
         self._schedule = self._make_schedule(stages)
         self._optimizer = self._task.optimizer(self.model.parameters())
-        self.loss_share: float | None = None
         self._steps = 0
 
     def _stages(self, layout: Layout, stages: Sequence[int], parts: int) -> list[PipelineStage]:
@@ -126,8 +109,7 @@ class _Pipeline:
             losses=losses,
             return_outputs=False,
         )
-        if self._clip:
-            self._clip_gradients()
+        self._clip_gradients()
         if self._optimizer is not None:
             self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
@@ -135,15 +117,13 @@ class _Pipeline:
         self._steps += 1
 
     def _clip_gradients(self) -> None:
+        """Clip to the global norm as pipelines do: the norms of all ranks in one all-reduce."""
         parameters = list(self.model.parameters())
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
         square = nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(square)
         self.gradient_norm = square.sqrt()
         nn.utils.clip_grads_with_norm_(parameters, self._task.largest_norm, self.gradient_norm)
-
-    def busy(self) -> dict[str, float]:
-        return self._busy.take()
 
     def close(self) -> None:
         del self._schedule, self._optimizer, self.model

@@ -75,7 +75,7 @@ def sharded_traffic(
     reduction = knobs.get("reduction", "hierarchical" if hierarchical else "gloo")
     reduced = tree if reduction == "hierarchical" else ring
     keep = bool(knobs.get("keep_weights", False)) or name == "zero-hpz"
-    inside = name == "fsdp2-node" or keep or not knobs.get("reshard_after_forward", True)
+    inside = name == "fsdp2-node" or keep
     return ShardedTraffic(
         rounds=rounds,
         forward=gathered,
@@ -102,9 +102,9 @@ def pipeline_bytes(name: str, amount: float, topology: Topology, each: int) -> t
     return tuple(moved)
 
 
-def stages_per_rank(name: str, knobs: Mapping[str, Any]) -> int:
-    """Stages of a rank: what the knobs say, or what is usual."""
-    return int(knobs.get("stages_per_rank", 1 if name == "1f1b" else 2))
+def stages_per_rank(name: str) -> int:
+    """Stages of a rank."""
+    return 1 if name == "1f1b" else 2
 
 
 def ranks_of_stages(name: str, ranks: int, each: int) -> list[int]:
