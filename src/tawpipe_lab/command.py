@@ -66,7 +66,6 @@ def _up(arguments: argparse.Namespace) -> int:
     cluster = Cluster.up(
         arguments.nodes,
         rate=arguments.rate,
-        loopback_rate=arguments.loopback_rate,
         latency=arguments.latency,
         name=arguments.name,
     )
@@ -126,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of each node's link, both ways: 400mbit; one for each node: 400mbit,200mbit,400mbit; or none "
         "(default: 400mbit)",
     )
-    up.add_argument("--loopback-rate", metavar="RATE", help="of the traffic inside a node (default: unshaped)")
     up.add_argument(
         "--latency", metavar="TIME", help="of a message between nodes: 5ms (default: what the machine takes)"
     )

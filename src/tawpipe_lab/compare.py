@@ -137,9 +137,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], traces:
     failed: dict[int, str] = {}
     readings: dict[int, dict[str, Any]] = {}
     with (
-        Cluster.create(
-            cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, latency=cell.latency, name=CLUSTER
-        ) as cluster,
+        Cluster.create(cell.nodes, rate=cell.rate, latency=cell.latency, name=CLUSTER) as cluster,
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
     ):
         links = cluster.links(message_sizes(cell))
@@ -273,8 +271,7 @@ def message_sizes(cell: Cell) -> tuple[int, ...]:
 
 def links_of(cell: Cell) -> Links | None:
     """What the links of a cell carry, measured in a cluster that is removed again; None if there is one node."""
-    wanted = {"rate": cell.rate, "loopback_rate": cell.loopback_rate, "latency": cell.latency}
-    with Cluster.create(cell.nodes, **wanted, name=CLUSTER) as cluster:
+    with Cluster.create(cell.nodes, rate=cell.rate, latency=cell.latency, name=CLUSTER) as cluster:
         return cluster.links(message_sizes(cell))
 
 

@@ -48,7 +48,6 @@ class Cell:
 
     Args:
         rate: of the links between nodes, as ``tawpipe lab up`` takes it.
-        loopback_rate: inside a node; None for as fast as it is.
         latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
         slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
         speeds: of all devices, the fastest 1, see ``ScheduleSettings.device_speeds``; empty where they are alike.
@@ -62,7 +61,6 @@ class Cell:
     local: int
     rate: str
     workload: Workload
-    loopback_rate: str | None = None
     latency: str | None = None
     slow: Slowdown | None = None
     speeds: str = ""

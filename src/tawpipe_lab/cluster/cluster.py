@@ -23,7 +23,7 @@ from tawpipe_lab.cluster import enter, network
 from tawpipe_lab.cluster.guard import claimed, signals_held, signals_raise
 from tawpipe_lab.cluster.links import Links, measure_links
 from tawpipe_lab.cluster.network import INTERFACE, MAX_NODES, Traffic, own_traffic
-from tawpipe_lab.cluster.rates import parse_latency, parse_rate, parse_rates
+from tawpipe_lab.cluster.rates import parse_latency, parse_rates
 
 __all__ = ["DEFAULT_NAME", "Cluster", "Traffic", "own_traffic"]
 
@@ -42,13 +42,13 @@ class Cluster:
 
     Args:
         name: the prefix of its namespaces.
-        rate: of the slowest link, in bits per second; None if no link is shaped, or that is not known.
+        rates: of every node's link, in bits per second; None for one that is not shaped. Empty if not known.
         latency_s: of a message between two nodes, besides what the machine takes.
     """
 
     name: str
     num_nodes: int
-    rate: int | None = field(default=None, compare=False)
+    rates: tuple[int | None, ...] = field(default=(), compare=False)
     latency_s: float = field(default=0.0, compare=False)
 
     @classmethod
@@ -58,7 +58,6 @@ class Cluster:
         nodes: int,
         *,
         rate: str | None,
-        loopback_rate: str | None = None,
         latency: str | None = None,
         name: str = DEFAULT_NAME,
     ) -> Iterator[Cluster]:
@@ -71,7 +70,6 @@ class Cluster:
             nodes: at least one.
             rate: of the link of every node in each direction (``400mbit``), or of each (``400mbit,200mbit``); None or
                 ``none`` leaves a link unshaped.
-            loopback_rate: of all traffic inside a node together; None leaves it at the speed of memory.
             latency: of a message from one node to another (``5ms``); None or ``none`` leaves it at what the machine
                 takes.
             name: clusters of different names exist side by side.
@@ -79,11 +77,11 @@ class Cluster:
         Raises:
             UserError: a setting that cannot work, no root, no iproute2, a kernel without tbf, or a name in use.
         """
-        wanted = _Wanted.check(nodes, rate=rate, loopback_rate=loopback_rate, latency=latency, name=name)
+        cluster = cls._wanted(nodes, rate, latency, name)
         with claimed(name), signals_raise():
             try:
-                wanted.build()
-                yield wanted.cluster
+                cluster._build()
+                yield cluster
             finally:
                 with signals_held():
                     network.remove(name)
@@ -94,7 +92,6 @@ class Cluster:
         nodes: int,
         *,
         rate: str | None,
-        loopback_rate: str | None = None,
         latency: str | None = None,
         name: str = DEFAULT_NAME,
     ) -> Cluster:
@@ -102,15 +99,29 @@ class Cluster:
 
         Arguments and errors are those of :meth:`create`.
         """
-        wanted = _Wanted.check(nodes, rate=rate, loopback_rate=loopback_rate, latency=latency, name=name)
+        cluster = cls._wanted(nodes, rate, latency, name)
         with claimed(name), signals_raise():
             try:
-                wanted.build()
+                cluster._build()
             except BaseException:
                 with signals_held():
                     network.remove(name)
                 raise
-        return wanted.cluster
+        return cluster
+
+    @classmethod
+    def _wanted(cls, nodes: int, rate: str | None, latency: str | None, name: str) -> Cluster:
+        """A cluster that may be built: all that can be wrong with it is found before anything is touched."""
+        _check_name(name)
+        if not 1 <= nodes <= MAX_NODES:
+            raise UserError("--nodes", nodes, f"from 1 to {MAX_NODES}")
+        cluster = cls(name, nodes, parse_rates(rate, nodes=nodes), parse_latency(latency))
+        network.require()
+        return cluster
+
+    def _build(self) -> None:
+        network.remove(self.name)
+        network.build(self.name, self.rates, latency_s=self.latency_s)
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Cluster:
@@ -150,14 +161,10 @@ class Cluster:
         """The addresses of the nodes' links."""
         return tuple(network.address(node) for node in range(self.num_nodes))
 
-    def interface(self, node: int) -> str:
-        """The name of a node's link inside its namespace; the same in all nodes."""
-        assert 0 <= node < self.num_nodes, node
-        return INTERFACE
-
-    def environment(self, node: int) -> dict[str, str]:
+    @property
+    def environment(self) -> dict[str, str]:
         """Variables by which a program in a node finds its link, and node 0."""
-        return {"GLOO_SOCKET_IFNAME": self.interface(node), "MASTER_ADDR": self.addresses[0]}
+        return {"GLOO_SOCKET_IFNAME": INTERFACE, "MASTER_ADDR": self.addresses[0]}
 
     def links(self, sizes: Sequence[int]) -> Links | None:
         """What its links carry while nothing else runs, in messages of ``sizes`` bytes; None if there is one node.
@@ -165,7 +172,8 @@ class Cluster:
         Raises:
             RunError: a node does not reach another one.
         """
-        return measure_links(self.nodes, self.rate, sizes, latency_s=self.latency_s)
+        slowest = min((rate for rate in self.rates if rate is not None), default=None)
+        return measure_links(self.nodes, slowest, sizes, latency_s=self.latency_s)
 
     def become(self, node: int, command: Sequence[str]) -> NoReturn:
         """Replaces this process by ``command`` in a node, with :meth:`environment`.
@@ -182,7 +190,7 @@ class Cluster:
         # Python ignores broken pipes, and what is ignored stays so in the program that follows.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         words = ["ip", "netns", "exec", self.nodes[node], *command]
-        os.execve(network.program("ip"), words, {**os.environ, **self.environment(node)})
+        os.execve(network.program("ip"), words, {**os.environ, **self.environment})
 
     def launch(
         self,
@@ -216,7 +224,7 @@ class Cluster:
             nodes=list(self.nodes),
             commands=[list(words) for words in commands],
             # Workers are told of no local launcher: to them these are nodes of a cluster.
-            variables={"OMP_NUM_THREADS": "1", LOCAL_LAUNCHER: None, **self.environment(0), **(env or {})},
+            variables={"OMP_NUM_THREADS": "1", LOCAL_LAUNCHER: None, **self.environment, **(env or {})},
             timeout_s=timeout_s or 0.0,
         )
         # Isolated and without site packages, because it starts for every rank and needs none of them.
@@ -230,38 +238,6 @@ class Cluster:
         if code:
             late = timeout_s is not None and time.monotonic() - began >= timeout_s
             raise RunError((f"not done after {timeout_s:g} s: " if late else "") + heard.reason())
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A cluster that may be built: all that can be wrong with it is found before anything is touched."""
-
-    name: str
-    rates: tuple[int | None, ...]
-    loopback_rate: int | None
-    latency_s: float
-
-    @classmethod
-    def check(
-        cls, nodes: int, *, rate: str | None, loopback_rate: str | None, latency: str | None, name: str
-    ) -> _Wanted:
-        _check_name(name)
-        if not 1 <= nodes <= MAX_NODES:
-            raise UserError("--nodes", nodes, f"from 1 to {MAX_NODES}")
-        rates = parse_rates(rate, nodes=nodes)
-        loopback = parse_rate(loopback_rate, setting="--loopback-rate")
-        latency_s = parse_latency(latency)
-        network.require()
-        return cls(name, rates, loopback, latency_s)
-
-    @property
-    def cluster(self) -> Cluster:
-        slowest = min((rate for rate in self.rates if rate is not None), default=None)
-        return Cluster(self.name, len(self.rates), slowest, self.latency_s)
-
-    def build(self) -> None:
-        network.remove(self.name)
-        network.build(self.name, self.rates, loopback_rate=self.loopback_rate, latency_s=self.latency_s)
 
 
 class _Heard(io.StringIO):

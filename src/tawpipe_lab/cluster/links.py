@@ -7,9 +7,9 @@ predictions take what is measured (``measure_links``), and what is far from its 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ LOW = 0.8
 """Share of its name below which a link is not what it is called."""
 MESSAGE_S, SHORT_S = 0.5, 0.02
 """Messages are no larger than what a link carries in this time, and the short one than what it carries in that."""
-_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -122,37 +121,14 @@ def measure_links(
     short = min(sizes[0], int(SHORT_S * named)) if named else sizes[0]
     addresses = [network.address(node) for node in range(len(nodes))]
     asked = json.dumps({"addresses": addresses, "sizes": sizes, "short": short})
-    running = [
-        subprocess.Popen(
-            [
-                network.program("ip"),
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-I",
-                "-S",
-                probe.__file__,
-                asked,
-                str(node),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node, name in enumerate(nodes)
-    ]
-    readings = []
-    try:
-        for node, process in enumerate(running):
-            said, wrong = process.communicate(timeout=_PATIENCE_S)
-            if process.returncode:
-                raise RunError(f"the links cannot be measured: node {node}: {wrong.strip().splitlines()[-1]}")
-            readings.append(json.loads(said))
-    except subprocess.TimeoutExpired:
-        raise RunError(f"the links cannot be measured: not done after {_PATIENCE_S:g} s") from None
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+
+    def read(node: int) -> dict[str, Any]:
+        inside = ("ip", "netns", "exec", nodes[node], sys.executable, "-I", "-S", probe.__file__)
+        try:
+            return json.loads(network.call(*inside, asked, str(node)))
+        except RunError as error:
+            raise RunError(f"the links cannot be measured: node {node}: {error}") from error
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        readings = list(pool.map(read, range(len(nodes))))
     return Links.of(readings, sizes, short, named=named, named_latency_s=latency_s)

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,12 +144,11 @@ def _listed() -> list[str]:
         return []
 
 
-def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None, latency_s: float = 0.0) -> None:
+def build(name: str, rates: Sequence[int | None], *, latency_s: float = 0.0) -> None:
     """Makes the cluster ``name``, of which nothing may exist. What was made before an error stays for :func:`remove`.
 
     Args:
         rates: of each node's link, in bits per second for each direction; None is unshaped.
-        loopback_rate: of all traffic inside a node together, in bits per second.
         latency_s: of a message between two nodes, besides what the machine takes; 0 makes links without a delay.
     """
     switch = switch_of(name)
@@ -167,8 +166,6 @@ def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None, 
     for node, rate in enumerate(rates):
         inside, (_, port) = f"{name}{node}", ends_of(node)
         call("ip", "-n", inside, "link", "set", "lo", "up")
-        if loopback_rate is not None:
-            _shape(inside, "lo", loopback_rate, _LARGEST)
         if not latency_s:
             call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", inside)
         call("ip", "-n", switch, "link", "set", port, "mtu", frame)
@@ -291,57 +288,32 @@ def end_processes(inside: Sequence[str], *, grace_s: float = 2.0, patience_s: fl
         RunError: some are left after ``grace_s + patience_s`` seconds.
     """
     kill_at = time.monotonic() + grace_s
-    give_up_at = kill_at + patience_s
-    while members := list(_processes(inside)):
+    while members := _processes(inside):
         now = time.monotonic()
+        if now > kill_at + patience_s:
+            raise RunError(f"processes {', '.join(map(str, sorted(members)))} do not end")
+        number, until = (signal.SIGTERM, kill_at) if now < kill_at else (signal.SIGKILL, now + 0.5)
+        opened: dict[int, int] = {}
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                opened[pid] = os.pidfd_open(pid)
         try:
-            if now > give_up_at:
-                raise RunError(f"processes {', '.join(str(pid) for pid, _ in members)} do not end")
-            number = signal.SIGTERM if now < kill_at else signal.SIGKILL
-            for _, descriptor in members:
+            # Asked again, now that no number can change its meaning unnoticed.
+            waiting = {opened[pid] for pid in _processes(inside) & set(opened)}
+            for descriptor in waiting:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, number)
-            _wait_for([descriptor for _, descriptor in members], until=kill_at if now < kill_at else now + 0.5)
+            while waiting and (left := until - time.monotonic()) > 0:
+                waiting -= set(select.select(waiting, (), (), left)[0])
         finally:
-            for _, descriptor in members:
+            for descriptor in opened.values():
                 os.close(descriptor)
 
 
-def _processes(inside: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Number and descriptor of each process in the namespaces; the caller closes the descriptors."""
-    wanted = set()
+def _processes(inside: Sequence[str]) -> set[int]:
+    """Numbers of the processes in the namespaces ``inside``, but for this one."""
+    numbers = set[int]()
     for namespace in inside:
-        with contextlib.suppress(FileNotFoundError):
-            wanted.add(_identity(_NAMESPACES / namespace))
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            if _identity(entry / "ns/net") in wanted:
-                descriptor = os.pidfd_open(int(entry.name))
-                try:
-                    # Asked again, now that the number cannot change its meaning unnoticed.
-                    still_there = _identity(entry / "ns/net") in wanted
-                except OSError:
-                    still_there = False
-                if still_there:
-                    yield int(entry.name), descriptor
-                else:
-                    os.close(descriptor)
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino
-
-
-def _wait_for(descriptors: Sequence[int], *, until: float) -> None:
-    """Until the processes have ended, or the time has come by the monotonic clock."""
-    waiting = set(descriptors)
-    poll = select.poll()
-    for descriptor in waiting:
-        poll.register(descriptor, select.POLLIN)
-    while waiting and (left := until - time.monotonic()) > 0:
-        for descriptor, _ in poll.poll(left * 1000):
-            poll.unregister(descriptor)
-            waiting.discard(descriptor)
+        with contextlib.suppress(RunError):  # another `down` may have been faster
+            numbers |= set(map(int, call("ip", "netns", "pids", namespace).split()))
+    return numbers - {os.getpid()}
