@@ -63,12 +63,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    cluster = Cluster.up(
-        arguments.nodes,
-        rate=arguments.rate,
-        latency=arguments.latency,
-        name=arguments.name,
-    )
+    asked = {"rate": arguments.rate, "latency": arguments.latency, "name": arguments.name}
+    cluster = Cluster.up(arguments.nodes, **asked)
     rates = parse_rates(arguments.rate, nodes=arguments.nodes)
     for node, (namespace, address, rate) in enumerate(zip(cluster.nodes, cluster.addresses, rates, strict=True)):
         print(f"node {node}: namespace {namespace}, address {address}, link {format_rate(rate)}")

@@ -53,6 +53,8 @@ from tawpipe_lab.workload import LengthsWorkload, RealWorkload, ServingWorkload,
 
 CLUSTER = "tawpipe-compare"
 TRACES = "traces"
+ONE_NUMBER = ("seconds", "cpu_busy", "exposed", "idle_start", "idle_end", "token", "first")
+"""What a worker measures in every step as one number, and a row has the median of."""
 BUSIEST = 0.6
 """Share of the machine's processors above which a cell measures the machine and not the network."""
 LARGEST_DIFFERENCE = 1e-4
@@ -389,44 +391,41 @@ def _row(
     if reason := reading.get("failed"):
         memory = "MemoryError" in reason or "SIGKILL" in reason
         return row | {"status": "out-of-memory" if memory else "failed", "reason": reason}
-    seconds = reading["seconds"]
-    busy = statistics.median(reading["cpu_busy"])
+    steps = reading["steps"]
+    names = {name for step in steps for name in step}
+    columns = {name: [step[name] for step in steps] for name in names}
+    median = {name: statistics.median(columns[name]) for name in ONE_NUMBER if name in names}
+    seconds, busy = columns["seconds"], median["cpu_busy"]
+    lanes = {lane for step in steps for lane in step["lanes"]}
     row |= {
-        "seconds_per_step": {
-            "median": statistics.median(seconds),
-            "min": min(seconds),
-            "max": max(seconds),
-            "samples": seconds,
-        },
-        "link_bytes_sent": [statistics.median(column) for column in zip(*reading["sent"], strict=True)],
-        "link_bytes_received": [statistics.median(column) for column in zip(*reading["received"], strict=True)],
-        "exposed_communication_s": statistics.median(reading["exposed"]) if reading["exposed"] else None,
-        "idle_start_s": statistics.median(reading["idle_start"]) if reading["idle_start"] else None,
-        "idle_end_s": statistics.median(reading["idle_end"]) if reading["idle_end"] else None,
-        "lane_seconds": {name: total / len(seconds) for name, total in reading["lanes"].items()},
-        "node_delay_s": reading["delays"],
+        "seconds_per_step": {"median": median["seconds"], "min": min(seconds), "max": max(seconds), "samples": seconds},
+        "link_bytes_sent": [statistics.median(node) for node in zip(*columns["sent"], strict=True)],
+        "link_bytes_received": [statistics.median(node) for node in zip(*columns["received"], strict=True)],
+        "exposed_communication_s": median.get("exposed"),
+        "idle_start_s": median.get("idle_start"),
+        "idle_end_s": median.get("idle_end"),
+        "lane_seconds": {lane: statistics.fmean(step["lanes"].get(lane, 0.0) for step in steps) for lane in lanes},
+        "node_delay_s": columns["delays"],
         "cpu_busy": busy,
-        "loss": [loss if math.isfinite(loss) else None for loss in reading["loss"]] or None,
+        "loss": [loss if math.isfinite(loss) else None for loss in columns.get("loss", ())] or None,
         "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
     }
     if isinstance(cell.workload, ServingWorkload):
-        row |= _served(cell.workload, topology, between, reading)
+        row |= _served(cell.workload, topology, between, reading["knobs"]["groups"], median["token"], median["first"])
     if isinstance(cell.workload, TimedWorkload) and cell.workload.room and reading["held_bytes"]:
         row["held"] = max(reading["held_bytes"]) / cell.workload.activation_bytes
     if isinstance(cell.workload, LengthsWorkload):
-        row["tokens_per_second"] = cell.workload.tokens / statistics.median(seconds)
+        row["tokens_per_second"] = cell.workload.tokens / median["seconds"]
     if busy > BUSIEST:
         row |= {"status": "void", "reason": f"the machine's processors were {busy:.0%} busy"}
     return row
 
 
 def _served(
-    workload: ServingWorkload, topology: Topology, between: LinkModel, reading: dict[str, Any]
+    workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int, token: float, first: float
 ) -> dict[str, Any]:
     """Seconds of tokens, and what the plan says of them."""
-    groups = reading["knobs"]["groups"]
     way, formula = (planned(workload, topology, between, groups, hand_s=hand_s) for hand_s in (HAND_S, 0.0))
-    token, first = statistics.median(reading["token"]), statistics.median(reading["first"])
     told = {"token_s": token, "first_s": first, "groups": groups, "tokens_per_second": groups * way.slots / token}
     told |= {"token_s_predicted": way.token_s, "first_s_predicted": way.first_s}
     return told | {"of_formula": formula.token_s / token}
@@ -499,7 +498,4 @@ def _line(row: dict[str, Any]) -> str:
     median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]
     note = f", last loss {row['loss'][-1]}" if row["loss"] else ""
     note += f", {row['status']}: {row['reason']}" if row["reason"] else ""
-    if cost := row.get("disturbance"):
-        largest, total = cost["largest_node_delay_s"], cost["sum_of_node_delays_s"]
-        note += f", slow nodes added {cost['added_s']:.2f} s (largest delay {largest:.2f} s, sum {total:.2f} s)"
     return f"  {row['label']}: {median:.2f} s, {bound / median:.2f} of the physical bound{note}"

@@ -90,6 +90,7 @@ class DealtWorkload(TimedWorkload):
         return sum(max(took / speed for took, speed in zip(row, each, strict=True)) for row in self.rounds_s(step))
 
 
+@cache
 def dealt(
     workload: LengthsWorkload, packing: str, topology: Topology, ranks: int = 1, speeds: tuple[float, ...] = ()
 ) -> DealtWorkload:
@@ -110,17 +111,12 @@ def dealt(
     """
     if packing not in PACKINGS:
         raise UserError("packing", packing, f"one of {', '.join(PACKINGS)}")
-    return _dealt(workload, packing, topology, topology.local_size if packing == "node" else ranks, speeds)
-
-
-@cache
-def _dealt(
-    workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]
-) -> DealtWorkload:
+    ranks = topology.local_size if packing == "node" else ranks
     bins = _bins(workload, packing, topology, ranks, speeds)
     return _in_bins(workload, bins, share_bins(*bins.shape, topology.world_size, ranks))
 
 
+@cache
 def through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> DealtWorkload:
     """A step whose documents pass pipelines.
 
@@ -135,11 +131,6 @@ def through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> D
     """
     if packing not in OF_PIPELINES:
         raise UserError("packing", packing, f"one of {', '.join(OF_PIPELINES)} under {step.strategy}")
-    return _through_stages(workload, packing, step)
-
-
-@cache
-def _through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> DealtWorkload:
     dealt_to = step.strategy.dealt_to(step.topology)
     pipelines = 1 + max(dealt_to)
     if packing == "balanced":

@@ -5,7 +5,7 @@ computing, which sleeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.exact import ChangeForm
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.home_actions import Optimizers, UpdateRule
 from tawpipe.runtime.optimizer import adamw
@@ -286,20 +285,31 @@ class _SleepingCompute:
         return torch.ones(ranks, max(1, int(self._workload.keys_bytes * self._workload.tokens(m)) // 4 // ranks))
 
     def offload(self, action: Action) -> None:
-        self._to_host(action)
-
-    def reload(self, action: Action) -> None:
-        self._to_host(action)
-
-    def _to_host(self, action: Action) -> None:
         """Pass the link to the host. What waits there is no memory of the device, and so none of this process."""
         if self._workload.host_s:
             with self._sleeper.busy("HOST"):
                 time.sleep(self._workload.host_s * self._workload.tokens(action.micro_batch))
         self._turn_over(action)
 
+    reload = offload
+
     def losses(self, action: Action) -> list[Tensor]:
         return []
+
+
+def _row(action: Action) -> str:
+    """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
+    return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
+
+
+def _noted(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of a transport that notes how long its lane is in it."""
+
+    def run(self: _MeasuredTransport, action: Action, *others: Any) -> Any:
+        with self.busy(_row(action)):
+            return operation(self, action, *others)
+
+    return run
 
 
 class _MeasuredTransport(Transport):
@@ -313,30 +323,11 @@ class _MeasuredTransport(Transport):
         """What passes inside a node sleeps from now on. Before anything has begun."""
         self.ahead = SleptInside(self.topology, self.rank, self._groups, link=link, strict=self.strict)
 
-    def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        with self.busy(_row(action)):
-            super().collective(action, buffers)
-
-    def together(self, action: Action, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        with self.busy(_row(action)):
-            super().together(action, pairs)
-
-    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
-        with self.busy(_row(action)):
-            return super().exchange(action, buffers)
-
-    def all_reduce(self, action: Action, values: Tensor) -> None:
-        with self.busy(_row(action)):
-            super().all_reduce(action, values)
-
-    def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
-        with self.busy(_row(action)):
-            super().refresh(action, home, copy, form)
-
-
-def _row(action: Action) -> str:
-    """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
-    return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
+    collective = _noted(Transport.collective)
+    together = _noted(Transport.together)
+    exchange = _noted(Transport.exchange)
+    all_reduce = _noted(Transport.all_reduce)
+    refresh = _noted(Transport.refresh)
 
 
 class _Replayed:

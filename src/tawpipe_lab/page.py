@@ -9,9 +9,7 @@ from typing import Any
 from tawpipe.report.bars import executed_bars
 from tawpipe.report.figures import lines, stacked_bars
 from tawpipe.report.page import Section, Table, page_text, timeline_section
-from tawpipe_lab.table import cells_of, describe, order_of, title
-
-HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
+from tawpipe_lab.table import cells_of, describe, order_of, table_of, title
 
 
 def compare_page(
@@ -49,9 +47,9 @@ def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     yield Section("All cells", "1 is what computing and links allow.", figures=[figure])
 
 
-def _cell(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+def _cell(rows: list[dict[str, Any]]) -> Iterator[Section]:
     good = [row for row in rows if "seconds_per_step" in row]
-    table = Table(HEAD, [_row(row) for row in rows], marked=[0] if good and good[0] is rows[0] else [])
+    table = Table(*table_of(rows), marked=[0] if good and good[0] is rows[0] else [])
     heading = title(rows[0]["cell"])
     if not good:
         yield Section(heading, describe(rows[0]), table)
@@ -70,20 +68,3 @@ def _cell(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         memory = {"peak": [row["peak_gib"] for row in held]}
         figures.append(stacked_bars([row["label"] for row in held], memory, unit="GiB per process"))
     yield Section(heading, describe(rows[0]), table, figures=figures)
-
-
-def _row(row: dict[str, Any]) -> list[str]:
-    if "seconds_per_step" not in row:
-        return [row["label"], row["origin"], "-", "-", "-", "-", "-", f"{row['status']}: {row['reason']}"]
-    seconds = row["seconds_per_step"]
-    waits, peak = row["exposed_communication_s"], row["peak_gib"]
-    return [
-        row["label"],
-        row["origin"],
-        f"{seconds['median']:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})",
-        f"{row['physical_bound_s'] / seconds['median']:.3f}",
-        "-" if waits is None else f"{waits:.2f}",
-        f"{max(row['link_bytes_sent']) / 1e6:.1f}",
-        "-" if peak is None else f"{peak:.2f}",
-        "" if row["status"] == "ok" else row["status"],
-    ]

@@ -1,7 +1,7 @@
 """The real workload as modules: a Llama of transformers in parts, its batches, loss and optimizer.
 
 The modules are transformers' own and are called as its model calls them, so the parts together compute what the
-whole model does. `tawpipe_lab.rivals.task` says what `RealTask` is for.
+whole model does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def random_tokens(workload: RealWorkload, step: int, micro_batches: Iterable[int
 
 
 class RealTask:
-    """The real workload for rivals; see `tawpipe_lab.rivals.task.Task`. Its parts are embedding, layers and head."""
+    """The real workload for rivals, see ``TimedTask``. Its parts are embedding, layers and head."""
 
     sleeper = None
     has_loss = True

@@ -193,12 +193,10 @@ def read_suite(values: Any) -> Suite:
     for cell_values in given.get("cells", ()):
         cell = _known(Cell, cell_values, "a cell")
         workload = _read_workload(cell.get("workload"), f"the workload of cell {cell.get('name')}")
-        if cell.get("slow") is not None and isinstance(workload, RealWorkload):
-            raise UserError("slow", cell["slow"], f"nothing in cell {cell.get('name')}, which really computes")
-        slow = cell.get("slow")
-        slow = (
-            None if slow is None else _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
-        )
+        if (slow := cell.get("slow")) is not None:
+            if isinstance(workload, RealWorkload):
+                raise UserError("slow", slow, f"nothing in cell {cell.get('name')}, which really computes")
+            slow = _make(Slowdown, slow, f"what slows the nodes of cell {cell.get('name')}")
         entries = tuple(_make(Entry, entry, "a strategy") for entry in cell.get("strategies", ()))
         read = {**cell, "workload": workload, "slow": slow, "strategies": entries}
         cells.append(_make(Cell, read, f"cell {cell.get('name')}"))

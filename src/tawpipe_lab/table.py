@@ -55,20 +55,20 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     """A table per cell, the fastest strategy first."""
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for some in cells_of(rows).values():
-        columns = [*COLUMNS, *MORE.get(some[0]["cell"]["workload"].get("kind", ""), ())]
-        columns += [HELD] * any("held" in row for row in some)
-        balanced = next((row for row in some if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
-        lines += [
-            f"## {title(some[0]['cell'])}",
-            "",
-            describe(some[0]),
-            "",
-            "| " + " | ".join(columns) + " |",
-            "| --- | --- " + "| ---: " * (len(columns) - 2) + "|",
-        ]
-        lines += [_table_row(row, len(columns), balanced) for row in sorted(some, key=order_of)]
+        head, texts = table_of(some)
+        lines += [f"## {title(some[0]['cell'])}", "", describe(some[0]), "", "| " + " | ".join(head) + " |"]
+        lines.append("| --- | --- " + "| ---: " * (len(head) - 2) + "|")
+        lines += ["| " + " | ".join(row) + " |" for row in texts]
         lines += ["", *_disturbance_table(some)]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of a cell, the fastest strategy first."""
+    head = [*COLUMNS, *MORE.get(_kind(rows[0]), ())]
+    head += [HELD] * any("held" in row for row in rows)
+    balanced = next((row for row in rows if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
+    return head, [_table_row(row, len(head), balanced) for row in sorted(rows, key=order_of)]
 
 
 def title(cell: dict[str, Any]) -> str:
@@ -87,23 +87,18 @@ def describe(row: dict[str, Any]) -> str:
     return f"{_workload(row)} Links carry {links}." + (f" Note: {links.trouble}." if links.trouble else "")
 
 
-def _is_real(row: dict[str, Any]) -> bool:
-    return row["cell"]["workload"].get("kind") == "real"
-
-
-def _is_of_documents(row: dict[str, Any]) -> bool:
-    return row["cell"]["workload"].get("kind") == "lengths"
+def _kind(row: dict[str, Any]) -> str:
+    return row["cell"]["workload"].get("kind", "timed")
 
 
 def _workload(row: dict[str, Any]) -> str:
     """The settings of a row's workload that are not at their default."""
     workload = {name: value for name, value in row["cell"]["workload"].items() if not isinstance(value, dict)}
-    kind = workload.pop("kind", "timed")
-    usual = {item.name: item.default for item in fields(KINDS[kind])}
+    usual = {item.name: item.default for item in fields(KINDS[_kind(row)])} | {"kind": _kind(row)}
     given = [(name, value) for name, value in workload.items() if value != usual.get(name)]
     words = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in given]
     floor = f" No dealing is faster than {row['floor_s']:.2f} s." if "floor_s" in row else ""
-    return f"Workload ({kind}): {', '.join(words)}.{floor}"
+    return f"Workload ({_kind(row)}): {', '.join(words)}.{floor}"
 
 
 def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -170,10 +165,9 @@ def _served(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] | None) -> str:
+def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] | None) -> list[str]:
     if "seconds_per_step" not in row:
-        empty = "| " * (num_columns - 3)
-        return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} {empty}|"
+        return [row["label"], row["origin"], f"{row['status']}: {row['reason']}", *[""] * (num_columns - 3)]
     seconds = row["seconds_per_step"]
     median = seconds["median"]
     sent, predicted = max(row["link_bytes_sent"]) / 1e6, max(row["link_bytes_predicted"]) / 1e6
@@ -194,11 +188,11 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
     ]
     if "token_s" in row:
         columns += _served(row)
-    elif _is_real(row):
+    elif _kind(row) == "real":
         columns.append(_number(row["loss"][-1], 5))
-    elif _is_of_documents(row):
+    elif _kind(row) == "lengths":
         columns += _documents(row, balanced)
     elif len(columns) < num_columns:
         room = row["cell"]["workload"]["room"]
         columns.append(f"{row['held']:.1f}, {room:g}" if "held" in row else "-")
-    return "| " + " | ".join(columns) + " |"
+    return columns

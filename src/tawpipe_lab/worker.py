@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,28 +40,8 @@ STEP_TIMEOUT = timedelta(minutes=5)
 class Readings:
     """Measurements of one contender, on one rank or gathered."""
 
-    seconds: list[float] = field(default_factory=list)
-    sent: list[list[float]] = field(default_factory=list)
-    """Bytes of every step and node."""
-    received: list[list[float]] = field(default_factory=list)
-    cpu_busy: list[float] = field(default_factory=list)
-    """Share of the machine's processors that were busy, in every step."""
-    exposed: list[float] = field(default_factory=list)
-    """Seconds of every step in which a device did not compute, mean over the ranks; nothing for a real workload."""
-    idle_start: list[float] = field(default_factory=list)
-    """Seconds of every step before a device computed, mean over the ranks; nothing for a real workload."""
-    idle_end: list[float] = field(default_factory=list)
-    """Seconds of every step after a device had computed, likewise."""
-    token: list[float] = field(default_factory=list)
-    """Seconds from token to token in every step; nothing but for a workload that is served."""
-    first: list[float] = field(default_factory=list)
-    """Seconds of every step until a prompt's first token, likewise."""
-    loss: list[float] = field(default_factory=list)
-    """Loss of every step; nothing for a timed workload."""
-    delays: list[list[float]] = field(default_factory=list)
-    """Seconds of every step by which every node's computing was slowed down, mean over its ranks."""
-    lanes: dict[str, float] = field(default_factory=dict)
-    """Seconds per step that a lane was busy, mean over the ranks."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Numbers of every step, see ``_measure``."""
     peak_bytes: list[float] = field(default_factory=list)
     """Peak memory of every rank during the steps, above what it held before the contender was made."""
     held_bytes: list[float] = field(default_factory=list)
@@ -151,8 +132,7 @@ def _make(
         contender = make(name, workload, topology, rank, **knobs)
     except (UserError, MemoryError, ValueError) as error:
         reading.failed = f"{type(error).__name__}: {error}"
-    failures = _gather(float(contender is None))
-    if any(failures):
+    if any(_gather(contender is None)):
         reading.failed = reading.failed or "another rank could not set it up"
         return None
     return contender
@@ -167,7 +147,16 @@ def _note(result_path: str, rank: int, number: int) -> None:
 def _measure(
     contender: Contender, reading: Readings, topology: Topology, rank: int, sample: int, in_a_row: int
 ) -> None:
-    """Some steps that follow each other, as the mean one of them; those of a negative number do not count."""
+    """Some steps that follow each other, as the mean one of them; those of a negative number do not count.
+
+    * ``seconds``; ``sent`` and ``received``: bytes of every node; ``cpu_busy``: share of the machine's processors that
+      were busy; ``lanes``: seconds that a lane was busy, mean over the ranks
+    * of what sleeps: ``exposed``: seconds in which a device did not compute, ``idle_start`` and ``idle_end``: those
+      before and after it had computed, means over the ranks; ``delays``: seconds by which every node's computing was
+      slowed down
+    * ``token``, ``first``: seconds from token to token and until a prompt's first one, where a model is served
+    * ``loss`` of a real workload
+    """
     contender.busy()
     sleeper = contender.sleeper
     before = sleeper.delay_s if sleeper is not None else 0.0
@@ -186,33 +175,30 @@ def _measure(
     seconds, after = (end - begin) / in_a_row, _processor_ticks()
     moved = own_traffic() - traffic
     busy = {name: value / in_a_row for name, value in contender.busy().items()}
-    sent, received = _gather(moved.sent / in_a_row), _gather(moved.received / in_a_row)
-    computing = _gather(busy.get("COMPUTE", 0.0))
-    lanes = {name: sum(_gather(busy.get(name, 0.0))) / topology.world_size for name in _all_lanes(busy)}
     edges = (sleeper.first_s - begin, end - sleeper.last_s) if sleeper is not None else (0.0, 0.0)
-    idle = [sum(_gather(edge)) / topology.world_size for edge in edges]
-    delays = _gather((sleeper.delay_s - before) / in_a_row if sleeper is not None else 0.0)
-    loss = None if contender.loss_share is None else sum(_gather(contender.loss_share))
+    delay = (sleeper.delay_s - before) / in_a_row if sleeper is not None else 0.0
+    mine = (moved.sent / in_a_row, moved.received / in_a_row, delay, edges, busy, contender.loss_share)
+    sent, received, delays, idle, lanes, losses = zip(*_gather(mine), strict=True)
     if sample < 0:
         return
-    reading.seconds.append(seconds)
-    first = [node[0] for node in topology.nodes]
-    reading.sent.append([sent[r] for r in first])
-    reading.received.append([received[r] for r in first])
-    total = after[1] - ticks[1]
-    reading.cpu_busy.append((after[0] - ticks[0]) / total if total else 0.0)
+    total, first = after[1] - ticks[1], [node[0] for node in topology.nodes]
+    step: dict[str, Any] = {
+        "seconds": seconds,
+        "sent": [sent[r] for r in first],
+        "received": [received[r] for r in first],
+    }
+    step["cpu_busy"] = (after[0] - ticks[0]) / total if total else 0.0
+    step["delays"] = [fmean(delays[r] for r in node) for node in topology.nodes]
+    names = sorted({name for each in lanes for name in each})
+    step["lanes"] = {name: fmean(each.get(name, 0.0) for each in lanes) for name in names}
     if sleeper is not None:
-        reading.exposed.append(seconds - sum(computing) / len(computing))
-        reading.idle_start.append(idle[0])
-        reading.idle_end.append(idle[1])
-    if loss is not None:
-        reading.loss.append(loss)
+        step["exposed"] = seconds - step["lanes"].get("COMPUTE", 0.0)
+        step["idle_start"], step["idle_end"] = map(fmean, zip(*idle, strict=True))
+    if None not in losses:
+        step["loss"] = sum(losses)
     if isinstance(contender, LapContender):
-        reading.token.append(contender.token_s)
-        reading.first.append(contender.first_s)
-    reading.delays.append([sum(delays[r] for r in node) / len(node) for node in topology.nodes])
-    for name, value in lanes.items():
-        reading.lanes[name] = reading.lanes.get(name, 0.0) + value
+        step |= {"token": contender.token_s, "first": contender.first_s}
+    reading.steps.append(step)
 
 
 def _record(contender: OurContender, folder: Path, topology: Topology, rank: int) -> None:
@@ -224,19 +210,11 @@ def _record(contender: OurContender, folder: Path, topology: Topology, rank: int
     dist.barrier()
 
 
-def _all_lanes(busy: dict[str, float]) -> list[str]:
-    """The lanes that any rank was busy in; all ranks must gather the same ones."""
+def _gather(value: Any) -> list[Any]:
+    """A value of every rank, on all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted(busy))
-    return sorted({name for names in everyone for name in names})
-
-
-def _gather(value: float) -> list[float]:
-    """One number of every rank, on all ranks."""
-    mine = torch.tensor([value], dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [float(number) for number in everyone]
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def _import_rivals(names: set[str]) -> None:

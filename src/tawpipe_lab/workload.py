@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import LayerKind, LayerTime
@@ -44,14 +44,20 @@ def check_positive(settings: object, *names: str) -> None:
             raise UserError(name, value, "a number above 0")
 
 
-def check_whole_layers(parts: int, reason: str) -> None:
-    """Refuse to cut layers.
+class Uncut:
+    """A workload whose layers cannot be cut."""
 
-    Raises:
-        UserError: there should be more than one part.
-    """
-    if parts != 1:
-        raise UserError("parts_per_layer", parts, f"1, {reason}")
+    kind: ClassVar[str]
+
+    def split(self, parts: int) -> Self:
+        """The same workload.
+
+        Raises:
+            UserError: there should be more than one part.
+        """
+        if parts != 1:
+            raise UserError("parts_per_layer", parts, f"1, because layers of the kind {self.kind} cannot be cut")
+        return self
 
 
 class TimedPart(NamedTuple):
@@ -256,7 +262,7 @@ PASSES = 4
 
 
 @dataclass(frozen=True)
-class LengthsWorkload:
+class LengthsWorkload(Uncut):
     """A model as sizes and seconds, and a step of documents whose lengths are random (lognormal) numbers.
 
     Backward passes take twice the seconds of the forward pass, and once more what they recompute.
@@ -307,15 +313,6 @@ class LengthsWorkload:
         check_positive(self, *("token_s", "sigma", "token_bytes", "keys_bytes", "graph_bytes"))
         check_whole(self, max_document=self.min_document, tokens=self.min_document, bin_tokens=self.max_document)
 
-    def split(self, parts: int) -> LengthsWorkload:
-        """The same workload.
-
-        Raises:
-            UserError: there should be more than one part.
-        """
-        check_whole_layers(parts, "with documents of uneven lengths")
-        return self
-
     def faster(self, times: float) -> LengthsWorkload:
         """The same bytes with computing that is so many times as fast."""
         return replace(self, token_s=self.token_s / times)
@@ -347,7 +344,7 @@ class LengthsWorkload:
 
 
 @dataclass(frozen=True)
-class ServingWorkload:
+class ServingWorkload(Uncut):
     """A model that is served, as sizes and seconds.
 
     Args:
@@ -381,15 +378,6 @@ class ServingWorkload:
         check_whole(self, laps=3, **dict.fromkeys(("layers", "slots", "token_bytes", "chunk", "chunks"), 1))
         check_positive(self, "forward_s", "chunk_s", "embedding_s")
 
-    def split(self, parts: int) -> ServingWorkload:
-        """The same workload.
-
-        Raises:
-            UserError: there should be more than one part.
-        """
-        check_whole_layers(parts, "where a model is served")
-        return self
-
     def faster(self, times: int) -> ServingWorkload:
         """The same bytes with computing that is so many times as fast."""
         less = {name: getattr(self, name) / times for name in ("forward_s", "chunk_s", "embedding_s")}
@@ -397,7 +385,7 @@ class ServingWorkload:
 
 
 @dataclass(frozen=True)
-class RealWorkload:
+class RealWorkload(Uncut):
     """A Llama with random weights, trained in fp32 with AdamW on random tokens. A micro-batch is one sequence.
 
     Args:
@@ -431,15 +419,6 @@ class RealWorkload:
         check_positive(self, *("learning_rate", "clip_norm"))
         if self.hidden_size % (2 * self.heads):
             raise UserError("hidden_size", self.hidden_size, f"a multiple of twice the heads, which are {self.heads}")
-
-    def split(self, parts: int) -> RealWorkload:
-        """The same workload: a real layer stands for no other.
-
-        Raises:
-            UserError: there should be more than one part.
-        """
-        check_whole_layers(parts, "because the layers of a real model cannot be cut")
-        return self
 
     @property
     def tokens(self) -> int:

@@ -222,7 +222,6 @@ def test_updates_bring_the_weights_of_a_run_that_was_recorded(tmp_path) -> None:
 def test_steps_in_a_row_are_measured_as_their_mean_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of their work is done, nothing of them is under way at the end, and only there is anything awaited."""
     monkeypatch.setattr(worker, "_gather", lambda value: [value])
-    monkeypatch.setattr(worker, "_all_lanes", sorted)
     monkeypatch.setattr(worker, "own_traffic", lambda: Traffic(0, 0))
     monkeypatch.setattr(worker.dist, "barrier", lambda: None)
     work = TimedWorkload(**{**WORKLOAD, "forward_s": 0.0002, "backward_input_s": 0.0004, "backward_weight_s": 0.0002})
@@ -234,4 +233,4 @@ def test_steps_in_a_row_are_measured_as_their_mean_one(monkeypatch: pytest.Monke
     worker._measure(contender, readings, Topology.grid(1, 1), 0, 0, 3)
     assert awaited == [pytest.approx(3 * work.compute_s)]
     contender.close()
-    assert work.compute_s <= readings.lanes["COMPUTE"] <= readings.seconds[0]
+    assert work.compute_s <= readings.steps[0]["lanes"]["COMPUTE"] <= readings.steps[0]["seconds"]

@@ -77,7 +77,6 @@ def test_rows_of_the_table_say_what_was_planned(tmp_path):
     cell = load_suite("serving").cells[1]
     assert isinstance(cell.workload, ServingWorkload)
     assert from_spelled_out(spell_out(cell.workload)) == cell.workload
-    reading = {"knobs": {"groups": 6}, "token": [0.0612], "first": [0.45]}
     row: dict[str, Any] = {
         "cell": cell.spelled_out(),
         "strategy": "laps",
@@ -92,7 +91,7 @@ def test_rows_of_the_table_say_what_was_planned(tmp_path):
         "exposed_communication_s": 0.1,
         "cpu_busy": 0.1,
         "peak_gib": None,
-        **_served(cell.workload, FOUR, LinkModel(125e6, 0.005), reading),
+        **_served(cell.workload, FOUR, LinkModel(125e6, 0.005), 6, 0.0612, 0.45),
     }
     write_table("serving", {"date": "", "command": "", "machine": ""}, [row], tmp_path / "table.md")
     table = (tmp_path / "table.md").read_text()

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -54,12 +54,7 @@ class Cluster:
     @classmethod
     @contextlib.contextmanager
     def create(
-        cls,
-        nodes: int,
-        *,
-        rate: str | None,
-        latency: str | None = None,
-        name: str = DEFAULT_NAME,
+        cls, nodes: int, *, rate: str | None, latency: str | None = None, name: str = DEFAULT_NAME
     ) -> Iterator[Cluster]:
         """A cluster for as long as the ``with`` block lasts: removed at its end, after an error and after signals.
 
@@ -87,14 +82,7 @@ class Cluster:
                     network.remove(name)
 
     @classmethod
-    def up(
-        cls,
-        nodes: int,
-        *,
-        rate: str | None,
-        latency: str | None = None,
-        name: str = DEFAULT_NAME,
-    ) -> Cluster:
+    def up(cls, nodes: int, *, rate: str | None, latency: str | None = None, name: str = DEFAULT_NAME) -> Cluster:
         """A cluster that stays until :meth:`remove`; a cluster of this name that is there already is replaced.
 
         Arguments and errors are those of :meth:`create`.
@@ -194,7 +182,7 @@ class Cluster:
 
     def launch(
         self,
-        command: Sequence[str] | Callable[[int], Sequence[str]],
+        command: Sequence[str],
         *,
         local: int,
         env: Mapping[str, str] | None = None,
@@ -208,7 +196,6 @@ class Cluster:
         those of rank 0 are passed on, and on a failure the end of what the failed rank wrote is shown.
 
         Args:
-            command: of all ranks, or a function that gives it for a rank.
             local: processes in each node.
             env: added to the environment, and stronger than what is set here (``OMP_NUM_THREADS=1``, for example).
             timeout_s: processes that take longer are ended, and the launch has failed.
@@ -218,11 +205,10 @@ class Cluster:
             KeyboardInterrupt, SystemExit: a signal came; all processes have been ended.
         """
         shape = Shape(self.num_nodes, self.num_nodes * local)
-        commands = [command(rank) for rank in range(shape.nproc)] if callable(command) else [command]
         entry = enter.RankOrders(
             ip=network.program("ip"),
             nodes=list(self.nodes),
-            commands=[list(words) for words in commands],
+            command=list(command),
             # Workers are told of no local launcher: to them these are nodes of a cluster.
             variables={"OMP_NUM_THREADS": "1", LOCAL_LAUNCHER: None, **self.environment, **(env or {})},
             timeout_s=timeout_s or 0.0,

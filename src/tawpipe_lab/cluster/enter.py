@@ -21,14 +21,14 @@ class RankOrders:
     Args:
         ip: the program.
         nodes: namespaces by node number.
-        commands: one for each rank, or one for all.
+        command: of every rank.
         variables: added to the launcher's; None takes one away.
         timeout_s: SIGALRM ends a rank that runs longer; 0 does not.
     """
 
     ip: str
     nodes: list[str]
-    commands: list[list[str]]
+    command: list[str]
     variables: dict[str, str | None]
     timeout_s: float
 
@@ -41,13 +41,12 @@ class RankOrders:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
         # Python ignores broken pipes, and what is ignored stays so in the program that follows.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         # A timer outlives the replacement of the program.
         signal.setitimer(signal.ITIMER_REAL, self.timeout_s)
-        command = self.commands[rank if len(self.commands) > 1 else 0]
-        os.execv(self.ip, ["ip", "netns", "exec", self.nodes[node], *command])
+        node = self.nodes[int(os.environ["GROUP_RANK"])]
+        os.execv(self.ip, ["ip", "netns", "exec", node, *self.command])
 
 
 if __name__ == "__main__":

@@ -22,36 +22,36 @@ _EXPECTED = (
 )
 
 
-def parse_rate(text: str | None, *, setting: str) -> int | None:
+def _parse_rate(text: str) -> int | None:
     """Bits per second, or None where the link is not shaped.
 
     Raises:
         UserError: no rate, or one that cannot be shaped.
     """
-    words = "none" if text is None else text.strip().lower()
+    words = text.strip().lower()
     if words == "none":
         return None
     match = _RATE.fullmatch(words)
     rate = round(float(match[1]) * UNITS[match[2].lower()]) if match else 0
     if not SLOWEST <= rate <= FASTEST:
-        raise UserError(setting, text, _EXPECTED)
+        raise UserError("--rate", text, _EXPECTED)
     return rate
 
 
-def parse_rates(text: str | None, *, nodes: int, setting: str = "--rate") -> tuple[int | None, ...]:
+def parse_rates(text: str | None, *, nodes: int) -> tuple[int | None, ...]:
     """Bits per second of every node's link: one rate for all, or as many as there are nodes, with commas between.
 
     Raises:
         UserError: no rates, or another number of them.
     """
     parts = ["none"] if text is None else text.split(",")
-    rates = tuple(parse_rate(part, setting=setting) for part in parts)
+    rates = tuple(_parse_rate(part) for part in parts)
     if len(rates) not in (1, nodes):
-        raise UserError(setting, text, f"one rate for all nodes, or {nodes} with commas between, one for each node")
+        raise UserError("--rate", text, f"one rate for all nodes, or {nodes} with commas between, one for each node")
     return rates * nodes if len(rates) == 1 else rates
 
 
-def parse_latency(text: str | None, *, setting: str = "--latency") -> float:
+def parse_latency(text: str | None) -> float:
     """Seconds that a message takes from one node to another; 0 for what the machine takes.
 
     Raises:
@@ -66,7 +66,7 @@ def parse_latency(text: str | None, *, setting: str = "--latency") -> float:
     match = _TIME.fullmatch(words)
     seconds = float(match[1]) * TIMES[match[2]] if match else 0.0
     if not SHORTEST_S <= seconds <= LONGEST_S:
-        raise UserError(setting, text, "a number with us, ms or s, from 0.5ms to 1s, or none, for example 5ms")
+        raise UserError("--latency", text, "a number with us, ms or s, from 0.5ms to 1s, or none, for example 5ms")
     return seconds
 
 

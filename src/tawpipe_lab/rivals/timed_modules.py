@@ -153,9 +153,13 @@ def timed_loss(output: Tensor) -> Tensor:
 
 
 class TimedTask:
-    """The timed workload for rivals; see `tawpipe_lab.rivals.task.Task`.
+    """The timed workload for rivals. Its parts are layers, and ends that have weights or time.
 
-    Its parts are layers, with an embedding and a head where these have weights or time.
+    Attributes:
+        num_parts: of the model, which are sharded one by one.
+        largest_norm: to which the global gradient norm is clipped.
+        has_loss: whether the loss means anything.
+        sleeper: computes in the place of modules; None for those that compute.
 
     Raises:
         UserError: a workload that rivals cannot run.
@@ -171,24 +175,34 @@ class TimedTask:
         self._size = CurrentSize()
 
     def parts(self) -> Iterator[nn.Module]:
+        """The parts of the whole model, in their order, each of them made when it is wanted where that can be."""
         return (TimedLayer(part, self.sleeper, self._size) for part in self.workload.parts)
 
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
+        """The model made of all ``parts``. It takes inputs and gives outputs, see ``batch`` and ``loss``."""
         return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, self._size, embeds=True)
 
     def stage(self, blocks: range, *, parts_per_layer: int) -> nn.Module:
+        """A pipeline's stage: a module from inputs, or the output of the stage before, to its own output.
+
+        Args:
+            blocks: of the model with its layers cut; 0 is the embedding and the last one the head.
+        """
         cut = self.workload.split(parts_per_layer)
         parts = [cut.block_parts[block] for block in cut.blocks_with_parts if block in blocks]
         return TimedChain([TimedLayer(part, self.sleeper) for part in parts], self.workload, embeds=0 in blocks)
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of some micro-batches of a step, [micro-batches, ...]; the same on whatever rank."""
         self._size.work = fmean(map(self.workload.work, micro_batches))
         self._size.tokens = fmean(map(self.workload.tokens, micro_batches))
         rows = torch.zeros(len(micro_batches), 1)
         return rows, rows
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The part that these micro-batches add to the loss of a step."""
         return timed_loss(output)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """None where weights are left as they are."""
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True) if self.workload.optimizer else None
