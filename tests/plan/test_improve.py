@@ -89,7 +89,7 @@ def test_a_search_that_is_not_wanted_any_more_ends_at_once(caplog):
     worker = search._worker
     search.close()
     search.close()
-    assert worker is not None and worker.returncode is not None
+    assert worker is not None and worker.process.returncode is not None
     assert not search.running and search.poll() is None and not caplog.records
 
 

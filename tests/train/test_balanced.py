@@ -107,7 +107,7 @@ def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
     with pytest.raises(UserError, match="1601"):
         dealer([1601], by)
     assert dealer(lengths, by) == by(lengths) and dealer._worker is not None
-    dealer._worker.kill()
+    dealer._worker.process.kill()
     assert dealer(lengths, by) == by(lengths) and dealer._worker is None
     dealer.close()
 

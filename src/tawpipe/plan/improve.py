@@ -9,22 +9,16 @@ it is.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import IO, Any
+from dataclasses import dataclass, replace
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.times import parse_times, spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
+from tawpipe.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -112,43 +106,20 @@ class Improvement:
         costs: of the run (``measured``).
         start: the order that runs.
         seconds: for solving.
-        split: backward passes may be split.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        costs: PipelineCosts,
-        micro_batches: int,
-        start: Order,
-        *,
-        seconds: float,
-        seed: int = 0,
-        split: bool = True,
+        self, layout: Layout, costs: PipelineCosts, micro_batches: int, start: Order, *, seconds: float
     ) -> None:
-        question = {
-            "layout": str(layout),
-            "blocks": layout.blocks,
-            "costs": spell_times(costs),
-            "micro_batches": micro_batches,
-            "start": str(start),
-            "seconds": seconds,
-            "seed": seed,
-            "split": split,
-        }
         self._end = time.monotonic() + seconds + GRACE_S
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._found: Improved | None = None
-        # Files rather than pipes: an order may be longer than a pipe holds, and nobody waits at the other end.
-        self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        with tempfile.TemporaryFile() as asked:
-            asked.write(json.dumps(question).encode())
-            asked.seek(0)
-            command = [sys.executable, "-m", __name__]
-            try:
-                self._worker = subprocess.Popen(command, stdin=asked, stdout=self._answer, stderr=subprocess.DEVNULL)
-            except OSError as error:
-                logger.warning("the pipeline's order stays as it is: no solver could be started (%s)", error)
+        self._worker: Worker | None = None
+        self._improved: Improved | None = None
+        try:
+            self._worker = Worker()
+            self._worker.ask(answer, layout, costs, micro_batches, start, seconds)
+        except OSError as error:
+            logger.warning("the pipeline's order stays as it is: no solver could be started (%s)", error)
+            self.close()
 
     @property
     def running(self) -> bool:
@@ -156,30 +127,27 @@ class Improvement:
         return self._worker is not None
 
     def poll(self) -> Improved | None:
-        """What was found, once it is there; does not wait. None before, and for ever if nothing better is found."""
+        """The improvement, once it is there; does not wait. None before, and also later if nothing better exists."""
         if self._worker is None:
-            return self._found
-        code = self._worker.poll()
-        if code is None:
+            return self._improved
+        if not self._worker.ready:
             if time.monotonic() > self._end:
                 logger.warning("the pipeline's order stays as it is: the solver does not come to an end")
                 self.close()
             return None
-        self._worker = None
-        self._answer.seek(0)
         try:
-            improved = Improved(**json.loads(self._answer.read()))
-        except (ValueError, TypeError):
+            improved: Improved = self._worker.answer()
+            self._improved = improved if improved.after < improved.before else None
+        except (EOFError, OSError):
+            code = self._worker.process.wait()
             logger.warning("the pipeline's order stays as it is: the solver failed with exit code %d", code)
-            return None
-        self._found = improved if improved.after < improved.before else None
-        return self._found
+        self.close()
+        return self._improved
 
     def close(self) -> None:
         """End the search. May be called more than once."""
         if self._worker is not None:
-            self._worker.kill()
-            self._worker.wait()
+            self._worker.close()
             self._worker = None
 
     def __enter__(self) -> Improvement:
@@ -189,35 +157,15 @@ class Improvement:
         self.close()
 
 
-def answer(question: Mapping[str, Any]) -> Improved:
-    """What ``Improvement`` asks its worker."""
+def answer(layout: Layout, costs: PipelineCosts, micro_batches: int, start: Order, seconds: float) -> Improved:
+    """Solve, in the worker of an ``Improvement``."""
     from tawpipe.schedule.pipelines.search.fitting import heuristics
     from tawpipe.schedule.pipelines.search.solve import solve
 
-    layout = Layout.parse(question["layout"], question["blocks"])
-    costs, start = parse_times(question["costs"]), Order.parse(question["start"])
-    fixed = heuristics(layout, costs, question["micro_batches"], split=question["split"])
-    best = min((start, *fixed.values()), key=lambda order: makespan(play(layout, order, costs)))
-    solved = solve(
-        layout,
-        costs,
-        question["micro_batches"],
-        best,
-        seconds=question["seconds"],
-        seed=question["seed"],
-        split=question["split"],
-    )
-    before = makespan(play(layout, start, costs))
-    return Improved(str(solved.order), before, solved.makespan, solved.bound, solved.status, solved.seconds)
-
-
-def main() -> None:
-    """Answer one question."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself knows what to do about it
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    print(json.dumps(asdict(answer(json.load(sys.stdin)))))
-
-
-if __name__ == "__main__":
-    main()
+    before = makespan(play(layout, start, costs))
+    fixed = heuristics(layout, costs, micro_batches)
+    best = min((start, *fixed.values()), key=lambda order: makespan(play(layout, order, costs)))
+    solved = solve(layout, costs, micro_batches, best, seconds=seconds)
+    return Improved(str(solved.order), before, solved.makespan, solved.bound, solved.status, solved.seconds)
