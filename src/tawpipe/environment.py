@@ -65,9 +65,9 @@ def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(LOCAL_LAUNCHER) == "1"
 
 
-def restart_count(environ: Mapping[str, str] = os.environ) -> int:
+def restart_count() -> int:
     """Starts of this run before the present one."""
-    text = environ.get(RESTARTS, "0")
+    text = os.environ.get(RESTARTS, "0")
     return int(text) if text.isdecimal() else 0
 
 

@@ -142,7 +142,7 @@ def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     return min(failures, key=order)
 
 
-def print_expected_error(error: Exception, stream: TextIO | None = None) -> None:
+def print_expected_error(error: Exception) -> None:
     """One message without a traceback, in the form that a launcher recognises, and the notes that the error has."""
     lines = [f"{ERROR_PREFIX}{error}", *getattr(error, "__notes__", ())]
-    print("\n".join(lines), file=stream or sys.stderr, flush=True)
+    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -58,19 +58,18 @@ class Homes:
         return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
 
 
-def find_homes(request: PlanRequest, step: StepSpec, *, although_even: bool = False) -> Homes | None:
+def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
     """Homes for these units and links; None where there is nothing to choose.
 
     Args:
         step: homes in its settings are not looked at.
-        although_even: look for them where nodes, links and layers are alike, too.
     """
     placed = isinstance(step.strategy, WeightStrategy) and step.strategy.places(request.topology)
     if not placed or request.topology.num_nodes == 1:
         return None
     task = _Task(request, step)
     usual = {IN_TURN: task.seconds(task.in_turn)}
-    if _is_even(request) and not although_even:
+    if _is_even(request):
         return Homes((), usual, note="nodes, links and layers are alike")
     if not usual[IN_TURN] or not all(map(isfinite, task.rates)):
         return Homes((), usual, note="no link between nodes takes time")

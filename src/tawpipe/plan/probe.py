@@ -43,7 +43,7 @@ ROUNDS = 6
 """Every node is measured with at most so many others."""
 TRIAL_BYTES = 1 << 18
 LARGEST_BYTES = 1 << 26
-LARGEST_CUDA_BYTES, MOST_TIMES = 1 << 28, 10
+LARGEST_CUDA_BYTES, MOST_TIMES, COPIED_BYTES = 1 << 28, 10, 1 << 27
 """On a GPU messages are large, and sent several times in a row: one is over before the host has looked."""
 SECONDS = 0.15
 LOOPBACK_SECONDS = 0.03
@@ -338,15 +338,15 @@ def _between(
     return link(usual), odd, measured, notes
 
 
-def host_link(world: World, size: int = 1 << 27) -> LinkModel:
+def host_link(world: World) -> LinkModel:
     """Between a GPU and its host in each direction, the slowest of the ranks while all of them copy in both: they share
     the host's memory, and homes that are there pass in both at once.
     """
     if world.device.type != "cuda":
         return LinkModel(float("inf"))
     here, there = (
-        [torch.empty(size, dtype=torch.uint8, device=world.device) for _ in range(2)],
-        [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(2)],
+        [torch.empty(COPIED_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2)],
+        [torch.empty(COPIED_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)],
     )
     down, up = torch.cuda.Stream(world.device), torch.cuda.Stream(world.device)
     seconds = 0.0
@@ -360,7 +360,7 @@ def host_link(world: World, size: int = 1 << 27) -> LinkModel:
             here[1].copy_(there[1], non_blocking=True)
         torch.cuda.synchronize(world.device)
         seconds = time.perf_counter() - begin
-    return LinkModel(size / max(world.gather_numbers(seconds)), 1e-5, shared=False)
+    return LinkModel(COPIED_BYTES / max(world.gather_numbers(seconds)), 1e-5, shared=False)
 
 
 def probe_files(folder: str, size: int = 1 << 28) -> tuple[LinkModel, int]:

@@ -196,15 +196,12 @@ class Executor:
         assert issued.normed is not None
         return StepResult(issued.normed, values, ended, self._failure)
 
-    def loop(self, schedule: Schedule, *, recording: Recording | None = None) -> int:
+    def loop(self, schedule: Schedule) -> int:
         """Play laps until one says that it is the last; how many there were. Returns when all of them have ended.
 
         There are always ``LAPS_AHEAD`` laps issued that have not ended. What is issued with a lap in which a pass was
         the last follows it, with empty passes, and nothing else: by the end of a lap all ranks have seen the headers of
         all its passes, and so all stop after the same one, and no receive stays open.
-
-        Args:
-            recording: takes down when the actions run.
         """
         self._refuse_after_failure()
         laps = deque[tuple[LapInput, _Issued]]()
@@ -216,7 +213,7 @@ class Executor:
             while len(laps) < LAPS_AHEAD and not last:
                 lap = LapInput(number)
                 step = StepValues(lap, UpdateRule(), torch.empty(0))
-                laps.append((lap, self._issue(schedule, step, f"lap {number + 1}", recording=recording)))
+                laps.append((lap, self._issue(schedule, step, f"lap {number + 1}")))
                 number += 1
             lap, issued = laps.popleft()
             for lane in awaited:

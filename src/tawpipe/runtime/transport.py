@@ -453,8 +453,8 @@ class Transport:
 
     # strict mode
 
-    def _header(self, key: tuple[Lane, str], text: str, count: int = 1) -> Tensor:
-        self._sequence[key] += count
+    def _header(self, key: tuple[Lane, str], text: str) -> Tensor:
+        self._sequence[key] += 1
         return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
 
     def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
