@@ -42,7 +42,7 @@ def numbers_of_a_pipeline(world: World, **given: Any) -> dict[str, Any]:
     """Memory of rows in chunks is measured in tests/plan/test_memory.py."""
     with pytest.MonkeyPatch.context() as patch:
         every = reserved.ways
-        patch.setattr(reserved, "ways", lambda *sizes: {"a pipeline": every(*sizes)["a pipeline"]})
+        patch.setattr(reserved, "ways", lambda *sizes, **more: {"a pipeline": every(*sizes, **more)["a pipeline"]})
         patch.setitem(speed.TOKENS, "cpu", 256)
         return numbers(world, **given)
 

@@ -28,13 +28,13 @@ from toy_allocator import Driver
 def test_no_step_waits_for_the_device(left_out, monkeypatch) -> None:
     """Chunks and offloading together, and each by itself."""
     every = waits.ways
-    some = lambda layers: {name: way for name, way in every(layers).items() if name not in left_out}  # noqa: E731
+    some = lambda *sizes: {name: way for name, way in every(*sizes).items() if name not in left_out}  # noqa: E731
     monkeypatch.setattr(waits, "ways", some)
     with fake_cuda() as ledger:
         found = waits.waits(alone(DEVICE))
     assert found.holds, found.note
     assert found.numbers["refused"].keys() == {"a pipeline"}, "of one process"
-    assert {*found.numbers["lead_s"], "a pipeline"} == waits.ways(1).keys() and not ledger.faults
+    assert {*found.numbers["lead_s"], "a pipeline"} == waits.ways(1, 1).keys() and not ledger.faults
     assert all(found.numbers["attention"].values())
 
 
@@ -42,7 +42,7 @@ def test_no_step_waits_for_the_device(left_out, monkeypatch) -> None:
 def whole_rows(monkeypatch):
     """One of the ways to train."""
     every = waits.ways
-    monkeypatch.setattr(waits, "ways", lambda layers: dict(list(every(layers).items())[:1]))
+    monkeypatch.setattr(waits, "ways", lambda *sizes: dict(list(every(*sizes).items())[:1]))
 
 
 def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatch) -> None:
@@ -73,7 +73,7 @@ def test_a_batch_that_is_not_pinned_is_found(whole_rows, monkeypatch) -> None:
 def test_what_planning_has_left_in_the_allocator_is_found(given_back, monkeypatch) -> None:
     """Training's stream cannot use it. The counts of memory are the toy allocator's."""
     ways, system = reserved.ways, 700 << 20
-    monkeypatch.setattr(reserved, "ways", lambda *sizes: {"whole rows": ways(*sizes)["whole rows"]})
+    monkeypatch.setattr(reserved, "ways", lambda *sizes, **more: {"whole rows": ways(*sizes, **more)["whole rows"]})
     monkeypatch.setattr(reserved, "sized", lambda _: llama(hidden=32, layers=2, heads=2, vocabulary=100))
     monkeypatch.setattr(reserved, "dtype_here", lambda _: torch.bfloat16)
     monkeypatch.setitem(reserved.TOKENS, "cuda", 256)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.prove.freed import Freed
 from tawpipe.prove.host import host_share
 from tawpipe.prove.models import dtype_here, made, rows, small
 from tawpipe.prove.operators import attention_seen
-from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
@@ -48,18 +47,14 @@ def exact(world: World) -> Outcome:
     """Loss and gradients of a step beside those of a plain loop on one process, in fp64."""
     count = 2 * world.size + 1
     expected = _plain(world, count) if world.rank == 0 else (0.0, {})
-    differences: dict[str, float] = {}
-    refused: dict[str, str] = {}
     ran: set[str] = set()
-    for name in _names():
-        try:
-            computed, seen = _step(world, count, schedule=name)
-        except UserError as error:
-            refused[name] = str(error)
-            continue
-        ran |= {*seen}
-        if world.rank == 0:
-            differences[name] = _difference(expected, computed)
+
+    def difference(name: str) -> float:
+        computed, seen = _step(world, count, schedule=name)
+        ran.update(seen)
+        return _difference(expected, computed) if world.rank == 0 else 0.0
+
+    differences, refused = each_way(_names(), difference)
     worst = max(differences.values(), default=0.0)
     note = f"{len(differences)} strategies, largest relative difference {worst:.1e}"
     holds = world.rank != 0 or (bool(differences) and worst < LIMIT)
@@ -73,29 +68,26 @@ def bits(world: World) -> Outcome:
     """
     differ: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
-    refused: dict[str, str] = {}
     ran: set[str] = set()
-    for name in _names():
-        try:
-            wanted, _, seen = _steps(world, name)
-        except UserError as error:
-            refused[name] = str(error)
-            continue
-        ran |= {*seen}
+
+    def compare(name: str) -> None:
+        wanted, _, seen = _steps(world, name)
+        ran.update(seen)
         for late in (COMPUTES, TRANSFERS):
             again, wrong, _ = _steps(world, name, late)
             if wrong:
                 faults[name] = sorted({*faults.get(name, ()), *wrong})[:MOST_FAULTS]
             if world.rank == 0 and not _equal(wanted, again):
                 differ[name] = f"with {late} late"
+
+    tried, refused = each_way(_names(), compare)
     of_others = world.gather_texts(json.dumps(faults))
     faults = {name: wrong for text in of_others for name, wrong in json.loads(text).items()}
-    tried = [name for name in _names() if name not in refused]
     note = f"{len(tried)} strategies, {STEPS} steps: "
     note += ", ".join([f"{name} has other bits {how}" for name, how in differ.items()]) or "the same bits"
     if faults:
         note += f"; memory may be used again too early under {', '.join(faults)}: {next(iter(faults.values()))[0]}"
-    numbers = {"strategies": tried, "differ": differ, "freed": faults, "refused": refused, "attention": sorted(ran)}
+    numbers = {"strategies": [*tried], "differ": differ, "freed": faults, "refused": refused, "attention": sorted(ran)}
     return Outcome(bool(tried) and not differ and not faults, note, numbers)
 
 
@@ -103,23 +95,22 @@ def in_host(world: World) -> Outcome:
     """A few steps with homes in the host's memory and transfers late, beside homes on devices: the same losses and
     weights. On GPUs also the share of the host's link that an update uses.
     """
-    differ, tried, refused = list[str](), list[str](), dict[str, str]()
-    for name in IN_HOST:
-        try:
-            wanted, *_ = _steps(world, name, optimizer=adamw(1e-2))
-        except UserError as error:
-            refused[name] = str(error)
-            continue
-        tried.append(name)
+    differ: list[str] = []
+
+    def compare(name: str) -> None:
+        wanted, *_ = _steps(world, name, optimizer=adamw(1e-2))
         for level in ("state",) if strategies()[name].axis else ("state", "all"):
             there, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes=level)
             if world.rank == 0 and not _equal(wanted, there):
                 differ.append(f"{name} ({level})")
+
+    tried, refused = each_way(IN_HOST, compare)
     rate, most = host_share(world) if world.device.type == "cuda" else (0.0, 0.0)
     note = f"{len(tried)} strategies: "
     note += ", ".join(f"{name} has other bits" for name in differ) or "the same bits"
     note += f"; an update passes with {rate / 1e9:.1f} of {most / 1e9:.1f} GB/s" if most else ""
-    numbers = {"strategies": tried, "differ": differ, "refused": refused, "bytes_per_s": rate, "host_bytes_per_s": most}
+    numbers = {"strategies": [*tried], "differ": differ, "refused": refused}
+    numbers |= {"bytes_per_s": rate, "host_bytes_per_s": most}
     return Outcome(bool(tried) and not differ and rate >= SHARE * most, note, numbers)
 
 
@@ -153,21 +144,15 @@ def _steps(
         world=world,
         delay=delay if late else None,
     )
-    freed, seen, losses = Freed(pipeline) if late else None, list[str](), list[float]()
-    try:
-        with ExitStack() as stack:
-            if freed:
-                stack.enter_context(freed.watching())
-            else:
-                seen = stack.enter_context(attention_seen(pipeline.executor.on_compute))
+    freed, losses = Freed(pipeline) if late else None, list[float]()
+    with closing(pipeline):
+        with freed.watching() if freed else attention_seen(pipeline.executor.on_compute) as watched:
             for number in range(STEPS):
                 losses.append(pipeline.step(rows(config, 2 * world.size, LENGTH, seed=number)).loss)
             pipeline.drain()
         weights = [pipeline.parameter(name) for name in pipeline.parameter_names]
-    finally:
-        pipeline.close()
     results = [torch.tensor(losses, dtype=torch.float64), *(weight for weight in weights if weight is not None)]
-    return results, freed.faults if freed else [], seen
+    return results, freed.faults if freed else [], watched if isinstance(watched, list) else []
 
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -179,10 +164,7 @@ def chunks(world: World) -> Outcome:
     """A step whose rows run in chunks beside one whose rows run whole: in fp64, and in the dtype of a run here, whose
     attention is another kernel.
     """
-    differences, ran = _beside_whole_rows(world, ScheduleSettings(sequence_chunk=LENGTH // 3 - 1))
-    note = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
-    holds = all(difference < CHUNK_LIMITS[name] for name, difference in differences.items())
-    return Outcome(holds, f"largest relative difference {note}", {"differences": differences, "attention": ran})
+    return _beside_whole_rows(world, ScheduleSettings(sequence_chunk=LENGTH // 3 - 1), CHUNK_LIMITS)
 
 
 def sets(world: World) -> Outcome:
@@ -190,14 +172,10 @@ def sets(world: World) -> Outcome:
     ``chunks``. What goes back through keys and values passes a layer's norm by itself, and is rounded there.
     """
     ranks, limits = world.topology.local_size, {**CHUNK_LIMITS, "float64": LIMIT}
-    differences, ran = _beside_whole_rows(world, ScheduleSettings(sequence_ranks=ranks))
-    note = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
-    holds = all(difference < limits[name] for name, difference in differences.items())
-    numbers = {"differences": differences, "attention": ran}
-    return Outcome(holds, f"{ranks} processes, largest relative difference {note}", numbers)
+    return _beside_whole_rows(world, ScheduleSettings(sequence_ranks=ranks), limits, f"{ranks} processes, ")
 
 
-def _beside_whole_rows(world: World, cut: ScheduleSettings) -> tuple[dict[str, float], dict[str, dict[str, list[str]]]]:
+def _beside_whole_rows(world: World, cut: ScheduleSettings, limits: Mapping[str, float], words: str = "") -> Outcome:
     """By dtype, fp64 and that of a run here: the difference that cutting rows makes on rank 0, and the operators of
     attention of rows that are whole and of those that are cut.
     """
@@ -208,19 +186,15 @@ def _beside_whole_rows(world: World, cut: ScheduleSettings) -> tuple[dict[str, f
         other, of_cut = _step(world, 2 * world.size, schedule=cut, dtype=dtype)
         differences[name] = _difference(whole, other) if world.rank == 0 else 0.0
         ran[name] = {"whole": of_whole, "cut": of_cut}
-    return differences, ran
+    note = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
+    holds = all(difference < limits[name] for name, difference in differences.items())
+    return Outcome(holds, f"{words}largest relative difference {note}", {"differences": differences, "attention": ran})
 
 
 def order(world: World) -> Outcome:
     """A step of every strategy with the check of every message's number and action."""
-    checked = []
-    for name in _names():
-        try:
-            _step(world, 2 * world.size, schedule=name, strict=True)
-        except UserError:
-            continue
-        checked.append(name)
-    return Outcome(bool(checked), f"{len(checked)} strategies", {"strategies": checked})
+    checked, _ = each_way(_names(), lambda name: _step(world, 2 * world.size, schedule=name, strict=True))
+    return Outcome(bool(checked), f"{len(checked)} strategies", {"strategies": [*checked]})
 
 
 def _step(
@@ -237,14 +211,12 @@ def _step(
         world=world,
         **settings,
     )
-    try:
+    with closing(pipeline):
         with attention_seen(pipeline.executor.on_compute) as seen:
             result = pipeline.step(rows(config, count, LENGTH))
             pipeline.drain()
         gradients = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
         return (result.loss, {name: value for name, value in gradients.items() if value is not None}), seen
-    finally:
-        pipeline.close()
 
 
 def _plain(world: World, count: int) -> Numbers:

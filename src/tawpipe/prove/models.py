@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.dtype import chosen_dtype
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.topology import Topology
 
 
@@ -78,3 +81,19 @@ def alone(device: torch.device) -> World:
 def dtype_here(world: World) -> torch.dtype:
     """The dtype that a run with ``dtype: auto`` computes in here."""
     return getattr(torch, chosen_dtype("auto", world)[0])
+
+
+def ways(layers: int, chunk: int, **settings: Any) -> dict[str, ScheduleSettings]:
+    """Ways to train whose copies differ, and the pools in which their memory lies.
+
+    Args:
+        settings: of those whose rows a process computes alone.
+    """
+    rows = ScheduleSettings(**settings)
+    return {
+        "whole rows": rows,
+        "chunks": replace(rows, sequence_chunk=chunk),
+        "offloading": replace(rows, offloaded_layers=layers),
+        "offloading, chunks": replace(rows, offloaded_layers=layers, sequence_chunk=chunk),
+        "a pipeline": ScheduleSettings(strategy="1f1b"),
+    }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from tawpipe.errors import UserError
 
 HOLDS, FAILS, UNPROVEN, HINT = "holds", "fails", "unproven", "hint"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,3 +33,14 @@ class Outcome:
         if self.holds:
             return HINT if self.hint else HOLDS
         return UNPROVEN if self.holds is None else FAILS
+
+
+def each_way(names: Iterable[str], run: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """Run a check for each name: what it returns, and the refusals of those that cannot run here."""
+    results, refused = dict[str, T](), dict[str, str]()
+    for name in names:
+        try:
+            results[name] = run(name)
+        except UserError as error:
+            refused[name] = str(error)
+    return results, refused

@@ -7,21 +7,20 @@ counts. Rows run whole, in chunks, with inputs of layers in the host's memory, a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.devices import Device
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of
 from tawpipe.prove.memory import BESIDES, LIMIT, live_bytes
-from tawpipe.prove.models import dtype_here, on_meta, rows, sized
-from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.models import dtype_here, on_meta, rows, sized, ways
+from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.prove.speed import TOKENS
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda
 from tawpipe.runtime.memory import Taken, give_back
@@ -40,15 +39,10 @@ ROOM = 64 << 20
 
 def reserved(world: World) -> Outcome:
     """Every way to train, one after the other in this process."""
-    measured: dict[str, dict[str, Any]] = {}
-    refused: dict[str, str] = {}
     cuda = world.device.type == "cuda"
-    every = ways(sized(world.device).num_hidden_layers, TOKENS[world.device.type])
-    for name, settings in every.items() if cuda else list(every.items())[-2:]:  # a CPU's memory is one pool
-        try:
-            measured[name] = _of(world, settings)
-        except UserError as error:
-            refused[name] = str(error)
+    every = ways(sized(world.device).num_hidden_layers, TOKENS[world.device.type] // 4, micro_batches_per_visit=1)
+    names = [*every] if cuda else [*every][-2:]  # a CPU's memory is one pool
+    measured, refused = each_way(names, lambda name: _of(world, every[name]))
     streams = [streams_of_rows(world.device, layers) for layers in (2, 8)]
     too_much = [f"{name}: {words}" for name, row in measured.items() for words in row["too_much"]]
     if streams[1] > streams[0]:
@@ -59,20 +53,6 @@ def reserved(world: World) -> Outcome:
     note += "".join(f"; not {name}: {why}" for name, why in refused.items())
     holds = False if everyone else True if cuda else None
     return Outcome(holds, note, {"ways": measured, "refused": refused, "streams": streams, "too_much": everyone})
-
-
-def ways(layers: int, tokens: int) -> dict[str, ScheduleSettings]:
-    """Ways to train whose memory lies in different pools."""
-    chunk = tokens // 4
-    return {
-        "whole rows": ScheduleSettings(micro_batches_per_visit=1),
-        "chunks": ScheduleSettings(micro_batches_per_visit=1, sequence_chunk=chunk),
-        "offloading": ScheduleSettings(micro_batches_per_visit=1, offloaded_layers=layers),
-        "offloading, chunks": ScheduleSettings(
-            micro_batches_per_visit=1, offloaded_layers=layers, sequence_chunk=chunk
-        ),
-        "a pipeline": ScheduleSettings(strategy="1f1b"),
-    }
 
 
 def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
@@ -92,7 +72,7 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
     needs = memory_of(asked, build(asked.step(settings)))
     there = live_bytes(device)
     pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=world)
-    try:
+    with closing(pipeline):
         batches = [rows(config, 2 * world.size, tokens, seed=seed) for seed in range(2)]
         pipeline.step(batches[0])
         pipeline.drain()
@@ -100,8 +80,6 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
         allocated = before + peak_of_step(pipeline.executor, lambda: pipeline.step(batches[1]))
         taken = Taken.of(device) if device.type == "cuda" else None
         groups = {f"{lane} {name}": size for (lane, name), size in pipeline.transport.group_bytes.items()}
-    finally:
-        pipeline.close()
     return {
         "predicted": dict(needs.parts),
         "allocated_bytes": allocated,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.profile import clock_mhz
-from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized, small
+from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized, small, ways
 from tawpipe.prove.operators import attention_seen
-from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward, warm_up
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS, make_group
 from tawpipe.runtime.world import World
-from tawpipe.schedule.settings import ScheduleSettings
 
 LENGTH = 48
 MOST_LOST = 0.15
@@ -34,23 +32,20 @@ MOST_LOST = 0.15
 LEAST_S = 0.5
 GATHERED = 1 << 26
 """Elements that all ranks gather together."""
+ALIKE = 8
+"""Runs of a series that is as long on all ranks."""
 
 
 def waits(world: World) -> Outcome:
     """The second step of some strategies, in which torch refuses whatever waits for the device, and copies to it come
     from page-locked memory: from any other they wait as well, of which torch does not know.
     """
-    leads: dict[str, float] = {}
+    every = ways(small().num_hidden_layers, LENGTH // 3)
     faults: dict[str, list[str]] = {}
-    refused: dict[str, str] = {}
     ran: dict[str, list[str]] = {}
-    for name, settings in ways(small().num_hidden_layers).items():
-        try:
-            pipeline = Pipeline(made(small()), schedule=settings, check="never", world=world)
-        except UserError as error:
-            refused[name] = str(error)
-            continue
-        try:
+
+    def lead(name: str) -> float:
+        with closing(Pipeline(made(small()), schedule=every[name], check="never", world=world)) as pipeline:
             with attention_seen(pipeline.executor.on_compute) as ran[name]:
                 pipeline.step(rows(small(), 2 * world.size, LENGTH))
                 pipeline.drain()
@@ -58,12 +53,13 @@ def waits(world: World) -> Outcome:
                 result = pipeline.step(rows(small(), 2 * world.size, LENGTH, seed=1))
             issued = time.perf_counter()
             result.wait()
-            leads[name] = time.perf_counter() - issued
+            seconds = time.perf_counter() - issued
             pipeline.drain()
-        finally:
-            pipeline.close()
         if copies:
             faults[name] = sorted(set(copies))
+        return seconds
+
+    leads, refused = each_way(every, lead)
     note = f"{len(leads)} ways to train, none of which waits" if leads else "nothing runs here"
     if faults:
         name, words = next(iter(faults.items()))
@@ -72,19 +68,7 @@ def waits(world: World) -> Outcome:
     return Outcome(bool(leads) and not faults, note, numbers)
 
 
-def ways(layers: int) -> dict[str, ScheduleSettings]:
-    """Ways to train whose copies differ."""
-    chunk = LENGTH // 3
-    return {
-        "whole rows": ScheduleSettings(),
-        "chunks": ScheduleSettings(sequence_chunk=chunk),
-        "offloading": ScheduleSettings(offloaded_layers=layers),
-        "offloading, chunks": ScheduleSettings(offloaded_layers=layers, sequence_chunk=chunk),
-        "a pipeline": ScheduleSettings(strategy="1f1b"),
-    }
-
-
-@contextlib.contextmanager
+@contextmanager
 def no_waiting() -> Iterator[None]:
     """A context in which torch raises an error where it would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
@@ -95,7 +79,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-@contextlib.contextmanager
+@contextmanager
 def unpinned_copies() -> Iterator[list[str]]:
     """A context with the copies between the device and memory that is not page-locked, in words, as they come."""
     copies: list[str] = []
@@ -171,20 +155,18 @@ def beside(world: World) -> Outcome:
 
 def _timed(run: Callable[[], None], world: World) -> float:
     """Seconds of a run, the median of three series of them."""
-    run()
-    _finish(world)
+    _series(run, world, 1)
+    times = max(1, int(LEAST_S / 3 / max(_series(run, world, 1), 1e-6)))
+    return statistics.median(_series(run, world, times) for _ in range(3))
+
+
+def _series(run: Callable[[], None], world: World, times: int) -> float:
+    """Seconds of a run, the mean of a series."""
     begin = time.perf_counter()
-    run()
+    for _ in range(times):
+        run()
     _finish(world)
-    times = max(1, int(LEAST_S / 3 / max(time.perf_counter() - begin, 1e-6)))
-    taken = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        for _ in range(times):
-            run()
-        _finish(world)
-        taken.append((time.perf_counter() - begin) / times)
-    return statistics.median(taken)
+    return (time.perf_counter() - begin) / times
 
 
 def _finish(world: World) -> None:
@@ -225,18 +207,8 @@ def _beside_gathers(run: Callable[[], None], world: World, group: dist.ProcessGr
         run()
 
     try:
-        return _timed_alike(both, world)
+        _series(both, world, 1)
+        return _series(both, world, ALIKE)
     finally:
         for work in pending:
             work.wait()
-
-
-def _timed_alike(run: Callable[[], None], world: World, times: int = 8) -> float:
-    """Seconds of a run, in a series that is as long on all ranks."""
-    run()
-    _finish(world)
-    begin = time.perf_counter()
-    for _ in range(times):
-        run()
-    _finish(world)
-    return (time.perf_counter() - begin) / times
