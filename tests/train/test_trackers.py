@@ -15,7 +15,7 @@ from processes import wait_for
 from tawpipe.commands.train import run as train
 from tawpipe.errors import UserError
 from tawpipe.train import tracking
-from tawpipe.train.trackers import TRACKERS, Outcome, TrackedRun, check_trackers
+from tawpipe.train.trackers import TRACKERS, Outcome, Samples, TrackedRun, check_trackers
 from tawpipe.train.tracking import Tracking
 
 ROW = {"loss": 2.5, "grad_norm": float("inf"), "mfu": None, "validation_by_position": {"256": 3.5, "512": None}}
@@ -146,12 +146,11 @@ OVER = threading.Event()
 class Quiet:
     """A tracker that does nothing."""
 
-    def start(self, run: TrackedRun) -> str:
-        return ""
+    id = ""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def __init__(self, run: TrackedRun) -> None: ...
 
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None: ...
 
     def close(self, outcome: Outcome) -> None: ...
 
@@ -161,30 +160,28 @@ class Good(Quiet):
 
     told: list = []
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.told.append(step)
-
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        self.told.append("samples")
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
+        self.told.append("samples" if samples else step)
 
     def close(self, outcome: Outcome) -> None:
         self.told.append(outcome)
 
 
 class NoNetwork(Quiet):
-    def start(self, run: TrackedRun) -> str:
+    def __init__(self, run: TrackedRun) -> None:
         raise ConnectionError("no route\nto host")
 
 
 class FullDisk(Quiet):
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
         if step == 2:
             raise OSError(28, "No space left on device")
 
 
 class Leaves(Quiet):
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        sys.exit(1)
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
+        if samples:
+            sys.exit(1)
 
 
 class NeverEnds(Quiet):
@@ -193,7 +190,7 @@ class NeverEnds(Quiet):
 
 
 class Stuck(Quiet):
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
         OVER.wait(30)
 
 

@@ -1,4 +1,4 @@
-"""The experiment trackers that a run can write to, one class each, all with the methods of :class:`Tracker`.
+"""The experiment trackers that a run can write to, one class each, all with the two methods of :class:`Tracker`.
 
 Only rank 0 makes them, and calls each from one thread of its own (tracking.py): they may be slow, wait for a network or
 raise. A setting that is empty is left to the library, which reads its own environment variables.
@@ -25,6 +25,8 @@ PROJECT = "tawpipe"
 PARAMETERS_AT_ONCE = 100
 """As many as MLflow takes in one call."""
 
+Samples = Sequence[tuple[str, str]]
+"""Prompts, each with the text that the model wrote after it."""
 Outcome = Literal["finished", "stopped", "failed"]
 """How a run ended: as it should, early and in good order, or by an error."""
 
@@ -66,18 +68,17 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A service or library that keeps the numbers of runs. Any method may raise anything."""
+    """A service or library that keeps the numbers of runs. Making one begins a run, or resumes the one with ``run.id``.
+    Any method may raise anything.
+    """
 
-    def start(self, run: TrackedRun) -> str:
-        """Begin, or go on with the run that has ``run.id``; its id, empty where the tracker needs none to go on."""
-        ...
+    id: str
+    """The tracker's name for the run; empty where it needs none to resume."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
-        ...
+    def __init__(self, run: TrackedRun) -> None: ...
 
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Take prompts and what the model wrote after them."""
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
+        """Take the numbers of a step, or prompts and what the model wrote after them."""
         ...
 
     def close(self, outcome: Outcome) -> None:
@@ -88,7 +89,9 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files under tensorboard/ in the output folder. Steps that are repeated replace those of before."""
 
-    def start(self, run: TrackedRun) -> str:
+    id = ""
+
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(run.output / "tensorboard"), purge_step=run.resumed_step + 1)
@@ -96,14 +99,12 @@ class TensorBoard:
             settings = "\n".join(f"{name}: {value}" for name, value in run.settings.items())
             self._board.add_text("settings", _as_code(settings), 0)
             self._board.add_text("plan", _as_code(run.plan or "none"), 0)
-        return ""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
-
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        self._board.add_text("samples", "\n\n".join(_as_code(prompt + text) for prompt, text in samples), step)
+        if samples:
+            self._board.add_text("samples", _shown(samples), step)
 
     def close(self, outcome: Outcome) -> None:
         self._board.close()
@@ -112,7 +113,7 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases. Its step only rises, also over restarts: ours is a metric of its own, and the axis of all."""
 
-    def start(self, run: TrackedRun) -> str:
+    def __init__(self, run: TrackedRun) -> None:
         self._wandb = import_module("wandb")
         self._run = self._wandb.init(
             project=run.project_unless("WANDB_PROJECT"),
@@ -126,15 +127,14 @@ class Wandb:
         self._run.config.update(run.with_plan, allow_val_change=True)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        return self._run.id
+        self.id = self._run.id
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({**values, "step": step})
-
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        rows = [[step, *sample] for sample in samples]
-        table = self._wandb.Table(columns=["step", "prompt", "text"], data=rows)
-        self._run.log({"samples": table, "step": step})
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
+        row = {**values, "step": step}
+        if samples:
+            rows = [[step, *sample] for sample in samples]
+            row["samples"] = self._wandb.Table(columns=["step", "prompt", "text"], data=rows)
+        self._run.log(row)
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
@@ -145,7 +145,7 @@ class Mlflow:
 
     ENDED: Mapping[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
-    def start(self, run: TrackedRun) -> str:
+    def __init__(self, run: TrackedRun) -> None:
         self._mlflow = mlflow = import_module("mlflow")
         if experiment := run.project_unless("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
             mlflow.set_experiment(experiment)
@@ -156,14 +156,14 @@ class Mlflow:
                 mlflow.log_params(dict(items[first : first + PARAMETERS_AT_ONCE]))
             if run.plan:
                 mlflow.log_text(run.plan, "plan.yaml")
-        return active.info.run_id
+        self.id = active.info.run_id
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        text = "\n\n".join(f"{prompt}\n---\n{written}" for prompt, written in samples)
-        self._mlflow.log_text(text + "\n", f"samples/step-{step:08}.txt")
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
+        if values:
+            self._mlflow.log_metrics(dict(values), step=step)
+        if samples:
+            text = "\n\n".join(f"{prompt}\n---\n{written}" for prompt, written in samples)
+            self._mlflow.log_text(text + "\n", f"samples/step-{step:08}.txt")
 
     def close(self, outcome: Outcome) -> None:
         self._mlflow.end_run(self.ENDED[outcome])
@@ -172,7 +172,7 @@ class Mlflow:
 class Trackio:
     """trackio, in a folder of this machine unless its variables name a Space or a server. A run's id is its name."""
 
-    def start(self, run: TrackedRun) -> str:
+    def __init__(self, run: TrackedRun) -> None:
         self._trackio = import_module("trackio")
         self._run = self._trackio.init(
             run.project_unless(),
@@ -182,13 +182,11 @@ class Trackio:
             embed=False,
             auto_log_gpu=False,
         )
-        return str(self._run.name)
+        self.id = str(self._run.name)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        self._run.log({"samples": self._trackio.Markdown("\n\n".join(_as_code(a + b) for a, b in samples))}, step=step)
+    def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
+        shown = {"samples": self._trackio.Markdown(_shown(samples))} if samples else {}
+        self._run.log({**values, **shown}, step=step)
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish()
@@ -197,6 +195,10 @@ class Trackio:
 def _as_code(text: str) -> str:
     """Text as Markdown that is shown as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _shown(samples: Samples) -> str:
+    return "\n\n".join(_as_code(prompt + text) for prompt, text in samples)
 
 
 TRACKERS: Mapping[str, type[Tracker]] = {

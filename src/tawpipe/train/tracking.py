@@ -15,7 +15,7 @@ from dataclasses import replace
 from tawpipe.console import LONGEST_PROBLEM
 from tawpipe.files import replace_text
 from tawpipe.train.metrics import Value, finite
-from tawpipe.train.trackers import NONE, TRACKERS, Outcome, TrackedRun, Tracker
+from tawpipe.train.trackers import NONE, TRACKERS, Outcome, Samples, TrackedRun, Tracker
 
 IDS = "trackers.json"
 """The file in a run's output folder with what its trackers call it, so that it goes on there."""
@@ -42,8 +42,13 @@ class Tracking:
     ) -> None:
         self.outcome: Outcome = "finished"
         self._tell, self._closing_s = tell, closing_s
-        ids = _Ids(run) if names else None
-        self._workers = [_TrackerThread(name, run, ids) for name in dict.fromkeys(names) if name != NONE and ids]
+        self._path, self._lock = run.output / IDS, threading.Lock()
+        self._ids: dict[str, str] = {}
+        with suppress(OSError, ValueError, AttributeError):  # a damaged file is as good as none
+            content = json.loads(self._path.read_text(encoding="utf-8")) if names else {}
+            self._ids = {name: id for name, id in content.items() if isinstance(id, str)}
+        named = {name: replace(run, id=self._ids.get(name, "")) for name in names if name != NONE}
+        self._workers = [_TrackerThread(name, known, self._note) for name, known in named.items()]
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Pass on the numbers of a step, under the names of metrics.jsonl; what is no finite number is left out."""
@@ -54,10 +59,18 @@ class Tracking:
                     flat[f"{name}/{part}".rstrip("/")] = usable
         self._pass_on(lambda tracker: tracker.log(step, flat))
 
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+    def samples(self, step: int, samples: Samples) -> None:
         """Pass on prompts and what the model wrote."""
         if samples:
-            self._pass_on(lambda tracker: tracker.samples(step, samples))
+            self._pass_on(lambda tracker: tracker.log(step, {}, samples))
+
+    def _note(self, name: str, id: str) -> None:
+        """Keep what a tracker calls the run, in a file of its output folder; called by the tracker's thread."""
+        with self._lock:
+            if id and self._ids.get(name) != id:
+                self._ids[name] = id
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(self._path, json.dumps(self._ids, indent=1) + "\n")
 
     def _pass_on(self, call: Call) -> None:
         for worker in self._workers:
@@ -90,34 +103,13 @@ class Tracking:
         self.close()
 
 
-class _Ids:
-    """What trackers call the run, in a file of its output folder."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self._path, self._lock = run.output / IDS, threading.Lock()
-        self._ids: dict[str, str] = {}
-        with suppress(OSError, ValueError, AttributeError):  # a damaged file is as good as none
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            self._ids = {name: id for name, id in content.items() if isinstance(id, str)}
-
-    def of(self, name: str) -> str:
-        return self._ids.get(name, "")
-
-    def put(self, name: str, id: str) -> None:
-        with self._lock:
-            if id and self._ids.get(name) != id:
-                self._ids[name] = id
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_text(self._path, json.dumps(self._ids, indent=1) + "\n")
-
-
 class _TrackerThread(threading.Thread):
     """The thread of one tracker. ``problem`` says why it takes nothing any more."""
 
-    def __init__(self, name: str, run: TrackedRun, ids: _Ids) -> None:
+    def __init__(self, name: str, run: TrackedRun, note: Callable[[str, str], None]) -> None:
         super().__init__(name=name, daemon=True)
         self.problem = ""
-        self._run, self._ids = run, ids
+        self._run, self._note = run, note
         self._calls: queue.Queue[Call | Outcome] = queue.Queue(ROWS_WAITING)
         self.start()
 
@@ -129,8 +121,8 @@ class _TrackerThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            tracker = TRACKERS[self.name]()
-            self._ids.put(self.name, tracker.start(replace(self._run, id=self._ids.of(self.name))))
+            tracker = TRACKERS[self.name](self._run)
+            self._note(self.name, tracker.id)
             while callable(call := self._calls.get()):
                 call(tracker)
             tracker.close(call)
