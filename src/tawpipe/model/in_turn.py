@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ def embed_in_turn(
     groups = Groups.by(batch.lengths, batch.lengths)
     parts = [embed(part) for part in _in_groups(batch, groups)]
     calls = zip(*(called for _, called in parts), strict=True)
-    together = [CallsInTurn(_arguments(layer), {}, groups) for layer in calls]
+    together = [CallsInTurn(tuple((call.args, call.kwargs) for call in layer), {}, groups) for layer in calls]
     return groups.join([hidden for hidden, _ in parts], (rows, length)), tuple(together)
 
 
@@ -104,7 +103,3 @@ def _in_groups(batch: MicroBatch, groups: Groups) -> Iterator[MicroBatch]:
     for ids, labels, positions in zip(*(groups.split(getattr(batch, name)) for name in TENSORS), strict=True):
         rows, length = ids.shape
         yield MicroBatch(ids, labels, positions, (length,) * rows, batch.positions_given, tokens=0)
-
-
-def _arguments(calls: Sequence[LayerCall]) -> tuple[Any, ...]:
-    return tuple((call.args, call.kwargs) for call in calls)

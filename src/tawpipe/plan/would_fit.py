@@ -87,7 +87,7 @@ class WouldFit:
             if not words or " ".join(words) in said or self._is_over():
                 continue
             if EARLY in settings:
-                if not self._may_be_early:
+                if self.request.machine.world_size > 1 or "state" not in self.request.levels:
                     continue
                 words.append("--optimizer.clip-norm 0")
             said.add(" ".join(words))
@@ -97,10 +97,6 @@ class WouldFit:
                 continue
             given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
             yield words, replace(request, **given)
-
-    @property
-    def _may_be_early(self) -> bool:
-        return self.request.machine.world_size == 1 and "state" in self.request.levels
 
     def _smaller(self, words: list[str], request: PlanRequest) -> Iterator[str]:
         for name, (least, changed, more) in SMALLER.items():

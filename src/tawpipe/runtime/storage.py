@@ -257,10 +257,6 @@ class Storage:
             self.master[unit] = self.compute_copy[unit].to("cpu", self.master_dtype)
             self.pieces[unit] = tuple(self._cut(self.units[unit]))
 
-    def _narrow(self, unit: int) -> None:
-        self.master[unit] = self.compute_copy[unit]
-        self.pieces[unit] = tuple(self._cut(self.units[unit]))
-
     def settle(self, world: dist.ProcessGroup | None) -> None:
         """Agree on which frozen units the compute dtype would round, and keep the exact values of those and no others;
         call on all ranks, when values have been filled in.
@@ -276,7 +272,8 @@ class Storage:
             if unit in self.exact:
                 self.widen(unit)
             elif not self.units[unit].trainable:
-                self._narrow(unit)
+                self.master[unit] = self.compute_copy[unit]
+                self.pieces[unit] = tuple(self._cut(self.units[unit]))
 
     @property
     def exact_bytes(self) -> int:

@@ -198,15 +198,12 @@ class Player:
                 assert isinstance(what, Transit)
                 self._arrived(what, now)
             if not self.events or self.events[0][0] > now:
-                self._settle(now)  # once for all that happens at one time
+                for when, flow in self.network.settle(now):  # once for all that happens at one time
+                    self._at(when, _ARRIVED, (flow, flow.version))
         if any(lane.step < self.steps for lane in self.lanes):
             raise ScheduleError(self._deadlock())
         moved = tuple(tuple(nodes) for nodes in self.bytes)
         return Timeline(self.schedule, self.physical, self.record, moved)
-
-    def _settle(self, now: float) -> None:
-        for when, flow in self.network.settle(now):
-            self._at(when, _ARRIVED, (flow, flow.version))
 
     def _at(self, when: float, kind: int, what: object) -> None:
         self.count += 1
