@@ -50,7 +50,7 @@ from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.search.arrange import arrange
 from tawpipe.schedule.pipelines.search.generate import generate
-from tawpipe.schedule.pipelines.search.keep import Kept, choose
+from tawpipe.schedule.pipelines.search.keeping import Kept, choose
 from tawpipe.schedule.pipelines.search.solve import solve
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play

@@ -14,10 +14,10 @@ from schedules import llama
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import build_units
-from tawpipe.pipeline.bins import NOTHING, rows_of
-from tawpipe.pipeline.parameters import Parameters
+from tawpipe.pipeline.local_rows import NOTHING, rows_of
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.pipeline.state import Parameters
 from tawpipe.runtime.optimizer import adamw, whole_matrices
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tawpipe.errors import RunError
-from tawpipe.plan import doctor, interfaces
+from tawpipe.plan import doctor
 from tawpipe.plan.doctor import probe_machine, software
 from tawpipe.plan.machine import Device, Machine, save_machine, uniform
 from tawpipe.plan.probe import Probe, Rates
@@ -81,15 +81,15 @@ def test_the_interface_that_carried_the_traffic_is_named_beside_what_its_card_cl
         (tmp_path / name / "statistics").mkdir(parents=True)
         (tmp_path / name / "statistics" / "tx_bytes").write_text(f"{sent:.0f}\n")
         (tmp_path / name / "speed").write_text(speed)
-    after = interfaces.sent_bytes(tmp_path)
+    after = doctor.sent_bytes(tmp_path)
     assert after == {"eth0": 10**9, "eth1": 0, "thunder0": 5 * 10**6}
-    said = lambda before, reached: interfaces.used_between(before, after, reached, tmp_path)  # noqa: E731
+    said = lambda before, reached: doctor.used_between(before, after, reached, tmp_path)  # noqa: E731
     more = "; eth1 claims more (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
     assert said({"eth0": 0}, 1.2e8) == f"eth0, whose card claims 1 Gbit/s{more}"
     assert said({"eth0": 0}, 5e7) == f"eth0, whose card claims 1 Gbit/s: 0.4 are reached{more}"
     assert said(after, 1e8).startswith("no interface that the system counts")
     assert said(after | {"thunder0": -(10**8)}, 1e8) == "thunder0, whose card does not say what it carries"
-    assert interfaces.used_between({}, {}, 1e8, tmp_path) == ""
+    assert doctor.used_between({}, {}, 1e8, tmp_path) == ""
 
 
 def test_every_machine_says_what_its_traffic_took(monkeypatch: pytest.MonkeyPatch) -> None:

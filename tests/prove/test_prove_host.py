@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from tawpipe.prove import host
+from tawpipe.prove import exactness
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 
 
 def test_every_element_brings_what_adamw_reads_of_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "ELEMENTS", 1 << 12)
+    monkeypatch.setattr(exactness, "ELEMENTS", 1 << 12)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    rate, link = host.host_share(World(Topology.grid(1, 1), 0, torch.device("cpu"), None))
+    rate, link = exactness.host_share(World(Topology.grid(1, 1), 0, torch.device("cpu"), None))
     assert 0 < rate < math.inf and link == math.inf

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tawpipe.report.bars import Bar
-from tawpipe.report.describe import MOST_NAMES, describe
-from tawpipe.report.figures import heat_map, lines, stacked_bars, timeline_figure
+from tawpipe.report.figures import MOST_NAMES, describe, heat_map, lines, stacked_bars, timeline_figure
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import home_weight, pooled
 

@@ -14,8 +14,7 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.search.arrange import arrange
 from tawpipe.schedule.pipelines.search.drafts import Keeping
-from tawpipe.schedule.pipelines.search.keep import choose
-from tawpipe.schedule.pipelines.search.keeping import Annealing
+from tawpipe.schedule.pipelines.search.keeping import Annealing, choose
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import recompute_of_blocks
 

@@ -14,9 +14,8 @@ from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.landing import Landing
+from tawpipe.schedule.landing import Landing, Raising
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.raising import Raising
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.schedule.transform import for_one_thread, without_overlap

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+import torch
+
 from tawpipe.errors import UserError
-from tawpipe.model.batch import MicroBatch
+from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.pipeline.batches import Deal, LocalBatch
-from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.step_input import DocumentSlice
 from tawpipe.runtime.world import World
@@ -90,3 +91,29 @@ class LocalRows:
 
     def _pinned(self, parts: list[MicroBatch]) -> list[MicroBatch]:
         return [part.pin_memory() for part in parts] if self.deal.pinned else parts
+
+
+NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE), [1])
+"""What an empty bin holds: a token of which nothing is learned."""
+
+
+def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
+    """A rank's bins, in the order of its rounds; the whole document for each of its slices.
+
+    Args:
+        number: of whom they are dealt to.
+        document: makes one by its number, as a micro-batch of one row.
+
+    Raises:
+        UserError: a document has another length than that by which it was dealt.
+    """
+
+    def row(dealt: Bin) -> MicroBatch:
+        joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
+        said = sum(bins.lengths[number] for number in dealt.documents) or 1
+        if (tokens := joined.input_ids.numel()) != said:
+            given = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
+            raise UserError("documents", given, f"{said}, as their lengths say")
+        return joined
+
+    return [row(dealt) for dealt in bins.of(number)]

@@ -120,7 +120,7 @@ def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Itera
     """Settings in which every layer keeps, offloads or computes again what suits it, on stages that are made for that,
     in an order that a solver has had some seconds for, where it is installed.
     """
-    from tawpipe.schedule.pipelines.search.keep import choose
+    from tawpipe.schedule.pipelines.search.keeping import choose
     from tawpipe.schedule.pipelines.search.solve import solve
 
     positions = strategy.positions(request.topology)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
@@ -12,15 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.probe import host_link
 from tawpipe.prove.freed import Freed
-from tawpipe.prove.host import host_share
 from tawpipe.prove.models import dtype_here, made, rows, small
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.streaming import Streaming
+from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings, settings_from
 from tawpipe.schedule.strategies.table import strategies
 
@@ -39,6 +45,10 @@ MOST_FAULTS = 5
 """Of a strategy that are written down."""
 DELAY_S = {"cpu": 0.001, "cuda": 0.02}
 """Seconds that a lane which is late waits before each of its actions, at most."""
+ELEMENTS = 1 << 26
+"""Elements of a unit whose updates are timed: 16 slices, and 1 GiB of the host's memory."""
+UP_BYTES = 16
+"""That AdamW in fp32 brings for every element."""
 Numbers = tuple[float, dict[str, Tensor]]
 """A loss, and gradients by their parameters."""
 
@@ -242,3 +252,30 @@ def _difference(expected: Numbers, computed: Numbers) -> float:
     for name, value in computed[1].items():
         most = max(most, float((value - expected[1][name]).norm() / expected[1][name].norm()))
     return most
+
+
+def host_share(world: World) -> tuple[float, float]:
+    """Return the bytes per second that updates of homes in the host's memory bring to a device, and those that the link
+    of its host carries in both directions at once, while all ranks do so; of the slowest rank.
+    """
+    numel, device = ELEMENTS, world.device
+    unit = Unit(0, "unit", True, (ParameterSlot("unit", (numel,), 0, numel),), (0,), numel)
+    storage = Storage(
+        [unit],
+        [Home.over((world.rank,), numel)],
+        world.rank,
+        device=device,
+        compute_dtype=torch.bfloat16,
+        master_dtype=torch.float32,
+        host_homes="state",
+    )
+    streaming = Streaming(storage, UnitOptimizers(storage, adamw()))
+    factor, seconds = torch.ones((), dtype=torch.float64, device=device), 0.0
+    for _ in range(3):  # states are made in the first
+        world.barrier()
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        streaming.update(0, factor, None, 1.0, None, early=False)
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+    return UP_BYTES * numel / max(world.gather_numbers(seconds)), host_link(world).bytes_per_s

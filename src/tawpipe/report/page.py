@@ -20,8 +20,7 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.extras import VERSION, install_hint
 from tawpipe.report.bars import Bar, first_of_nodes
-from tawpipe.report.describe import describe
-from tawpipe.report.figures import is_timeline, stacked_bars, timeline_figure
+from tawpipe.report.figures import describe, is_timeline, stacked_bars, timeline_figure
 from tawpipe.report.rounds import RoundPart, rounds, waiting
 
 MOST_BARS = 20_000

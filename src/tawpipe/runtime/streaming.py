@@ -2,7 +2,7 @@
 
 **What is where.** Under ``schedule.host_homes: state`` master weights, gradients and the optimizer's state of every
 trainable stripe are in the host's memory; the copy that travels, in the compute dtype, stays on the device, and so does
-all that is frozen; under ``all`` these are in the host's memory, too (raising.py). The device has two rooms of a slice
+all that is frozen; under ``all`` these are in the host's memory, too (landing.py). The device has two rooms of a slice
 each besides (slices.py), for as many tensors as a piece has: weight, gradient and what its optimizer keeps.
 
 **An update** brings a slice of these up, lets the optimizer make its step on it there, writes the copy that travels,

@@ -5,7 +5,7 @@ them a unit is updated as soon as its own gradient is complete, scaled by the nu
 the step's beginning. Either way the next step's first weights travel as soon as they are updated.
 
 Where homes are in the host's memory updates run on a lane of their own, HOME, which brings the state of a unit to the
-device and back (landing.py, raising.py).
+device and back (landing.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from itertools import pairwise
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Pool, home_gradient, home_weight, loss
-from tawpipe.schedule.landing import Landing
-from tawpipe.schedule.raising import Raising
+from tawpipe.schedule.landing import Landing, Raising
 from tawpipe.schedule.step import StepSpec
 
 

@@ -1,5 +1,8 @@
 """What layers keep, with stages and order, by simulated annealing: many quick orders instead of a few good ones.
 
+A layer keeps everything, attention's results or its input alone, on the device or for a while in the host's memory. The
+search (``choose``) ends after a number of tries and not after seconds.
+
 A draft is judged by one order: a pass in time under the limit of memory, and one backward and forward in time. So much
 depends on where backward passes are parted (between its parts a layer keeps more than before them) and on how many
 micro-batches are under way that these belong to a draft, like its cuts and what every layer keeps. A neighbour's order
@@ -12,15 +15,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise, product
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.search.arrange import ROUNDS, began, joined, justified, policies
+from tawpipe.schedule.pipelines.search.arrange import ROUNDS, arrange, began, joined, justified, policies
 from tawpipe.schedule.pipelines.search.bounds import bound
 from tawpipe.schedule.pipelines.search.drafts import SPARE, Draft, Judged, Keeping
 from tawpipe.schedule.pipelines.search.listing import with_host
+from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.passes import Passes, TimedOrder
 from tawpipe.schedule.pipelines.search.room import whole_stages
 from tawpipe.schedule.pipelines.search.ticks import Ticks
@@ -256,3 +260,62 @@ class Annealing:
             return None
         changed = Layout(layout.blocks, tuple(cuts), tuple(places))
         return Draft(replace(choice, layout=changed), tuple(parted), draft.policy, tuple(hosted), draft.spare)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A choice with its order.
+
+    Args:
+        costs: of it.
+        makespan: by ``play``.
+    """
+
+    choice: Keeping
+    costs: PipelineCosts
+    order: Order
+    makespan: float
+
+
+def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micro_batches: int, *, tries: int) -> Kept:
+    """The shortest step that a search finds; never longer than the best with all layers alike in one of the layouts.
+
+    Args:
+        options: by what layers compute again their costs, which differ in times and memory of blocks alone. Memory goes
+            to the host's where its link is not endlessly slow.
+        layouts: to begin with.
+        tries: neighbours that annealing looks at.
+
+    Raises:
+        UserError: memory for no choice.
+    """
+    costs = next(iter(options.values()))
+    beginnings = dict.fromkeys(
+        layout for given in layouts for layout in (given, _balanced(given, costs, micro_batches))
+    )
+    offers: list[Kept] = []
+    refused: UserError | None = None
+
+    def offer(choice: Keeping, order: Order) -> None:
+        costs = choice.costs(options)
+        offers.append(Kept(choice, costs, order, makespan(play(choice.layout, order, costs))))
+
+    for layout, how, split in product(beginnings, options, (True, False)):
+        alike = Keeping(layout, (how,) * layout.blocks)
+        try:
+            offer(alike, arrange(layout, alike.costs(options), micro_batches, split=split))
+        except UserError as error:
+            refused = error
+    annealing = Annealing(options, micro_batches)
+    if (judged := annealing.best(beginnings, tries)) is not None:
+        offer(judged.draft.chosen, annealing.order(judged))
+    if not offers:
+        assert refused is not None
+        raise refused
+    return min(offers, key=lambda kept: kept.makespan)
+
+
+def _balanced(layout: Layout, costs: PipelineCosts, micro_batches: int) -> Layout:
+    """The layout with loads as even as can be."""
+    moves = Moves(Ticks.of(costs), layout.size, micro_batches, layout.stages)
+    return Layout(layout.blocks, *moves.balanced(StagePlan(layout.cuts, layout.places)))
