@@ -15,7 +15,7 @@ from cuda_kernels import read_by_address
 from model_families import family_config, keep_fp64, real_model
 from selected import quick_ones
 from tawpipe.errors import RunError, UserError
-from tawpipe.model import chunked, flash
+from tawpipe.model import chunked, flash, kernels
 
 FAMILIES = ["qwen3", "gemma2", "gemma3", "mistral", "granite", "cohere", "gpt_oss", "qwen3_moe", "deepseek_v3", "gpt2"]
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -67,7 +67,7 @@ def test_every_kind_of_attention(family):
 )
 def test_windows_and_narrower_values_by_the_flash_kernel(family, past, monkeypatch):
     """In tiles of the past, some queries and some heads at a time."""
-    monkeypatch.setattr(chunked, "FLASH_WINDOW", 2)
+    monkeypatch.setattr(kernels, "FLASH_WINDOW", 2)
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
     monkeypatch.setattr(flash, "PADDED", past)
     monkeypatch.setattr(chunked, "explicit_scores", None)

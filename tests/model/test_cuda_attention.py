@@ -16,8 +16,8 @@ from model_families import family_config, keep_fp64, real_model
 from tawpipe.model import chunked, flash
 from tawpipe.model.attention import PackedMask, packed_attention
 from tawpipe.model.attention_kernel import Offer
-from tawpipe.model.chunked import AttentionOptions, Chunk, ChunkQueries, KeyStore, _parts, attend
-from tawpipe.model.kernels import Documents, SlicedScores
+from tawpipe.model.chunked import Chunk, ChunkQueries, KeyStore, _parts, attend
+from tawpipe.model.kernels import AttentionOptions, Documents, SlicedScores
 from tawpipe.runtime.recompute import keep_attention
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -155,5 +155,5 @@ def test_a_generator_is_made_only_to_draw_from(monkeypatch):
     for softcap in (None, 30.0):
         chunk = Chunk(KeyStore(1, 4), 0, 4)
         attend(query, query, query, None, chunk, documents, AttentionOptions(None, 1.0, 0.0, softcap)).sum().backward()
-    output: Any = SlicedScores.apply(query, query, query, None, documents, None, 1.0, 0.0, 30.0)
+    output: Any = SlicedScores.apply(query, query, query, None, documents, AttentionOptions(None, 1.0, 0.0, 30.0))
     output.sum().backward()

@@ -9,7 +9,7 @@ import torch
 
 from tawpipe.model import flash
 from tawpipe.model.chunked import ChunkQueries, _parts
-from tawpipe.model.kernels import explicit_gradients, explicit_scores
+from tawpipe.model.kernels import AttentionOptions, explicit_gradients, explicit_scores
 
 WINDOWS, THREADS = (None, 2, 5, 6, 11, 40), (1, 2, 4, 64, "CUDA")
 PLACES = ((0, 0, 13), (0, 20, 30), (3, 20, 30), (24, 25, 26), (7, 19, 37))
@@ -41,11 +41,10 @@ def test_parts_are_a_softmax_over_all_keys(window, threads, place, dims, monkeyp
     values = values[..., :value_dim].contiguous()
     sinks = None if last - first == 10 else torch.randn(8, dtype=torch.float64)
 
-    options = {"window": window, "scale": 0.3, "dropout": 0.0, "softcap": None, "generator": None}
     seen = keys[:, :, oldest:last], values[:, :, oldest:last]
-    given = {"offset": first - oldest, **options}
+    given = {"options": AttentionOptions(window, 0.3, 0.0, None), "offset": first - oldest, "generator": None}
     wanted = explicit_scores(query, *seen, sinks, **given)
-    of_query, of_keys, of_values, of_sinks = explicit_gradients(query, *seen, sinks, gradient, **given)
+    of_query, of_keys, of_values, of_sinks = explicit_gradients(gradient, query, *seen, sinks, **given)
 
     piece = ChunkQueries(slice(0, rows), slice(0, last - first), oldest, first, last)
     for past in (4, last):

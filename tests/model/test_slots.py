@@ -15,7 +15,7 @@ from selected import quick_ones
 from served_families import CHUNK, Joining, generated, plain_model, served, staying, wanted
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.chunked import AttentionOptions
+from tawpipe.model.kernels import AttentionOptions
 from tawpipe.model.serving import longest_context, refuse_serving
 from tawpipe.model.slots import SlotCache, SlotTokens, attend
 from tawpipe.runtime.engine import Engine

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model import kernels, slots
 from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes, recurs
-from tawpipe.model.chunked import AttentionOptions, Chunk, KeyStore, attend
-from tawpipe.model.kernels import Documents
+from tawpipe.model.chunked import Chunk, KeyStore, attend
+from tawpipe.model.kernels import AttentionOptions, Documents
 from tawpipe.model.refuse import ApartError, unsupported
 from tawpipe.model.slots import SlotDocuments
 
@@ -251,7 +251,7 @@ def packed_attention(
     # The CPU's fused kernel has no dropout, and no kernel has caps or sinks: those compute their scores in slices.
     if softcap is not None or s_aux is not None or (dropout > 0 and offer.capability is None):
         output: Tensor = kernels.SlicedScores.apply(  # type: ignore[assignment]
-            query, key, value, s_aux, documents, window, scale, dropout, softcap
+            query, key, value, s_aux, documents, options
         )
         return output.transpose(1, 2).contiguous(), None
 

@@ -26,12 +26,18 @@ from torch import Tensor, nn
 
 from tawpipe.model import flash
 from tawpipe.model.flash import Part
-from tawpipe.model.kernels import Documents, Place, explicit_gradients, explicit_scores, generator_for, slices_of
+from tawpipe.model.kernels import (
+    AttentionOptions,
+    Documents,
+    Place,
+    explicit_gradients,
+    explicit_scores,
+    generator_for,
+    slices_of,
+)
 
 PAST_KEYS = 4096
 """Keys of the past that a backward pass looks at at one time: the kernel's gradients of keys exist for no more."""
-FLASH_WINDOW = 128
-"""Narrower windows go through explicit scores on the CPU: its kernel would be called for a few queries at a time."""
 WINDOW_QUERIES = 1024
 """Queries in a window that are looked at at one time."""
 
@@ -120,21 +126,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class AttentionOptions:
-    """What a model wants of attention besides causality."""
-
-    window: int | None
-    scale: float
-    dropout: float
-    softcap: float | None
-
-    def is_plain(self, query: Tensor, value: Tensor) -> bool:
-        """True if the flash kernel computes it."""
-        wide = self.window is None or self.window >= FLASH_WINDOW or flash.on_cuda(query)
-        return wide and self.dropout == 0 and self.softcap is None and flash.takes(query, value)
-
-
-@dataclass(frozen=True)
 class ChunkQueries:
     """Queries of one document, or of all rows, in a chunk.
 
@@ -205,8 +196,8 @@ class ChunkAttention(torch.autograd.Function):
                 output[at], sums[at] = flash.attention(query[at], *seen, parts, options.scale, sinks)
                 continue
             for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
-                given = {"offset": offset, "generator": generator, **vars(options)}
-                output[queries] = explicit_scores(query[queries], *seen, sinks, **given)
+                given = {"offset": offset, "generator": generator}
+                output[queries] = explicit_scores(query[queries], *seen, sinks, options, **given)
         if chunk.keep is not None:
             chunk.keep(chunk.tokens, output, sums)
         ctx.save_for_backward(query, sinks, output, sums, *_only_here(chunk))
@@ -234,9 +225,9 @@ class ChunkAttention(torch.autograd.Function):
                 )
                 continue
             for queries, keys, seen, offset in _slices(query, chunk, piece, options.window):
-                given = {"offset": offset, "generator": generator, **vars(options)}
+                given = {"offset": offset, "generator": generator}
                 of_query, of_key, of_value, of_sinks = explicit_gradients(
-                    query[queries], *seen, sinks, gradient[queries], **given
+                    gradient[queries], query[queries], *seen, sinks, options, **given
                 )
                 query_gradient[queries] = of_query
                 store.key_sums[keys] += of_key

@@ -37,8 +37,7 @@ def differences(
     """
     lines = list[str]()
     try:
-        for line in _differences(chain, folder, written, files, tokenizer, adapter=adapter):
-            lines.append(line)
+        lines.extend(_differences(chain, folder, written, files, tokenizer, adapter=adapter))
     except UserError as error:  # names or shapes that do not fit
         lines.append(error.expected)
     except Exception as error:  # other programs' code, which raises every kind

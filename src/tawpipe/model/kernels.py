@@ -18,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tawpipe.model import flash
+
+FLASH_WINDOW = 128
+"""Narrower windows go through explicit scores on the CPU: its kernel would be called for a few queries at a time."""
 Place = tuple[slice, slice, slice]
 """Rows, heads and tokens of a tensor [b, heads, S, d]."""
 
@@ -219,6 +223,21 @@ def parts(tensor: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
     return Parts.apply(tensor, tuple(places))  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a model wants of attention besides causality."""
+
+    window: int | None
+    scale: float
+    dropout: float
+    softcap: float | None
+
+    def is_plain(self, query: Tensor, value: Tensor) -> bool:
+        """True if the flash kernel computes it."""
+        wide = self.window is None or self.window >= FLASH_WINDOW or flash.on_cuda(query)
+        return wide and self.dropout == 0 and self.softcap is None and flash.takes(query, value)
+
+
 class SlicedScores(torch.autograd.Function):
     """Attention with explicit scores, for one slice of queries at a time; the backward pass computes them again.
 
@@ -235,28 +254,16 @@ class SlicedScores(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         documents: Documents,
-        window: int | None,
-        scale: float,
-        dropout: float,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
-        ctx.documents, ctx.window = documents, window
-        ctx.options = {"scale": scale, "dropout": dropout, "softcap": softcap}
-        ctx.seed = int(torch.randint(2**62, ())) if dropout > 0 else 0
-        generator = generator_for(query, ctx.seed, dropout)
+        ctx.documents, ctx.options = documents, options
+        ctx.seed = int(torch.randint(2**62, ())) if options.dropout > 0 else 0
+        generator = generator_for(query, ctx.seed, options.dropout)
         output = query.new_empty(*query.shape[:3], value.shape[-1])
-        for queries, keys, offset in _slices(query, documents, window):
-            output[queries] = explicit_scores(
-                query[queries],
-                key[keys],
-                value[keys],
-                sinks,
-                offset=offset,
-                window=window,
-                generator=generator,
-                **ctx.options,
-            )
+        for queries, keys, offset in _slices(query, documents, options.window):
+            given = {"offset": offset, "generator": generator}
+            output[queries] = explicit_scores(query[queries], key[keys], value[keys], sinks, options, **given)
         return output
 
     @staticmethod
@@ -266,10 +273,10 @@ class SlicedScores(torch.autograd.Function):
         query_gradient = torch.empty_like(query)
         sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (key, value)]
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-        generator = generator_for(query, ctx.seed, ctx.options["dropout"])
-        for queries, keys, offset in _slices(query, ctx.documents, ctx.window):
-            given = {"offset": offset, "window": ctx.window, "generator": generator, **ctx.options}
-            of_slice = explicit_gradients(query[queries], key[keys], value[keys], sinks, gradients[0][queries], **given)
+        generator = generator_for(query, ctx.seed, ctx.options.dropout)
+        for queries, keys, offset in _slices(query, ctx.documents, ctx.options.window):
+            inputs, given = (query[queries], key[keys], value[keys]), {"offset": offset, "generator": generator}
+            of_slice = explicit_gradients(gradients[0][queries], *inputs, sinks, ctx.options, **given)
             query_gradient[queries] = of_slice[0]
             for total, part in zip(sums, of_slice[1:3], strict=True):
                 total[keys] += part
@@ -277,7 +284,7 @@ class SlicedScores(torch.autograd.Function):
                 sink_sum += of_slice[3]
         key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
         sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
-        return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None, None, None
+        return query_gradient, key_gradient, value_gradient, sink_gradient, None, None
 
 
 def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:
@@ -316,14 +323,20 @@ def generator_for(query: Tensor, seed: int, dropout: float) -> torch.Generator |
 
 
 def explicit_gradients(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, gradient: Tensor, **options: Any
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of all that ``explicit_scores`` is given, which is computed again."""
     with torch.enable_grad():
-        given = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
-        output = explicit_scores(given[0], given[1], given[2], sink, **options)
-    wanted = given if sink is None else [*given, sink]
+        output = explicit_scores(inputs[0], inputs[1], inputs[2], sink, options, **given)
+    wanted = inputs if sink is None else [*inputs, sink]
     gradients = torch.autograd.grad(output, wanted, gradient)
     return gradients[0], gradients[1], gradients[2], None if sink is None else gradients[3]
 
@@ -333,12 +346,9 @@ def explicit_scores(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
+    options: AttentionOptions,
     *,
     offset: int,
-    window: int | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
     generator: torch.Generator | None,
     hidden: Tensor | None = None,
 ) -> Tensor:
@@ -346,13 +356,14 @@ def explicit_scores(
 
     Args:
         hidden: True where a query does not see a key, of every [rows, groups, heads of a group, queries, keys]; by
-            default what ``offset`` and ``window`` say.
+            default what ``offset`` and the window say.
     """
+    window, dropout, softcap = options.window, options.dropout, options.softcap
     rows, heads, queries, dim = query.shape
     groups, keys = key.shape[1], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     folded = query.reshape(rows, groups, heads // groups * queries, dim)
-    scores = (folded @ key.transpose(2, 3)).to(wide).view(rows, groups, heads // groups, queries, keys) * scale
+    scores = (folded @ key.transpose(2, 3)).to(wide).view(rows, groups, heads // groups, queries, keys) * options.scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if hidden is None:

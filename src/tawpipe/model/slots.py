@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.model.chunked import AttentionOptions
-from tawpipe.model.kernels import Documents, explicit_scores
+from tawpipe.model.kernels import AttentionOptions, Documents, explicit_scores
 
 WASTED = 2
 """Slots of which each has a token are computed at once where that reads at most so many times the keys they see."""
@@ -309,10 +307,9 @@ def _attention(
         return F.scaled_dot_product_attention(query[0], *shared, attn_mask=seen, scale=options.scale)[None]
     size = max(1, SCORES // (rows * groups * heads * key.shape[2]))
     folded, pieces = query.flatten(1, 2), list[Tensor]()
-    given: dict[str, Any] = {"window": None, "scale": options.scale, "softcap": options.softcap}
-    given |= {"dropout": 0.0, "generator": None, "offset": key.shape[2] - 1}
+    options, given = replace(options, window=None, dropout=0.0), {"generator": None, "offset": key.shape[2] - 1}
     for begin in range(0, count, size):
         part = slice(begin, min(begin + size, count))
         hidden = None if seen is None else ~seen[:, :, None, part]  # where None, the one query stands at the last key
-        pieces.append(explicit_scores(folded[:, :, part], key, value, sinks, hidden=hidden, **given))
+        pieces.append(explicit_scores(folded[:, :, part], key, value, sinks, options, hidden=hidden, **given))
     return torch.cat(pieces, dim=2).unflatten(1, (groups, heads))
