@@ -13,7 +13,7 @@ justification, as in scheduling projects under limited resources, which closes g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -104,20 +104,75 @@ class Passes:
             works: all of them, the most urgent first.
             flying: micro-batches that are under way at most; 0 for any number.
         """
-        times, places, away = self._steps
-        count, stages = self.micro_batches, self.stages.layout.stages
-        size, chain, half = self.stages.layout.size, 2 * stages * self.micro_batches, stages * self.micro_batches
-        rank = [0] * (3 * half)
+        count, stages, away = self.micro_batches, self.stages.layout.stages, self._steps[2]
+        chain, half, flying = 2 * stages * count, stages * count, min(flying, count) or count
+
+        def following(work: int) -> Sequence[tuple[int, int]]:
+            after = [(work + count, away[work])] if work + count < chain else []
+            if half <= work < chain:
+                if self.split[stages - 1 - (work - half) // count]:
+                    after.append((work + half, 0))
+                if work >= chain - count and (begins := work - chain + count + flying) < count:
+                    after.append((begins, 0))
+            return after
+
+        room = OrderMemory(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
+        missing = [0] * flying + [1] * (3 * half - flying)
+        return TimedOrder(*self._listed(works, missing, following, room))
+
+    def backward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
+        """One pass against time, mirrored: a schedule that ends as late as can be.
+
+        Args:
+            works: all of them, first what should end last.
+            flying: see ``forward``.
+        """
+        count, stages, away = self.micro_batches, self.stages.layout.stages, self._steps[2]
+        chain, half, flying = 2 * stages * count, stages * count, min(flying, count) or count
+        last = chain - count
+        missing = [1] * chain + [0] * half
+        for work in range(last, chain):
+            missing[work] = 1 if work + flying < chain else 0
+        for step in range(stages):
+            if self.split[stages - 1 - step]:
+                for work in range(half + step * count, half + (step + 1) * count):
+                    missing[work] += 1
+
+        def following(work: int) -> Sequence[tuple[int, int]]:
+            if work >= chain:
+                return [(work - half, 0)]
+            if work >= count:
+                return [(work - count, away[work - count])]
+            return [(last + work - flying, 0)] if work >= flying else []
+
+        starts, lanes, makespan = self._listed(works, missing, following)
+        ends = [makespan - start + time for start, time in zip(starts, self._steps[0], strict=True)]
+        return TimedOrder(ends, [lane[::-1] for lane in lanes], makespan)
+
+    def _listed(
+        self,
+        works: Sequence[int],
+        missing: list[int],
+        following: Callable[[int], Sequence[tuple[int, int]]],
+        room: OrderMemory | None = None,
+    ) -> tuple[list[int], list[list[int]], int]:
+        """(ends of works, works of every position, the last end) of one pass.
+
+        Args:
+            missing: how many works each one waits for; is used up.
+            following: the works that wait for one, each with the time between them.
+        """
+        times, places, _ = self._steps
+        size, rank, due, ends = self.stages.layout.size, [0] * len(times), [0] * len(times), [0] * len(times)
         for index, work in enumerate(works):
             rank[work] = index
-        flying = min(flying, count) or count
-        ends, lanes, free = [0] * (3 * half), [[] for _ in range(size)], [0] * size
+        lanes: list[list[int]] = [[] for _ in range(size)]
         coming: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         ready: list[list[int]] = [[] for _ in range(size)]
-        idle, wakes = [True] * size, [(0, places[0])]
-        room = OrderMemory(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
-        for m in range(flying):
-            heappush(ready[places[0]], rank[m])
+        free, idle, wakes = [0] * size, [True] * size, [(0, place) for place in range(size)]
+        for work in works:
+            if not missing[work]:
+                heappush(ready[places[work]], rank[work])
         while wakes:
             now, place = heappop(wakes)
             if free[place] > now:
@@ -138,84 +193,12 @@ class Passes:
             lanes[place].append(work)
             idle[place] = False
             heappush(wakes, (end, place))
-            if work >= chain:
-                continue
-            if work >= half:
-                if self.split[stages - 1 - (work - half) // count]:
-                    heappush(coming[place], (end, work + half))
-                if work >= chain - count and (begins := work - chain + count + flying) < count:
-                    heappush(coming[place], (end, begins))
-            after = work + count
-            if after < chain:
-                other, at = places[after], end + away[work]
-                heappush(coming[other], (at, after))
-                if idle[other]:
-                    heappush(wakes, (at, other))
-        return TimedOrder(ends, lanes, max(free))
-
-    def backward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
-        """One pass against time, mirrored: a schedule that ends as late as can be.
-
-        Args:
-            works: all of them, first what should end last.
-            flying: see ``forward``.
-        """
-        times, places, away = self._steps
-        count, stages = self.micro_batches, self.stages.layout.stages
-        size, chain, half = self.stages.layout.size, 2 * stages * self.micro_batches, stages * self.micro_batches
-        rank = [0] * (3 * half)
-        for index, work in enumerate(works):
-            rank[work] = index
-        flying = min(flying, count) or count
-        starts, lanes, free = [0] * (3 * half), [[] for _ in range(size)], [0] * size
-        missing = [1] * chain
-        last = chain - count
-        for work in range(last, chain):
-            missing[work] = 1 if work + flying < chain else 0
-        for step in range(stages):
-            if self.split[stages - 1 - step]:
-                for work in range(half + step * count, half + (step + 1) * count):
-                    missing[work] += 1
-        due = [0] * chain
-        coming: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        ready: list[list[int]] = [[] for _ in range(size)]
-        idle, wakes = [True] * size, [(0, place) for place in range(size)]
-        for work in works:
-            if work >= chain or missing[work] == 0:
-                heappush(ready[places[work]], rank[work])
-        while wakes:
-            now, place = heappop(wakes)
-            if free[place] > now:
-                continue
-            arriving, runnable = coming[place], ready[place]
-            while arriving and arriving[0][0] <= now:
-                heappush(runnable, rank[heappop(arriving)[1]])
-            if not runnable:
-                idle[place] = True
-                if arriving:
-                    heappush(wakes, (arriving[0][0], place))
-                continue
-            work = works[heappop(runnable)]
-            end = now + times[work]
-            starts[work] = free[place] = end
-            lanes[place].append(work)
-            idle[place] = False
-            heappush(wakes, (end, place))
-            if work >= chain:
-                before = (work - half,)
-            elif work >= count:
-                before = (work - count,)
-            else:
-                before = (last + work - flying,) if work >= flying else ()
-            for earlier in before:
-                other, at = places[earlier], end + (away[earlier] if earlier == work - count else 0)
-                if at > due[earlier]:
-                    due[earlier] = at
-                missing[earlier] -= 1
-                if not missing[earlier]:
-                    heappush(coming[other], (due[earlier], earlier))
-                    if idle[other]:
-                        heappush(wakes, (due[earlier], other))
-        makespan = max(free)
-        ends = [makespan - start + time for start, time in zip(starts, times, strict=True)]
-        return TimedOrder(ends, [lane[::-1] for lane in lanes], makespan)
+            for after, delay in following(work):
+                if end + delay > due[after]:
+                    due[after] = end + delay
+                missing[after] -= 1
+                if not missing[after]:
+                    heappush(coming[places[after]], (due[after], after))
+                    if idle[places[after]]:
+                        heappush(wakes, (due[after], places[after]))
+        return ends, lanes, max(free)
