@@ -216,7 +216,6 @@ def damage(folder: Path, manifest: Manifest, numbers: Iterable[int]) -> str:
     return ""
 
 
-def saved_dtype(manifest: Manifest, name: str, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor; ``otherwise`` in a manifest of an earlier version, which did not say."""
-    dtype = getattr(torch, str(manifest["tensors"][name].get("dtype")).removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else otherwise
+def saved_dtype(manifest: Manifest, name: str) -> torch.dtype:
+    """Return the dtype of a tensor of the state."""
+    return getattr(torch, manifest["tensors"][name]["dtype"].removeprefix("torch."))

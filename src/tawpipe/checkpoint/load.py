@@ -121,7 +121,7 @@ class Incoming:
             for unit in storage.pieces
             for slot in [slot for slot in storage.units[unit].slots if slot.name not in without][:1]
             if not storage.units[unit].trainable
-            and torch.promote_types(saved_dtype(manifest, f"model.{slot.name}", compute), compute) != compute
+            and torch.promote_types(saved_dtype(manifest, f"model.{slot.name}"), compute) != compute
         ]
         return cls(storage, optimizers, pieces, without, states, tuple(wide))
 
@@ -281,7 +281,7 @@ class _Load:
                 except Exception as error:
                     problem = error
             if part.reader != here or problem is not None:
-                values = torch.empty(count, dtype=saved_dtype(self.source.manifest, part.name, torch.float32))
+                values = torch.empty(count, dtype=saved_dtype(self.source.manifest, part.name))
             if part.reader != here:
                 dist.recv(values, part.reader, group=group)
             if piece is None:

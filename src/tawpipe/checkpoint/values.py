@@ -90,7 +90,7 @@ class SavedParameters:
         """A tensor of the state, all chunks of it, end to end."""
         key = f"model.{name}"
         tensor = self._manifest["tensors"][key]
-        flat = torch.empty(tensor["numel"], dtype=saved_dtype(self._manifest, key, self._dtype))
+        flat = torch.empty(tensor["numel"], dtype=saved_dtype(self._manifest, key))
         for start, count, number in tensor["chunks"]:
             if number not in self._files:
                 self._files[number] = self._stack.enter_context(open_file(self._folder, self._manifest, number))

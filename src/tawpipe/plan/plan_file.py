@@ -109,9 +109,7 @@ class SavedPlan:
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the plan is for another model."""
-        expected = self.content["model"]
-        # Plans of earlier versions do not know what is trained.
-        actual = {name: value for name, value in spec.identity.items() if name != "trained" or name in expected}
+        expected, actual = self.content["model"], spec.identity
         if expected != actual:
             there, here = (
                 f"{identity['parameters']} parameters in {identity['blocks']} blocks"
