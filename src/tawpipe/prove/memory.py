@@ -63,7 +63,7 @@ def longest(world: World) -> Outcome:
     if world.device.type == "cuda":
         room = min(room, int(torch.cuda.mem_get_info(world.device)[0] * 0.9))
 
-    plan = _ask(on_meta(config), [2 * TOKENS[world.device.type]], settings, dtype, world.device, timed=True)
+    plan = ask(alone(world.device), on_meta(config), [2 * TOKENS[world.device.type]], settings, dtype, timed=True)
 
     schedule = build(plan.step(settings))
 
@@ -93,7 +93,7 @@ def compare(
     """Predicted and measured bytes of a step on one row of packed documents, in a process that does nothing else."""
     settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1)
     chain = on_meta(config)
-    asked = _ask(chain, documents, settings, dtype, device, timed=False)
+    asked = ask(alone(device), chain, documents, settings, dtype)
     needs = memory_of(asked, build(asked.step(settings)))
     pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=alone(device))
     pipeline.step(packed(config, [SHORT]))
@@ -139,15 +139,20 @@ def _tensors(needs: Needs) -> int:
     return sum(size for name, size in needs.parts.items() if name not in BESIDES)
 
 
-def _ask(
+def ask(
+    world: World,
     chain: Chain,
     documents: Sequence[int],
     settings: ScheduleSettings,
     dtype: torch.dtype,
-    device: torch.device,
     *,
-    timed: bool,
+    rows: int = 1,
+    timed: bool = False,
 ) -> PlanRequest:
-    machine = uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9), device=Device(device_name(device)))
-    asked = Asked(sum(documents), 1, dtype=dtype, lengths=documents, settings=settings, timed=timed, profile="measure")
+    """Return the request by which a step of these processes is predicted, on rows of these documents."""
+    device, size, link = world.device, (world.topology.num_nodes, world.topology.local_size), LinkModel(1e9)
+    machine = uniform(*size, between=link, inside=link, device=Device(device_name(device)))
+    asked = Asked(
+        sum(documents), rows, dtype=dtype, lengths=documents, settings=settings, timed=timed, profile="measure"
+    )
     return request_of(chain, machine, asked, here=device)

@@ -14,11 +14,8 @@ from unittest.mock import patch
 import torch
 
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.devices import Device
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of
-from tawpipe.prove.memory import BESIDES, LIMIT, live_bytes
+from tawpipe.prove.memory import BESIDES, LIMIT, ask, live_bytes
 from tawpipe.prove.models import dtype_here, on_meta, rows, sized, ways
 from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.prove.speed import TOKENS
@@ -31,7 +28,6 @@ from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import build
-from tawpipe.simulate import LinkModel
 
 ROOM = 64 << 20
 """Bytes that a count may be above the prediction, besides a share of it: the allocator's pieces are of 2 to 20 MiB."""
@@ -59,16 +55,8 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
     """The prediction of a step, and what it took of this process's device."""
     config, dtype, tokens, device = sized(world.device), dtype_here(world), TOKENS[world.device.type], world.device
     give_back(device)
-    machine = uniform(
-        world.topology.num_nodes,
-        world.topology.local_size,
-        between=LinkModel(1e9),
-        inside=LinkModel(1e9),
-        device=Device(device_name(device)),
-    )
-    batch = Asked(tokens, 2 * world.size, dtype=dtype, settings=settings, timed=False, profile="measure")
     chain = on_meta(config)
-    asked = request_of(chain, machine, batch, here=device)
+    asked = ask(world, chain, [tokens], settings, dtype, rows=2 * world.size)
     needs = memory_of(asked, build(asked.step(settings)))
     there = live_bytes(device)
     pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=world)
