@@ -135,9 +135,7 @@ def test_a_plan_without_what_the_clock_needs_is_named(file, tmp_path, damage, ca
 def test_trace_draws_a_plan(file, tmp_path, capsys):
     assert main(["trace", str(file), "--out", str(tmp_path), "--report", str(tmp_path / "page.html")]) == 0
     assert "predicted:" in capsys.readouterr().out
-    assert {"trace.json", "timeline.svg", "timeline.png", "page.html", PLOTLY} == {
-        path.name for path in tmp_path.iterdir()
-    }
+    assert {"trace.json", "timeline.svg", "page.html", PLOTLY} == {path.name for path in tmp_path.iterdir()}
     assert "The step, predicted" in whole(tmp_path / "page.html")
 
 

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tawpipe trace",
         description="Shows when everything in a recorded step ran, beside what the run's plan predicted; or what a "
-        "plan predicts: a summary here, timeline.svg and timeline.png, and trace.json for ui.perfetto.dev.",
+        "plan predicts: a summary here, timeline.svg, and trace.json for ui.perfetto.dev.",
     )
     parser.add_argument(
         "run",

@@ -1,16 +1,18 @@
-"""A timeline as a picture for documents. matplotlib is loaded when one is drawn: not every installation has it."""
+"""A timeline as an SVG picture for documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from html import escape
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.report.bars import KINDS, Bar, first_of_nodes, kind_of, lanes_of
+from tawpipe.report.bars import KINDS, Bar, first_of_nodes, kind_of, label, lanes_of
 
 WAITING = "#e8e8e8"
-SUFFIXES = (".svg", ".png", ".pdf")
+WIDTH, LABELS, TOP, ROW = 1400, 220, 30, 22
+"""Pixels: of the picture, of the names of lanes at its left, of its title, and of a lane."""
+TICKS, KINDS_A_LINE = 10, 6
 
 
 def draw_timeline(
@@ -20,21 +22,16 @@ def draw_timeline(
 
     Args:
         timelines: each with its name, for example ``predicted`` and ``executed``; one may lack some of the ranks.
-        path: ends with .svg, .png or .pdf.
+        path: ends with .svg.
         ranks: which are drawn; by default the first of every node.
 
     Raises:
         UserError: another suffix, or a rank that is not there.
     """
-    if path.suffix not in SUFFIXES:
-        raise UserError("picture", str(path), f"a name that ends with {', '.join(SUFFIXES)}")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    known = {bar.rank for _, bars in timelines for bar in bars}
+    if path.suffix != ".svg":
+        raise UserError("picture", str(path), "a name that ends with .svg")
+    every = [bar for _, bars in timelines for bar in bars]
+    known = {bar.rank for bar in every}
     if missing := [rank for rank in ranks or () if rank not in known]:
         raise UserError("--ranks", missing[0], f"some of {', '.join(map(str, sorted(known)))}")
     rows = [
@@ -42,38 +39,37 @@ def draw_timeline(
         for name, bars in timelines
         for rank, lane in lanes_of(bars, first_of_nodes(bars) if ranks is None else ranks)
     ]
-    figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.26 * len(rows)))
-    for number, (_, bars, rank, lane) in enumerate(rows):
-        mine = [bar for bar in bars if bar.rank == rank and bar.action.lane is lane]
-        waits = [(bar.start, bar.begin - bar.start) for bar in mine if bar.begin > bar.start]
-        axes.broken_barh(waits, (number - 0.3, 0.6), color=WAITING, linewidth=0)
-        for kind, color in KINDS.items():
-            spans = [(bar.begin, bar.end - bar.begin) for bar in mine if kind_of(bar) == kind]
-            if spans:
-                axes.broken_barh(spans, (number - 0.38, 0.76), facecolor=color, edgecolor="white", linewidth=0.3)
-    several = len(timelines) > 1
-    axes.set_yticks(
-        range(len(rows)), [f"{name + ', ' if several else ''}rank {rank} {lane}" for name, _, rank, lane in rows]
-    )
-    for number, (above, below) in enumerate(pairwise(rows)):
-        if above[0] != below[0] or above[2] != below[2]:
-            axes.axhline(number + 0.5, color="#444", linewidth=0.6 if above[0] == below[0] else 1.6)
-    axes.invert_yaxis()
-    axes.set_xlim(min((bar.begin for _, bars in timelines for bar in bars), default=0), None)
-    axes.set_xlabel("seconds")
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    if title:
-        axes.set_title(title, loc="left", fontsize=10)
-    drawn = {kind_of(bar) for _, bars in timelines for bar in bars}
-    handles = [Patch(color=color, label=kind) for kind, color in KINDS.items() if kind in drawn]
-    axes.legend(
-        handles=[*handles, Patch(color=WAITING, label="waiting")],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.55 / (1.4 + 0.26 * len(rows)) - 0.02),
-        ncols=5,
-        fontsize=8,
-        frameon=False,
-    )
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    begin, end = min((bar.begin for bar in every), default=0.0), max((bar.end for bar in every), default=0.0)
+    scale, bottom = (WIDTH - LABELS - 30) / ((end - begin) or 1.0), TOP + ROW * len(rows)
+    parts = [_text(10, 20, title, size=15)]
+    for number, (name, bars, rank, lane) in enumerate(rows):
+        y, several = TOP + ROW * number, f"{name}, " if len(timelines) > 1 else ""
+        parts.append(_text(LABELS - 8, y + 15, f"{several}rank {rank} {lane}", anchor="end"))
+        if number and (name, rank) != (rows[number - 1][0], rows[number - 1][2]):
+            parts.append(f'<path d="M10 {y}H{WIDTH - 30}" stroke="#444" stroke-width="0.6"/>')
+        for bar in (bar for bar in bars if bar.rank == rank and bar.action.lane is lane):
+            start, left, right = (LABELS + scale * (at - begin) for at in (max(bar.start, begin), bar.begin, bar.end))
+            if left > start:
+                parts.append(_rectangle(start, y + 4, left - start, 14, WAITING, f"waits for {label(bar)}"))
+            parts.append(_rectangle(left, y + 2, right - left, 18, KINDS[kind_of(bar)], label(bar)))
+    for tick in range(TICKS + 1):
+        at = (end - begin) * tick / TICKS
+        parts.append(_text(LABELS + scale * at, bottom + 16, f"{at:.3g}{' s' * (tick == TICKS)}", anchor="middle"))
+    drawn = {kind_of(bar) for bar in every}
+    legend = [(kind, color) for kind, color in KINDS.items() if kind in drawn] + [("waiting", WAITING)]
+    for number, (kind, color) in enumerate(legend):
+        x, y = 10 + number % KINDS_A_LINE * (WIDTH - 20) / KINDS_A_LINE, bottom + 28 + number // KINDS_A_LINE * 18
+        parts += [_rectangle(x, y, 12, 12, color, kind), _text(x + 18, y + 11, kind)]
+    height = bottom + 40 + (len(legend) - 1) // KINDS_A_LINE * 18 + 12
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">'
+    path.write_text("\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"]), "utf-8")
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _rectangle(x: float, y: float, width: float, height: float, color: str, words: str) -> str:
+    """A rectangle whose words a viewer shows where it is pointed at."""
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}"'
+    return f'<rect {place} fill="{color}"><title>{escape(words)}</title></rect>'

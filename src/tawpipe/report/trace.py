@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tawpipe.extras import install_hint
 from tawpipe.report.bars import Bar, label
 from tawpipe.report.page import timeline_page, write_text
 from tawpipe.report.picture import draw_timeline
@@ -24,7 +23,7 @@ Timelines = list[tuple[str, list[Bar]]]
 def write_trace(
     timelines: Timelines, out: Path, *, ranks: Sequence[int], title: str, page: Path | None = None
 ) -> Iterator[str]:
-    """Write trace.json into ``out``, timeline.svg and .png where matplotlib is installed, and a page if asked for.
+    """Write trace.json and timeline.svg into ``out``, and a page if asked for.
 
     Yields:
         Lines that sum the timelines up, compare them if both are whole, and say what was written.
@@ -33,13 +32,8 @@ def write_trace(
     words, compared = in_words(timelines, ranks)
     yield from (*words, *compared)
     write_chrome_trace(timelines, out / "trace.json")
-    files = [out / "trace.json", out / "timeline.svg", out / "timeline.png"]
-    try:
-        for picture in files[1:]:
-            draw_timeline(timelines, picture, ranks=ranks, title=title)
-    except ImportError:
-        files = files[:1]
-        yield f"no picture: matplotlib is not installed ({install_hint('lab')})"
+    draw_timeline(timelines, out / "timeline.svg", ranks=ranks, title=title)
+    files = [out / "trace.json", out / "timeline.svg"]
     if page is not None:
         write_text(page, trace_page(timelines, ranks=ranks, title=title))
         files.append(page)
