@@ -27,8 +27,9 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe.pipeline.generate import Continuation, Wanted, by_evaluation
+from tawpipe.pipeline.generate import Wanted, by_evaluation
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.results import Continuation
 from tawpipe.runtime.passes import Sampling
 from tawpipe_lab.cluster.cluster import Cluster, own_traffic
 

@@ -16,7 +16,8 @@ from served_families import prompts
 from states import ALONE, everything, make, same, train
 from tawpipe import Pipeline, UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.pipeline.generate import Continuation, DrawnTokens, Wanted, by_evaluation
+from tawpipe.pipeline.generate import DrawnTokens, Wanted, by_evaluation
+from tawpipe.pipeline.results import Continuation
 from tawpipe.runtime.passes import Sampling
 
 PROMPTS = [[id % VOCABULARY for id in ids] for ids in prompts()]

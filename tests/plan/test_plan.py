@@ -43,7 +43,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import search
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import searched
-from tawpipe.schedule.pipelines.search import generate as generating
+from tawpipe.schedule.pipelines.made import SEARCH
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.strategies.table import strategies
@@ -287,10 +287,15 @@ def test_pipelines_are_left_out_where_a_model_or_its_layers_do_not_allow_them():
         step_of(compiled, "generated", stages="world:0,3,5,6@0,1,2,3")
 
 
+def search_with(monkeypatch, generate) -> None:
+    """Let plans look for stages with another function."""
+    monkeypatch.setattr(SEARCH, "_registered", replace(SEARCH(), generate=generate))
+
+
 @pytest.mark.parametrize(("hopeless", "budgets"), [(0.5, {0}), (100, {pipelines.QUICK, pipelines.BUDGET})])
 def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets, monkeypatch):
-    used, generate = set(), generating.generate
-    monkeypatch.setattr(generating, "generate", lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
+    used, generate = set(), SEARCH().generate
+    search_with(monkeypatch, lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
     monkeypatch.setattr("tawpipe.plan.search.HOPELESS", hopeless)
     found = {one.strategy: one for one in search_only(plan_request(), "tawpipe-spread", "1f1b", "generated")}
     assert used == budgets and found["generated"].step is not None
@@ -347,7 +352,7 @@ def test_stages_are_looked_for_with_less_memory_too_and_the_better_are_kept(shor
         assert len(given) == 1 or budget > pipelines.QUICK
         return layout
 
-    monkeypatch.setattr(generating, "generate", generate)
+    search_with(monkeypatch, generate)
     strategy = pipelines.made_for(asked, strategies()["generated"])
     step = asked.step(replace(asked.settings, strategy="generated"), strategy)
     changes = pipelines.changes(asked, step, lambda recompute: recompute == "full")
@@ -369,7 +374,7 @@ def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, mo
 
     names = ("1f1b", "interleaved-1f1b", "generated")
     good = {one.strategy: one for one in search_only(asked, "tawpipe-spread", *names)}
-    monkeypatch.setattr(generating, "generate", worse)
+    search_with(monkeypatch, worse)
     found = {one.strategy: one for one in search_only(asked, "tawpipe-spread", *names)}
     fixed = min(found[name].seconds for name in names[:2])
     assert found["generated"].fits and good["generated"].seconds <= found["generated"].seconds <= 1.01 * fixed

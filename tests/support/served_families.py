@@ -21,7 +21,8 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.serving import hold_weights, refuse_serving
 from tawpipe.model.weights import ModuleSource
-from tawpipe.pipeline.generate import Continuation, GrowingTexts, Wanted
+from tawpipe.pipeline.generate import GrowingTexts, Wanted
+from tawpipe.pipeline.results import Continuation
 from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
 from tawpipe.runtime.passes import Pass, Room, Sampling
 from tawpipe.runtime.requests import Question, Slots

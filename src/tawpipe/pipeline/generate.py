@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.serving import hold_weights, longest_context, why_not_served
 from tawpipe.model.units import Unit
+from tawpipe.pipeline.pipeline import TEXTS
+from tawpipe.pipeline.results import Continuation
 from tawpipe.runtime.drawing import draw
 from tawpipe.runtime.engine import Engine, StagesEngine
 from tawpipe.runtime.measures import Head, Measure
@@ -37,18 +39,6 @@ CHUNK = 256
 """Tokens of a prompt that ride on one pass."""
 ROUNDED = 16
 """Rows of an evaluation are padded to a multiple of so many tokens: not every token makes a shape new to kernels."""
-
-
-class Continuation(NamedTuple):
-    """What the model has written behind a prompt.
-
-    Attributes:
-        ids: of the new tokens.
-        logprobs: of each the natural logarithm of its chance, by the model's logits as they are.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -261,6 +251,29 @@ class DrawnTokens:
         """Token and logprob by the number of the row, on all ranks. Call on all ranks."""
         everyone = world.together(lambda: self._drawn)
         return {number: (token, logprob) for each in everyone for number, _, token, logprob, _ in each}
+
+
+@TEXTS.register
+class PipelineTexts:
+    """Continues prompts from a pipeline's weights, in stages or by an evaluation for every token."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._generator = Generator(pipeline.chain, pipeline.storage, pipeline.world)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int], **sampling: Any
+    ) -> list[Continuation]:
+        """Continue every prompt; see ``Pipeline.generate``."""
+        wanted = Wanted(prompts, max_tokens, Sampling(**sampling), frozenset(stops))
+        wanted.check(self._pipeline.chain)
+        if why_by_evaluation(self._pipeline.chain, self._pipeline.world.size):
+            return by_evaluation(self._pipeline, wanted)
+        return self._generator.run(wanted)
+
+    def close(self) -> None:
+        """Leave the groups of the laps."""
+        self._generator.close()
 
 
 def row_to_continue(number: int, ids: Sequence[int], length: int) -> MicroBatch:

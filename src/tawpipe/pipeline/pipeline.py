@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.save import Saved, Saving
 from tawpipe.checkpoint.store import Store
+from tawpipe.doors import Door
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import refuse_emptied
@@ -37,11 +38,10 @@ from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import check_on_rank_0, is_tested, slices_of_documents
 from tawpipe.pipeline.costs import StepCosts
-from tawpipe.pipeline.generate import Continuation, Generator, Wanted, by_evaluation, why_by_evaluation
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy, refuse_values
-from tawpipe.pipeline.results import Results
+from tawpipe.pipeline.results import Continuation, Results
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
@@ -53,7 +53,6 @@ from tawpipe.runtime.home_actions import UpdateRule
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
-from tawpipe.runtime.passes import Sampling
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.stalls import Others
 from tawpipe.runtime.step_result import StepResult
@@ -68,6 +67,9 @@ from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies.table import strategy_of
 
 logger = logging.getLogger(__name__)
+
+TEXTS = Door[Callable[..., Any]]("tawpipe.pipeline.generate")
+"""Makes of a pipeline what continues prompts from its weights (``PipelineTexts``)."""
 
 
 class Pipeline:
@@ -234,7 +236,7 @@ class Pipeline:
         self._results = Results(wiring, self._limits, skip_limit)
         self._steps = Steps(wiring, self._rows, self._costs, self._limits)
         self._state = State(wiring, self._results, world_of_saves)
-        self._generator = Generator(chain, self.storage, world)
+        self._texts: Any = None
         self._closed = leave_at_exit(self, self.executor, self._results, self._state.savings, world)
         chain.hand_over()
 
@@ -452,14 +454,12 @@ class Pipeline:
         Raises:
             UserError: a prompt or a number that cannot be.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        wanted = Wanted(prompts, max_tokens, sampling, frozenset(stops))
-        wanted.check(self.chain)
         self.drain()
         self._state.require_whole()
-        if why_by_evaluation(self.chain, self.world.size):
-            return by_evaluation(self, wanted)
-        return self._generator.run(wanted)
+        if self._texts is None:
+            self._texts = TEXTS()(self)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        return self._texts.generate(prompts, max_tokens, stops, **sampling)
 
     def drain(self) -> None:
         """Wait for everything under way: the state in which weights may be read, saved or replaced.
@@ -481,7 +481,8 @@ class Pipeline:
             self.executor.close()
             self._places.close()
         self._closed()
-        self._generator.close()
+        if self._texts is not None:
+            self._texts.close()
         self.transport.close()
         self._state.leave()
 

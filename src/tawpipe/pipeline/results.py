@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from math import isfinite
+from typing import NamedTuple
 
 from tawpipe.errors import RunError
 from tawpipe.pipeline.limits import Limits
@@ -12,6 +13,18 @@ from tawpipe.pipeline.wiring import Wiring
 from tawpipe.runtime.step_result import StepResult
 
 logger = logging.getLogger(__name__)
+
+
+class Continuation(NamedTuple):
+    """What the model has written behind a prompt.
+
+    Attributes:
+        ids: of the new tokens.
+        logprobs: of each the natural logarithm of its chance, by the model's logits as they are.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class Results:

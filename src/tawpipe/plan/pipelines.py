@@ -23,6 +23,7 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import home_bytes
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, filling, searched
+from tawpipe.schedule.pipelines.made import SEARCH
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -120,9 +121,6 @@ def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Itera
     """Settings in which every layer keeps, offloads or computes again what suits it, on stages that are made for that,
     in an order that a solver has had some seconds for, where it is installed.
     """
-    from tawpipe.schedule.pipelines.search.keeping import choose
-    from tawpipe.schedule.pipelines.search.solve import solve
-
     positions = strategy.positions(request.topology)
     count = -(-request.micro_batches // positions.replicas)
     if count > searched(positions.size):
@@ -136,10 +134,10 @@ def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Itera
         layouts.append(Layout.even(blocks, positions.size, 2, folded=True))
     for _ in range(2):
         limited = {how: replace(costs, memory=memory) for how, costs in options.items()}
-        kept = choose(limited, layouts, count, tries=KEEP_TRIES)
+        kept = SEARCH().choose(limited, layouts, count, tries=KEEP_TRIES)
         layout, order = kept.choice.layout, kept.order
         if has_solver():
-            order = solve(layout, kept.costs, count, order, seconds=SOLVE_S).order
+            order = SEARCH().solve(layout, kept.costs, count, order, seconds=SOLVE_S).order
         changes = {
             "recompute": kept.choice.recompute,
             "stages": f"{positions.axis}:{layout}",
@@ -207,9 +205,7 @@ def _made(
     try:
         for _ in range(TRIES):
             if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
-                from tawpipe.schedule.pipelines.search.generate import generate
-
-                layout = generate(costs, positions.size, each, budget=budget)
+                layout = SEARCH().generate(costs, positions.size, each, budget=budget)
                 stages = f"{positions.axis}:{layout}"
             pipeline = replace(strategy, stages=stages, block_times=spell_times(costs))
             if (lacking := _over(request, pipeline, recompute)) <= 0:

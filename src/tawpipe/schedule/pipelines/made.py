@@ -1,16 +1,19 @@
 """The pipelines whose orders, or stages as well, are made for the costs of a model.
 
-What makes them (search/) is imported when something is made: a run of any other strategy never does.
+The search for them stands higher, behind a door that opens when something is made: a run of any other strategy never
+imports it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from tawpipe.doors import Door
 from tawpipe.errors import UserError
 from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
@@ -28,6 +31,34 @@ from tawpipe.schedule.step import StepSpec
 
 TRIES = 8
 """Limits of memory, each lower by what the order for the one before held too much, after which none is found."""
+
+
+@dataclass(frozen=True)
+class OrderSearch:
+    """The functions that search for stages and orders.
+
+    Args:
+        arrange: makes the shortest order of those that it tries.
+        continuing: makes the order that goes on for any number of micro-batches.
+        listed: makes an order of micro-batches that are cut in slices.
+        generate: makes stages, their places and an order.
+        fastest: makes the fastest order within a limit of memory, offloading included.
+        continuing_in_memory: as ``continuing``, within a limit of memory, offloading included.
+        choose: chooses for every layer what it keeps, offloads or computes again.
+        solve: improves an order by a solver.
+    """
+
+    arrange: Callable[..., Order]
+    continuing: Callable[..., Periodic]
+    listed: Callable[..., Order]
+    generate: Callable[..., Layout]
+    fastest: Callable[..., Order]
+    continuing_in_memory: Callable[..., Periodic]
+    choose: Callable[..., Any]
+    solve: Callable[..., Any]
+
+
+SEARCH = Door[OrderSearch]("tawpipe.schedule.pipelines.search.search")
 
 
 @lru_cache(KEPT)
@@ -94,18 +125,14 @@ class Made(ActivationPipeline):
     arranges = True
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
-        from tawpipe.schedule.pipelines.search.arrange import arrange
-
-        return arrange(layout, self.limited(layout, costs), count)
+        return SEARCH().arrange(layout, self.limited(layout, costs), count)
 
     def listed(self, layout: Layout, costs: PipelineCosts) -> Listed | None:
         return None if self.given else partial(_listed, layout, self.limited(layout, costs))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
         """The order that goes on for more micro-batches than orders are looked for."""
-        from tawpipe.schedule.pipelines.search.arrange import continuing
-
-        return continuing(layout, self.limited(layout, costs))
+        return SEARCH().continuing(layout, self.limited(layout, costs))
 
     def limited(self, layout: Layout, costs: PipelineCosts) -> PipelineCosts:
         """Costs with as much memory as an order may use."""
@@ -121,9 +148,7 @@ class Made(ActivationPipeline):
 
 
 def _listed(layout: Layout, costs: PipelineCosts, *given: Any) -> Order:
-    from tawpipe.schedule.pipelines.search.slicing import listed
-
-    return listed(layout, costs, *given)
+    return SEARCH().listed(layout, costs, *given)
 
 
 class ZeroBubble(Made):
@@ -156,12 +181,10 @@ class Generated(Made):
     searches_stages = True
 
     def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
-        from tawpipe.schedule.pipelines.search.generate import generate
-
         size = positions.size
         Layout.even(len(model.blocks), size)  # refuses fewer layers than positions
         # Orders are made for any number of micro-batches, stages for so many; every rank repeats the search.
-        return generate(self.costs(model, positions), size, 4 * size, budget=QUICK)
+        return SEARCH().generate(self.costs(model, positions), size, 4 * size, budget=QUICK)
 
 
 class SolvedPipeline(Made):
@@ -184,17 +207,12 @@ class SolvedPipeline(Made):
         return replace(shape, costs=costs, order_of=lambda many: order_of_layout(self, shape.layout, costs, many))
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
-        from tawpipe.schedule.pipelines.search.arrange import arrange
-        from tawpipe.schedule.pipelines.search.fitting import fastest
-
         if count > searched(layout.size):
             return self.continuing(layout, costs).of(count)
-        orders = [fastest(layout, costs, count)]
+        orders = [SEARCH().fastest(layout, costs, count)]
         with suppress(UserError):  # memory for no order without the host's
-            orders += [arrange(layout, costs, count, split=split) for split in (True, False)]
+            orders += [SEARCH().arrange(layout, costs, count, split=split) for split in (True, False)]
         return min(orders, key=lambda order: makespan(play(layout, order, costs)))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
-        from tawpipe.schedule.pipelines.search.fitting import continuing
-
-        return continuing(layout, costs)
+        return SEARCH().continuing_in_memory(layout, costs)

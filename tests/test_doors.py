@@ -1,0 +1,34 @@
+"""A lower room calls what a higher one registers, which is imported at the first call."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tawpipe.doors import Door
+from tawpipe.schedule.pipelines.made import SEARCH
+from tawpipe.schedule.pipelines.search import search
+
+
+def test_the_first_call_imports_the_room_that_registers(tmp_path, monkeypatch):
+    door = Door[str]("higher_room")
+    monkeypatch.setitem(sys.modules, "lower_room", type(sys)("lower_room"))
+    sys.modules["lower_room"].door = door  # type: ignore[attr-defined]
+    (tmp_path / "higher_room.py").write_text("from lower_room import door\n\ndoor.register('offered')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "higher_room" not in sys.modules
+    assert door() == "offered" and "higher_room" in sys.modules
+    del sys.modules["higher_room"]
+    assert door() == "offered" and "higher_room" not in sys.modules
+
+
+def test_what_is_registered_stands_behind_the_door():
+    door = Door[str]("no_such_room")
+    with pytest.raises(ModuleNotFoundError, match="no_such_room"):
+        door()
+    assert door.register("offered") == door() == "offered"
+
+
+def test_the_search_for_orders_registers_itself():
+    assert SEARCH() is SEARCH() and SEARCH().arrange is search.arrange.arrange
