@@ -9,7 +9,7 @@ READY := .venv/.ready
 TESTED := .venv/.tested
 COMPILED := .venv/.compiled
 # What every process of a run imports.
-IMPORTED := import tawpipe.train.run, tawpipe.plan.search, transformers.models.llama.modeling_llama
+IMPORTED := import tawpipe.train.run, tawpipe.plan.search.search, transformers.models.llama.modeling_llama
 # Many tests are several processes that wait for each other: three at a time keep two cores busy.
 TEST_PROCESSES ?= 3
 # What is translated once is kept, whatever the environment says: tests start hundreds of processes.

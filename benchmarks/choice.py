@@ -32,15 +32,15 @@ from typing import Any
 
 from prediction import FAR, Emulation, link
 from tawpipe.errors import UserError
-from tawpipe.plan.feasible import fits
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.predict import memory_quickly, predict
-from tawpipe.plan.profile import Profile
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
-from tawpipe.schedule.footprint import BlockMemory, Widths
+from tawpipe.plan.cost.feasible import fits
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.cost.profile import Profile
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import uniform
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.footprint import BlockMemory, Widths
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds

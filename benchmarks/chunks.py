@@ -4,7 +4,7 @@
     python benchmarks/chunks.py --lengths 32768 --pairs 1 --threads 2 --out DIR
 
 The layer is that of a Llama; its forward visit keeps its input and its backward visit computes it again, as the runtime
-does (``runtime/compute.py``), with weights in one buffer and their gradients collected in another. Both ways alternate
+does (``runtime/compute/``), with weights in one buffer and their gradients collected in another. Both ways alternate
 in one process, so that drift of the machine hits both: a ratio is that of neighbours, and the median of these counts.
 Beside the seconds of the clock stand those that the processors worked for this process, which other processes disturb
 less. The memory is the most that came and went during the two visits, the layer's keys, values and their gradients and
@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Pr
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import InitSource
-from tawpipe.runtime.chunks import LayerInChunks
+from tawpipe.runtime.compute.chunks import LayerInChunks
+from tawpipe.runtime.compute.rows import OnDevice
 from tawpipe.runtime.peak import peaks
-from tawpipe.runtime.rows import OnDevice
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

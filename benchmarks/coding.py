@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe.runtime.exact import CODED, best_form, changes, decode_change, encode_change
-from tawpipe.runtime.exact_gradients import decode_gradient, encode_gradient
+from tawpipe.runtime.transport.exact import CODED, best_form, changes, decode_change, encode_change
+from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
 from tawpipe.schedule.spec import coded_room
 
 VOCABULARY, LENGTH, ROWS, SUMMANDS = 4096, 128, 8, (1, 2, 4, 8, 16, 32)

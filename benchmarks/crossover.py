@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.machine import Machine, uniform
-from tawpipe.plan.predict import predict
-from tawpipe.plan.profile import EFFICIENCY, Profile, size_of
-from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import BlockMemory, Widths
+from tawpipe.plan.cost.predict import predict
+from tawpipe.plan.cost.profile import EFFICIENCY, Profile, size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Machine, uniform
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.sizes.footprint import BlockMemory, Widths
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds

@@ -3,14 +3,14 @@
     python benchmarks/faults.py matrix --out benchmarks/results/DATE-faults     # under 20 minutes on two cores
     python benchmarks/faults.py soak --out benchmarks/results/DATE-soak         # 2,000 steps
 
-A case is a small run of a few steps that saves now and then. Its fault is injected (`tawpipe.runtime.faults`), the run
-ends or does not, and is started again as a launcher with restarts would, until it is done. It **survived** if the fault
-has happened, no start had to be ended by force, the newest checkpoint is then the same, bit by bit, as that of a run
-without a fault, all that are listed as complete are sound, and no more steps were repeated than promised. Counted are
-the steps that were done twice, the seconds from a start to its first new step, and what is left behind: processes,
-files that belong to no complete checkpoint, shared memory. Processes are forked from one that has imported everything,
-so that a start takes a fraction of a second; the launcher's own part is in ``tests``. Ends with 1 if a case was lost.
-"""
+A case is a small run of a few steps that saves now and then. Its fault is injected (`tawpipe.runtime.watch.faults`),
+the run ends or does not, and is started again as a launcher with restarts would, until it is done. It **survived** if
+the fault has happened, no start had to be ended by force, the newest checkpoint is then the same, bit by bit, as that
+of a run without a fault, all that are listed as complete are sound, and no more steps were repeated than promised.
+Counted are the steps that were done twice, the seconds from a start to its first new step, and what is left behind:
+processes, files that belong to no complete checkpoint, shared memory. Processes are forked from one that has imported
+everything, so that a start takes a fraction of a second; the launcher's own part is in ``tests``. Ends with 1 if a case
+was lost."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ import torch
 from faulty_runs import EVERY, STEPS, TOPOLOGIES, Bench, Start, adopt_strays, fingerprint, left_behind, shared_memory
 from tawpipe.checkpoint.format import damage, read_manifest
 from tawpipe.checkpoint.names import complete_states
-from tawpipe.runtime.faults import KINDS, ONLY, PLACES
-from tawpipe.train.metrics import last_step
+from tawpipe.runtime.watch.faults import KINDS, ONLY, PLACES
+from tawpipe.train.saying.metrics import last_step
 
 FAULTY_STEP = 5
 NOT_PROMISED = "bitflip in memory"

@@ -26,7 +26,7 @@ import torch
 
 from faulty_runs import Bench, fingerprint
 from tawpipe.errors import RunError
-from tawpipe.train.metrics import last_step
+from tawpipe.train.saying.metrics import last_step
 from tawpipe_lab.cluster.cluster import Cluster
 from tawpipe_lab.cluster.network import INTERFACE, call, switch_of
 

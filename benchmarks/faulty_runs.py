@@ -24,7 +24,7 @@ import torch
 from small import make_small
 from tawpipe.checkpoint.format import read_manifest
 from tawpipe.checkpoint.names import complete_states
-from tawpipe.train.config import TrainConfig, load_config
+from tawpipe.train.settings.config import TrainConfig, load_config
 
 TOPOLOGIES = {
     "1 x 2": (1, 2, ()),

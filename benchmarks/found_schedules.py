@@ -22,13 +22,13 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+from tawpipe.orders.arrange import arrange
+from tawpipe.orders.generate import generate
+from tawpipe.orders.solver.solve import heuristics, solve
+from tawpipe.orders.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
-from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.generate import generate
-from tawpipe.schedule.pipelines.search.solve import heuristics, solve
-from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
 from tawpipe_lab.mixes import MIXES
 from tawpipe_lab.rivals.stages import balanced_cuts

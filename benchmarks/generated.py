@@ -30,15 +30,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from tawpipe.orders.arrange import arrange
+from tawpipe.orders.generate import generate
+from tawpipe.orders.moves import Moves, StagePlan
+from tawpipe.orders.ticks import Ticks
+from tawpipe.orders.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
-from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.generate import generate
-from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
-from tawpipe.schedule.pipelines.search.ticks import Ticks
-from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe_lab.mixes import MIXES
 

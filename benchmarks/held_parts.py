@@ -43,17 +43,17 @@ from schedules import EVERY, group_sizes, step_for
 from schedules import llama as llama_spec
 from small import make_small
 from tawpipe import adamw
+from tawpipe.dealing.balance import BinsForm
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.search import search
-from tawpipe.schedule.balance import BinsForm
+from tawpipe.orders.arrange import arrange
+from tawpipe.orders.generate import generate
+from tawpipe.orders.solver.solve import heuristics, solve
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.generate import generate
-from tawpipe.schedule.pipelines.search.solve import heuristics, solve
 from tawpipe.schedule.pipelines.work import makespan, play
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec

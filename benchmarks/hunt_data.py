@@ -35,9 +35,9 @@ from tawpipe.data.settings import DataSettings
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE
 from tawpipe.train.batches import Batches
-from tawpipe.train.config import EvaluationConfig, TrainConfig
-from tawpipe.train.decided import BatchShape
-from tawpipe.train.evaluation import Evaluation
+from tawpipe.train.judging.evaluation import Evaluation
+from tawpipe.train.settings.config import EvaluationConfig, TrainConfig
+from tawpipe.train.settings.decided import BatchShape
 
 NAMES = ["{0}", "{0}", "[{0}] x", "{0}*", "what{0}?", "[!a]{0}", "half={0}"]
 """Stems of files; most could be read as patterns, which their neighbours match."""

@@ -25,14 +25,14 @@ from tawpipe.checkpoint.names import MARKER
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError
-from tawpipe.plan.machine import Device, machine_from
-from tawpipe.plan.measure import machine_of
-from tawpipe.plan.plan_file import load_plan, planned_settings, request_from
+from tawpipe.plan.cost.measure import machine_of
+from tawpipe.plan.machine.machine import Device, machine_from
+from tawpipe.plan.search.plan_file import load_plan, planned_settings, request_from
 from tawpipe.report.bars import executed_bars
-from tawpipe.runtime.faults import parse_faults
+from tawpipe.runtime.watch.faults import parse_faults
 from tawpipe.schedule.actions import Action
-from tawpipe.train.checks import validate
-from tawpipe.train.config import TrainConfig, load_config, train_options
+from tawpipe.train.settings.checks import validate
+from tawpipe.train.settings.config import TrainConfig, load_config, train_options
 from tawpipe_lab.cluster.rates import parse_rates
 from tawpipe_lab.suite import load_suite
 
@@ -191,11 +191,11 @@ def _plan_text() -> str:
     """A plan of a small model."""
     import torch
 
-    from tawpipe.model.build import build_model
     from tawpipe.model.chain import Chain
-    from tawpipe.plan.measure import Asked, request_of
-    from tawpipe.plan.plan import Plan
-    from tawpipe.plan.search import search
+    from tawpipe.model.files.build import build_model
+    from tawpipe.plan.cost.measure import Asked, request_of
+    from tawpipe.plan.search.plan import Plan
+    from tawpipe.plan.search.search import search
 
     machine = machine_of("2x2@1gbit", device=Device("CPU", 0, 1e11))
     chain = Chain(build_model("tiny", vocab_size=500, max_positions=64).model)

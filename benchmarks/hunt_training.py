@@ -36,7 +36,7 @@ from pipelines import SETTINGS, make_pipeline
 from pool import WorkerPool
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.runtime.randomness import OwnGenerator, seed_of
+from tawpipe.runtime.compute.randomness import OwnGenerator, seed_of
 from tawpipe.runtime.world import World
 
 LIMIT = 1e-8

@@ -45,10 +45,10 @@ from tawpipe.data.rows import PackedDataset
 from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.train.learning_rate import RunSpan, factor
+from tawpipe.train.settings.learning_rate import RunSpan, factor
 from tawpipe_lab.real_modules import ATTENTION
 
 WARMUP, LEAST = 100, 0.1

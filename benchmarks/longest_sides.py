@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from tawpipe import Pipeline
 from tawpipe.model.batch import IGNORE
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import Asked, request_of
-from tawpipe.plan.predict import memory_of
+from tawpipe.plan.cost.measure import Asked, request_of
+from tawpipe.plan.cost.predict import memory_of
+from tawpipe.plan.machine.machine import uniform
 from tawpipe.prove.models import on_meta
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import build

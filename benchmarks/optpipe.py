@@ -37,21 +37,21 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
-from tawpipe.plan.machine import Device, Machine
-from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
-from tawpipe.plan.pipelines import pipeline_costs
-from tawpipe.plan.request import PlanRequest
+from tawpipe.model.files.build import build_model
+from tawpipe.orders.arrange import arrange
+from tawpipe.orders.generate import generate
+from tawpipe.orders.keeping import Kept, choose
+from tawpipe.orders.solver.solve import solve
+from tawpipe.plan.cost.measure import INSIDE, LATENCY_S, Asked, request_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine
+from tawpipe.plan.search.pipelines import pipeline_costs
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.made import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import Positions
-from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.generate import generate
-from tawpipe.schedule.pipelines.search.keeping import Kept, choose
-from tawpipe.schedule.pipelines.search.solve import solve
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import RECOMPUTE, recompute_of_blocks

@@ -41,20 +41,20 @@ from transformers import AutoConfig
 
 from tawpipe.commands.plan import MOST_S, lines
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import build_model
 from tawpipe.model.settings import LoraSettings
-from tawpipe.plan.feasible import LEAN, fits, unplayed
-from tawpipe.plan.machine import Device, Machine
-from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.predict import memory_quickly
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
+from tawpipe.plan.cost.feasible import LEAN, fits, unplayed
+from tawpipe.plan.cost.measure import INSIDE, LATENCY_S, Asked, request_of
+from tawpipe.plan.cost.predict import memory_quickly
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.optimizers import factory_of
+from tawpipe.train.settings.config import TrainConfig
+from tawpipe.train.settings.optimizers import factory_of
 
 HERE = Path(__file__).resolve().parent.parent
 GOAL_S = 20.0

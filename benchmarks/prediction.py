@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.schedule.sizes.footprint import Widths, costs
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours

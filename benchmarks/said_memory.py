@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tawpipe.train.words import PARTS
+from tawpipe.train.saying.words import PARTS
 
 OFF, BELOW = 0.05, 0.03
 COMMON = "--model tiny --vocab-size 2000 --dtype float32 --device cpu --sample.tokens 0"

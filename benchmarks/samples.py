@@ -27,10 +27,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe.pipeline.generate import Wanted, by_evaluation
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.pipeline.results import Continuation
-from tawpipe.runtime.passes import Sampling
+from tawpipe.serving.generate import Wanted, by_evaluation
+from tawpipe.serving.passes import Sampling
 from tawpipe_lab.cluster.cluster import Cluster, own_traffic
 
 SEED, TEMPERATURE, ROWS = 7, 0.8, 8

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.orders.solver.constraints import Model
+from tawpipe.orders.solver.solve import JITTER, heuristics, peak, shaken, solve
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.search.constraints import Model
-from tawpipe.schedule.pipelines.search.solve import JITTER, heuristics, peak, shaken, solve
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
 
 LAYERS = 2

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from plans import MODELS, model_folder
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
-from tawpipe.plan.devices import Device
-from tawpipe.plan.machine import Machine
-from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
+from tawpipe.model.files.build import build_model
+from tawpipe.plan.cost.measure import INSIDE, LATENCY_S, Asked, request_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.devices import Device
+from tawpipe.plan.machine.machine import Machine
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.simulate import LinkModel
 

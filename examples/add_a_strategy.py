@@ -18,7 +18,7 @@ from tawpipe.schedule.buffers import home_weight
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.routes.route import Route, Tour
-from tawpipe.schedule.visits import Visit
+from tawpipe.schedule.routes.visits import Visit
 from tawpipe.topology import Topology
 
 ONE_HOP = "a unit goes to all processes in one hop"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe.data.templates import PLAIN
+from tawpipe.data.chats.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 
 QUESTIONS = ("What is the capital of {}?", "Which town is the capital of {}?", "Name the capital of {}.")

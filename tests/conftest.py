@@ -20,10 +20,11 @@ from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
 from tawpipe.garbage import leave_imports_alone
-from tawpipe.model import chunked
-from tawpipe.plan import memory, pipelines
+from tawpipe.model.attention import chunked
+from tawpipe.orders import generate as generating
+from tawpipe.plan.cost import memory
+from tawpipe.plan.search import pipelines
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES
 
 # How long an example takes says nothing on a machine that is shared.
@@ -51,7 +52,7 @@ LONGEST = (
     "lab/test_real.py",
     "pipeline/test_sets.py",
     "runtime/test_streams.py",
-    "serve/test_serve_command.py",
+    "serving/test_serve_command.py",
     "runtime/test_runtime.py",
     "model/test_mixers.py",
     "model/test_chunks.py",

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tawpipe.doors import Door
+from tawpipe.orders import search
 from tawpipe.schedule.pipelines.made import SEARCH
-from tawpipe.schedule.pipelines.search import search
 
 
 def test_the_first_call_imports_the_room_that_registers(tmp_path, monkeypatch):

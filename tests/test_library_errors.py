@@ -15,10 +15,10 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options.library import GROUPS, OPTIONS, as_option
-from tawpipe.runtime.faults import Fault
+from tawpipe.runtime.watch.faults import Fault
 from tawpipe.runtime.world import pick_device
 from tawpipe.schedule.strategies.table import import_strategies
-from tawpipe.train.config import train_options
+from tawpipe.train.settings.config import train_options
 
 ROOMS = ("checkpoint", "model", "pipeline", "runtime", "schedule", "simulate")
 SOURCE = Path(tawpipe.__file__).parent

@@ -18,7 +18,7 @@ from pages import PAGES, ROOT, Command, commands, complaint, inline_options, inl
 from runs import TIMEOUT_S, environment
 from tawpipe.cli import main
 from tawpipe.commands import plan
-from tawpipe.data.templates import PLAIN
+from tawpipe.data.chats.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 
 ALL = [command for page in PAGES for command in commands(page)]
@@ -36,7 +36,7 @@ NOT_RUN = {
     r"tawpipe plan .* --topology (cluster|machine)\.yaml .*": "needs a file that a cluster writes",
 }
 """Commands that this file does not run, each with the reason."""
-RUN_ELSEWHERE = {"fine-tuning.md": "tests/test_fine_tuning.py", "serving.md": "tests/serve/test_serve_command.py"}
+RUN_ELSEWHERE = {"fine-tuning.md": "tests/test_fine_tuning.py", "serving.md": "tests/serving/test_serve_command.py"}
 STAND_INS = {
     "path/to/llama": "small-model",
     "path/to/model": "small-model",

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from family_configs import tiny_config
 from tawpipe.cli import main
-from tawpipe.data.templates import PLAIN
+from tawpipe.data.chats.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
-from tawpipe.train.config import load_config
+from tawpipe.train.settings.config import load_config
 
 RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
 CHATS = RECIPES.parent / "chats.jsonl"

@@ -11,7 +11,7 @@ import yaml
 
 import tawpipe
 from tawpipe.cli import COMMANDS
-from tawpipe.train.config import train_options
+from tawpipe.train.settings.config import train_options
 
 ROOT = Path(__file__).parent.parent
 

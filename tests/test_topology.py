@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from schedules import llama, step_for
-from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.schedule.sizes.footprint import Widths, costs
 from tawpipe.schedule.strategies.build import build
 from tawpipe.topology import Topology
 

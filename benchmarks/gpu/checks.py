@@ -33,7 +33,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.prove import exactness
 from tawpipe.prove.models import alone, llama, made, rows, small
 from tawpipe.prove.run import prove
-from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
 

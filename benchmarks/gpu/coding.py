@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu.common import say, seconds_of
-from tawpipe.runtime import exact
+from tawpipe.runtime.transport import exact
 
 POWERS = (22, 24, 26)
 """Values of a slice, as a power of two."""

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from gpu.common import say, seconds_of
-from tawpipe.runtime.host_memory import host_zeros
+from tawpipe.runtime.homes.host_memory import host_zeros
 from tawpipe.runtime.world import connect
 
 PRODUCTS = ((8192, 8192, 8192), (4096, 8192, 2048), (16384, 8192, 2048), (8192, 14336, 4096), (32768, 14336, 4096))

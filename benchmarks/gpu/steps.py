@@ -28,12 +28,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu.common import in_words, say, wait
 from tawpipe import Pipeline
-from tawpipe.model.build import PRESETS
 from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import PRESETS
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
-from tawpipe.plan.profile import clock_mhz
-from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.storage import Storage
+from tawpipe.plan.cost.profile import clock_mhz
+from tawpipe.runtime.homes.optimizer import adamw
+from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
 

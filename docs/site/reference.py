@@ -15,7 +15,7 @@ from docstring_parser import Docstring, parse
 import tawpipe
 from tawpipe.cli import COMMANDS
 from tawpipe.options import Group, Leaf
-from tawpipe.train.config import train_options
+from tawpipe.train.settings.config import train_options
 
 GENERATED = "*Made from the code when the site is built.*"
 

@@ -14,19 +14,19 @@ from tawpipe.extras import VERSION
 if TYPE_CHECKING:
     from tawpipe.errors import RunError, UserError
     from tawpipe.model.batch import MicroBatch
-    from tawpipe.model.pretrained import SafetensorsSource
+    from tawpipe.model.files.pretrained import SafetensorsSource
     from tawpipe.model.weights import InitSource, ModuleSource
     from tawpipe.pipeline.batches import LocalBatch, Share
     from tawpipe.pipeline.pipeline import Pipeline
-    from tawpipe.runtime.named_optimizers import muon
-    from tawpipe.runtime.optimizer import adamw, whole_matrices
-    from tawpipe.runtime.step_result import StepResult
-    from tawpipe.runtime.storage import piece_of
+    from tawpipe.runtime.homes.named_optimizers import muon
+    from tawpipe.runtime.homes.optimizer import adamw, whole_matrices
+    from tawpipe.runtime.homes.step_result import StepResult
+    from tawpipe.runtime.homes.storage import piece_of
     from tawpipe.runtime.world import World, connect
     from tawpipe.schedule.settings import ScheduleSettings
     from tawpipe.schedule.step import Schedule, StepSpec, Strategy
     from tawpipe.schedule.strategies.table import register as register_strategy
-    from tawpipe.schedule.weight_strategy import WeightStrategy
+    from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
     from tawpipe.topology import Topology
 
 __version__ = VERSION
@@ -38,22 +38,22 @@ _HOMES = {
     "ModuleSource": "tawpipe.model.weights",
     "Pipeline": "tawpipe.pipeline.pipeline",
     "RunError": "tawpipe.errors",
-    "SafetensorsSource": "tawpipe.model.pretrained",
+    "SafetensorsSource": "tawpipe.model.files.pretrained",
     "Schedule": "tawpipe.schedule.step",
     "ScheduleSettings": "tawpipe.schedule.settings",
     "Share": "tawpipe.pipeline.batches",
-    "StepResult": "tawpipe.runtime.step_result",
+    "StepResult": "tawpipe.runtime.homes.step_result",
     "StepSpec": "tawpipe.schedule.step",
     "Strategy": "tawpipe.schedule.step",
     "Topology": "tawpipe.topology",
     "UserError": "tawpipe.errors",
-    "WeightStrategy": "tawpipe.schedule.weight_strategy",
+    "WeightStrategy": "tawpipe.schedule.strategies.weight_strategy",
     "World": "tawpipe.runtime.world",
-    "adamw": "tawpipe.runtime.optimizer",
+    "adamw": "tawpipe.runtime.homes.optimizer",
     "connect": "tawpipe.runtime.world",
-    "muon": "tawpipe.runtime.named_optimizers",
-    "piece_of": "tawpipe.runtime.storage",
-    "whole_matrices": "tawpipe.runtime.optimizer",
+    "muon": "tawpipe.runtime.homes.named_optimizers",
+    "piece_of": "tawpipe.runtime.homes.storage",
+    "whole_matrices": "tawpipe.runtime.homes.optimizer",
 }
 
 __all__ = [

@@ -39,7 +39,7 @@ CUDA_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # All connections of collectives when a group is made, not in the middle of a step, where making one blocks every
     # lane of a process: they have one issuing thread. Sizes choose algorithms, so that warming up with few numbers
-    # would not make all of them. What it costs in memory is measured, for each group (runtime/transport.py).
+    # would not make all of them. What it costs in memory is measured, for each group (runtime/transport/transport.py).
     "NCCL_RUNTIME_CONNECT": "0",
     # Torch's allocator maps memory to a segment as it grows, instead of keeping segments of all sizes that steps had.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",

@@ -26,10 +26,10 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import TRAVELLING, Kind
-from tawpipe.schedule.footprint import Widths, far_widths
+from tawpipe.schedule.sizes.footprint import Widths, far_widths
+from tawpipe.schedule.sizes.traffic import borders_passed, link_elements
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.traffic import borders_passed, link_elements
 from tawpipe.simulate import BlockCost, CostModel, LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab.critical import dependency_bound

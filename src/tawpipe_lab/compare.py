@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.plan.serving import HAND_S
-from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.schedule.sizes.footprint import Widths, costs
 from tawpipe.schedule.spec import change_width
+from tawpipe.serving.planner import HAND_S
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours

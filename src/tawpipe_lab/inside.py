@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tawpipe.runtime.ahead import Ahead, Begun
+from tawpipe.runtime.transport.ahead import Ahead, Begun
 from tawpipe.schedule.actions import Action
 from tawpipe_lab.sleeper import HostLink
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from tawpipe.dealing.balance import SHARED_COST, Bin, Bins, LayerTime, deal
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, LayerTime, deal
 from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
@@ -96,7 +96,7 @@ def dealt(
 ) -> DealtWorkload:
     """A step as a strategy computes it.
 
-    * ``balanced``: documents dealt by time (schedule/balance.py), long ones over sets of ``ranks`` where that gains.
+    * ``balanced``: documents dealt by time (dealing/balance.py), long ones over sets of ``ranks`` where that gains.
     * ``tokens``: the same by tokens, as if documents took as long as others of equally many tokens together.
     * ``in turn``: bins are filled one after the other with what fits first, and dealt in turn.
     * ``node``: likewise, and all ranks of a node compute every bin together.

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.plan.pipelines import hops
+from tawpipe.orders.fitting import heuristics
+from tawpipe.plan.search.pipelines import hops
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.search.fitting import heuristics
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
@@ -85,7 +85,7 @@ FITTED = {
     "zero-bubble-fitted": ("zero-bubble", "zero-bubble-offload"),
 }
 """Row -> fixed ways of a pipeline to stay within the workload's ``room``, of which it is the fastest, see
-schedule/pipelines/search/fitting.py.
+orders/fitting.py.
 """
 RIVAL_OF = {"1f1b": "1f1b", "interleaved-1f1b": "interleaved-1f1b", "zero-bubble": "zbv"}
 """Strategy with a published order -> the rival whose stages it has."""
@@ -328,7 +328,7 @@ def found_for(
         costs = replace(costs, **hops(positions, work.activation_bytes, costs.blocks, between=between, inside=INSIDE))
     count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
     if name == "generated" and ":" not in knobs.get("stages", ""):
-        from tawpipe.schedule.pipelines.search.generate import generate
+        from tawpipe.orders.generate import generate
 
         usual = {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
         if not isinstance(workload, LengthsWorkload) or between is None:
@@ -339,7 +339,7 @@ def found_for(
         return times
     layout = strategy.layout_of(workload_model(work), positions)
     if name == "solved":
-        from tawpipe.schedule.pipelines.search.solve import solve
+        from tawpipe.orders.solver.solve import solve
 
         return {"order": str(solve(layout, costs, count, seconds=SOLVER_S, workers=2).order), **times}
     fitting = heuristics(layout, costs, count)

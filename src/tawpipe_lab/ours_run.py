@@ -18,14 +18,14 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.executor import Executor
-from tawpipe.runtime.home_actions import Optimizers, UpdateRule
-from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.step_input import StepInput
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.homes.home_actions import Optimizers, UpdateRule
+from tawpipe.runtime.homes.optimizer import adamw
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.transport.transport import Transport
+from tawpipe.runtime.watch.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.serving import HAND_S, PassCost, ServeRequest, ServeWay, lap_seconds
-from tawpipe.runtime.engine import no_homes
+from tawpipe.plan.machine.machine import uniform
+from tawpipe.runtime.compute.step_input import LapInput
 from tawpipe.runtime.executor import Executor
-from tawpipe.runtime.step_input import LapInput
-from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
 from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.serving.engine import no_homes
+from tawpipe.serving.planner import HAND_S, PassCost, ServeRequest, ServeWay, lap_seconds
 from tawpipe.simulate import LinkModel
 from tawpipe.simulate.cost_model import ID_BYTES
 from tawpipe.topology import Topology

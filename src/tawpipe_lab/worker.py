@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tawpipe.errors import UserError
 from tawpipe.topology import Topology
-from tawpipe.train.metrics import peak_memory_bytes
+from tawpipe.train.saying.metrics import peak_memory_bytes
 from tawpipe_lab import ours
 from tawpipe_lab.cluster.cluster import own_traffic
 from tawpipe_lab.contender import Contender, Maker

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
+from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.topology import Topology
 
 

@@ -16,7 +16,7 @@ import torch
 import tawpipe
 from gpu import checks, coding, common, ranks, steps
 from tawpipe.prove.checks import CHECKS
-from tawpipe.runtime import exact
+from tawpipe.runtime.transport import exact
 from tawpipe.schedule.strategies.table import strategies
 
 FOLDER = Path(common.__file__).parent

@@ -11,7 +11,7 @@ import hunt
 import hunt_text
 import hunt_training
 import plans
-import tawpipe.data.render
+import tawpipe.data.chats.render
 from pool import WorkerPool
 
 
@@ -46,7 +46,7 @@ def test_steps_of_few_rows_with_homes_in_the_host_are_drawn():
 
 
 def test_a_column_that_holds_nothing_and_counts_is_found(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(tawpipe.data.render, "EMPTY", ())
+    monkeypatch.setattr(tawpipe.data.chats.render, "EMPTY", ())
     assert hunt.main(["--only", "data", "--seed", "1", "--first"]) == 1
     said = capsys.readouterr().out
     again = said.partition('ARGS="')[2].partition('"')[0].split()

@@ -26,7 +26,7 @@ from tawpipe.checkpoint.store import Memory
 from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import WeightSource
 from tawpipe.runtime.world import World

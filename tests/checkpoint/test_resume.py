@@ -17,10 +17,10 @@ from tawpipe.checkpoint.names import MARKER, complete_states, file_name, passed_
 from tawpipe.checkpoint.resume import Mark, ResumePoint, choose, find, newest
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import UserError
-from tawpipe.runtime.faults import flip_a_bit
+from tawpipe.runtime.watch.faults import flip_a_bit
 from tawpipe.runtime.world import World
-from tawpipe.train.config import TrainConfig, load_config
 from tawpipe.train.run import open_stores
+from tawpipe.train.settings.config import TrainConfig, load_config
 
 TOTAL = 5
 SMALL: dict[str, Any] = {"strategy": "tawpipe-spread", "layers": 2}

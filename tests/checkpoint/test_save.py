@@ -16,7 +16,7 @@ from tawpipe.checkpoint.names import MARKER
 from tawpipe.checkpoint.save import Saving, stage
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import RunError
-from tawpipe.runtime.faults import Fault, Injector
+from tawpipe.runtime.watch.faults import Fault, Injector
 
 
 def weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:

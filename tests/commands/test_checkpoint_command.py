@@ -11,7 +11,7 @@ from tawpipe.checkpoint.names import MARKER, file_name
 from tawpipe.cli import main
 from tawpipe.commands.checkpoint import problem_of, run
 from tawpipe.errors import UserError
-from tawpipe.runtime.faults import flip_a_bit
+from tawpipe.runtime.watch.faults import flip_a_bit
 
 
 @pytest.fixture

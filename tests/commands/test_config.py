@@ -18,8 +18,8 @@ from tawpipe.cli import COMMANDS, main
 from tawpipe.errors import UserError
 from tawpipe.options import describe
 from tawpipe.options.names import option_of
-from tawpipe.train.config import TrainConfig, config_text, load_config, train_options, with_output_named
-from tawpipe.train.names import LEADING
+from tawpipe.train.settings.config import TrainConfig, config_text, load_config, train_options, with_output_named
+from tawpipe.train.settings.names import LEADING
 
 CONTRACT = ["model", "data", "tokenizer", "nodes", "nproc", "sequence-length", "global-batch", "micro-batch"]
 CONTRACT += ["steps", "seed", "dtype", "learning-rate", "output", "resume"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tawpipe.cli import main
-from tawpipe.plan.machine import Machine
-from tawpipe.plan.would_fit import WouldFit
+from tawpipe.plan.answer.would_fit import WouldFit
+from tawpipe.plan.machine.machine import Machine
 from tawpipe.runtime.world import World
 from tawpipe.train import dry_run, memory
 

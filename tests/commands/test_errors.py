@@ -14,9 +14,9 @@ import pytest
 from tawpipe.cli import main
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch.gpus import Gpu
-from tawpipe.train.checks import validate
-from tawpipe.train.config import TrainConfig, load_config, train_options
-from tawpipe.train.names import ELSEWHERE
+from tawpipe.train.settings.checks import validate
+from tawpipe.train.settings.config import TrainConfig, load_config, train_options
+from tawpipe.train.settings.names import ELSEWHERE
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
 

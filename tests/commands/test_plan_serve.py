@@ -11,9 +11,9 @@ from transformers import GPT2Config
 from tawpipe.cli import main
 from tawpipe.commands.plan_serve import request_for
 from tawpipe.commands.plan_words import parse, plan_parser
-from tawpipe.model.lowbit import FewBitsLinear
-from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.serving import ServePlan, ServeRequest
+from tawpipe.model.bits.lowbit import FewBitsLinear
+from tawpipe.plan.machine.machine import Device, uniform
+from tawpipe.serving.planner import ServePlan, ServeRequest
 from tawpipe.simulate import LinkModel
 
 WORDS = ["plan", "--serve", "--model", "llama-8b", "--device-name", "H100", "--users", "64", "--context", "4096"]

@@ -19,12 +19,12 @@ from tawpipe.cli import main
 from tawpipe.commands.plan import _vocabulary
 from tawpipe.commands.plan_words import PlanWords, parse, plan_parser, schedule_of
 from tawpipe.model.chain import Chain
-from tawpipe.plan import measure
-from tawpipe.plan.machine import Device
-from tawpipe.plan.profile import Profile, estimate
+from tawpipe.plan.cost import measure
+from tawpipe.plan.cost.profile import Profile, estimate
+from tawpipe.plan.machine.machine import Device
 from tawpipe.train import dry_run
-from tawpipe.train.config import load_config
-from tawpipe.train.words import PARTS, gib
+from tawpipe.train.saying.words import PARTS, gib
+from tawpipe.train.settings.config import load_config
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
 RUN: dict[str, Any] = {
@@ -198,7 +198,7 @@ def test_links_are_measured_before_a_process_takes_a_device(monkeypatch) -> None
     come too late.
     """
     monkeypatch.setattr("tawpipe.runtime.world.pick_device", lambda *_: pytest.fail("too early"))
-    monkeypatch.setattr("tawpipe.plan.doctor.probe_machine", lambda _: None)
+    monkeypatch.setattr("tawpipe.plan.machine.doctor.probe_machine", lambda _: None)
     assert main(["plan", "--config", "run.yaml", "--topology", "probe"]) == 0
 
 

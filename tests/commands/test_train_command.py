@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tawpipe.cli import main
-from tawpipe.train.config import TrainConfig, load_config
+from tawpipe.train.settings.config import TrainConfig, load_config
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TAWPIPE_LOCAL_LAUNCHER")
 

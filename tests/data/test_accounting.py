@@ -13,18 +13,18 @@ import pytest
 
 from chats import with_own
 from found_files import find_files
-from tawpipe.data.columns import Columns
-from tawpipe.data.hub import opened
+from tawpipe.data.chats.columns import Columns
+from tawpipe.data.chats.render import AS_CHAT, Document, Renderer
 from tawpipe.data.prepare import prepare_data
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import AS_CHAT, Document, Renderer
+from tawpipe.data.reading.hub import opened
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import find_sets
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_sets
 from tawpipe.data.tokenised import TokenisedText
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
-from tawpipe.train.config import load_config
+from tawpipe.train.settings.config import load_config
 
 ASK, SAID = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
 CHAT = [ASK, SAID]

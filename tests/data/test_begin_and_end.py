@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from letters import END, letters
-from tawpipe.data.chat import ChatRenderer
+from tawpipe.data.chats.chat import ChatRenderer
 from tawpipe.data.encode import Encoder
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData

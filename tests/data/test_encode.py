@@ -6,8 +6,8 @@ from transformers import AddedToken
 
 from chat_families import FAMILIES, TRAINED
 from letters import letters
+from tawpipe.data.chats.render import ChatText, Document
 from tawpipe.data.encode import Encoder
-from tawpipe.data.render import ChatText, Document
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])

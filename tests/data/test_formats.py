@@ -18,19 +18,19 @@ from transformers import AddedToken
 
 from chats import learned, tokens_of, with_own
 from found_files import find_files
-from tawpipe.data.chat import with_template
-from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.chats.chat import with_template
+from tawpipe.data.chats.columns import Columns, RawRow
+from tawpipe.data.chats.render import Renderer
 from tawpipe.data.encode import Encoder
-from tawpipe.data.hub import load
 from tawpipe.data.prepare import prepare_data
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import Renderer
+from tawpipe.data.reading.hub import load
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import find_sets
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_sets
 from tawpipe.data.tokenizer import sample_texts, train_tokenizer
 from tawpipe.errors import UserError
-from tawpipe.train.config import load_config
+from tawpipe.train.settings.config import load_config
 
 CHAT = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
 SHAREGPT = [{"from": "human", "value": "Two and two?"}, {"from": "gpt", "value": "Four."}]

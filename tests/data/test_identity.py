@@ -16,13 +16,13 @@ from chat_families import TRAINED
 from chats import with_own
 from found_files import find_files
 from letters import letters
-from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.chats.columns import Columns, RawRow
+from tawpipe.data.chats.render import Document, Renderer
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData, changed_parts
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import BLOCK_BYTES, BLOCKS, stamps
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import BLOCK_BYTES, BLOCKS, stamps
 
 DATED = (
     "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from chat_families import byte_level
-from tawpipe.data.columns import Columns, RawRow
-from tawpipe.data.forms import lacking, thought_and_words
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.chats.columns import Columns, RawRow
+from tawpipe.data.chats.forms import lacking, thought_and_words
+from tawpipe.data.chats.render import Document, Renderer
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import Answers
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from chat_families import byte_level
+from tawpipe.data.chats.turns import TOO_LONG
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.turns import TOO_LONG
 from tawpipe.errors import UserError
 
 KEEPS = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tawpipe.data.messages import KNOWN_ROLES, ROLES, Malformed, read_messages, read_tools
+from tawpipe.data.chats.messages import KNOWN_ROLES, ROLES, Malformed, read_messages, read_tools
 
 PLAIN = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}

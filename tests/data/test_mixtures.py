@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import tawpipe.data.mixture
 from tawpipe.data.corpus import in_shares
-from tawpipe.data.hub import load
 from tawpipe.data.mixture import Mixture
 from tawpipe.data.prepare import prepare_data
+from tawpipe.data.reading.hub import load
 from tawpipe.data.report import SetSize, too_small
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.data.settings import DataSettings

@@ -12,10 +12,10 @@ import pandas
 import pytest
 
 from found_files import find_files
-from tawpipe.data.hub import load, opened
 from tawpipe.data.prepare import prepare_data
+from tawpipe.data.reading.hub import load, opened
+from tawpipe.data.reading.sources import find_sets
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import find_sets
 from tawpipe.errors import UserError
 
 

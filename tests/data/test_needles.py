@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tawpipe.data.chat import ChatText
+from tawpipe.data.chats.chat import ChatText
+from tawpipe.data.chats.render import Document
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.needles import Needles
-from tawpipe.data.render import Document
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.rows import PackedDataset
 from tawpipe.data.tokenizer import train_tokenizer

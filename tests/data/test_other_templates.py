@@ -22,8 +22,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat_families import byte_level
 from chat_shapes import SHAPES
-from tawpipe.data.chat import Chat, ChatRenderer
-from tawpipe.data.messages import Malformed
+from tawpipe.data.chats.chat import Chat, ChatRenderer
+from tawpipe.data.chats.messages import Malformed
 
 LEFT_OUT = Path(__file__).with_name("answers_left_out.json")
 MARKERS = re.compile(

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from found_files import find_files
-from tawpipe.data.cache import MARKER, is_complete, leader_first, make_folder
 from tawpipe.data.corpus import split_documents
-from tawpipe.data.lengths import Dealing
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import changed_parts
-from tawpipe.data.read import RowReader
+from tawpipe.data.reading.cache import MARKER, is_complete, leader_first, make_folder
+from tawpipe.data.reading.read import RowReader
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.data.settings import DataSettings
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenizer import check_vocabulary, sample_texts, tokenizer_hash, train_tokenizer
+from tawpipe.dealing.balance import LayerKind, LayerTime
+from tawpipe.dealing.lengths import Dealing
 from tawpipe.errors import RunError, UserError
-from tawpipe.schedule.balance import LayerKind, LayerTime
 
 WORDS = ["a", "rank", "sends", "the", "weights", "of", "its", "layers", "and", "keeps", "what", "they", "computed"]
 

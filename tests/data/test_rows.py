@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from chats import documents_of, encoded
 from found_files import find_files
-from tawpipe.data.chat import ChatText
-from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.chats.chat import ChatText
+from tawpipe.data.chats.columns import Columns, RawRow
+from tawpipe.data.chats.render import Document, Renderer
 from tawpipe.data.encode import PART_CHARACTERS, Encoder, split_text
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.reading.read import RowReader
 from tawpipe.data.report import Skipped
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError

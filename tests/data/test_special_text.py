@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from letters import letters
+from tawpipe.data.chats.special import BREAK
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.special import BREAK
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from found_files import find_files
-from tawpipe.data.columns import RawRow
-from tawpipe.data.read import RowReader
+from tawpipe.data.chats.columns import RawRow
+from tawpipe.data.reading.read import RowReader
 from tawpipe.data.report import Skipped
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from chat_families import FAMILIES, byte_level
 from chats import documents_of, encoded, learned
-from tawpipe.data.columns import RawRow
+from tawpipe.data.chats.columns import RawRow
+from tawpipe.data.chats.render import Renderer
 from tawpipe.data.encode import Encoder
-from tawpipe.data.render import Renderer
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))

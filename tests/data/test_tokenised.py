@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from found_files import find_files
+from tawpipe.data.reading.sources import stamps
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import stamps
 from tawpipe.data.tokenised import TokenisedText
 from tawpipe.errors import UserError
 

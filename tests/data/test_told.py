@@ -8,9 +8,9 @@ import pytest
 from tokenizers import processors
 
 from chat_families import byte_level
-from tawpipe.data.lengths import LengthLimits
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
+from tawpipe.dealing.lengths import LengthLimits
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '<|end|>' }}{% endfor %}"

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from chats import learned
-from tawpipe.data.columns import Columns, RawRow
-from tawpipe.data.render import Renderer
+from tawpipe.data.chats.columns import Columns, RawRow
+from tawpipe.data.chats.render import Renderer
 from tawpipe.data.report import Skipped
 from tawpipe.data.tokenizer import train_tokenizer
 

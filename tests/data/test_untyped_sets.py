@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tawpipe.data import hub
-from tawpipe.data.columns import RawRow
-from tawpipe.data.hub import opened
-from tawpipe.data.read import RowReader
-from tawpipe.data.sources import find_sets
+from tawpipe.data.chats.columns import RawRow
+from tawpipe.data.reading import hub
+from tawpipe.data.reading.hub import opened
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import find_sets
 
 WORDS = ["007", "NA", "1e5", "True", "", "1.50", "2020-01-01", "N/A", " x ", 'say "no"', "12345678901234567890", "null"]
 OBJECTS = [
@@ -131,6 +131,8 @@ def test_a_file_at_the_hub_is_downloaded_or_streamed_by_its_name(tmp_path, monke
             return place
 
     monkeypatch.setattr("huggingface_hub.HfFileSystem", System)
-    monkeypatch.setattr("tawpipe.data.read._stored", lambda path: (tmp_path / "set" / Path(path).name).open("rb"))
+    monkeypatch.setattr(
+        "tawpipe.data.reading.read._stored", lambda path: (tmp_path / "set" / Path(path).name).open("rb")
+    )
     assert rows_of("hf:org/name", streaming) == [{"prompt": "q0", "completion": "NA"}]
     assert bool(downloads) != streaming

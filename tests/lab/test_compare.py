@@ -19,9 +19,9 @@ from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.table import find, strategies
-from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab import ours

@@ -11,7 +11,7 @@ import pytest
 
 from selected import quick_ones
 from tawpipe.errors import UserError
-from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline

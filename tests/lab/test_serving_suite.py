@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe.plan.serving import HAND_S
 from tawpipe.runtime.world import World
+from tawpipe.serving.planner import HAND_S
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab.compare import _served, bounds_of, link_of

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab import ours

@@ -348,7 +348,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path, monkeypatch: p
 
 
 def test_names_of_presets_are_known_without_torch() -> None:
-    from tawpipe.model.build import PRESETS
+    from tawpipe.model.files.build import PRESETS
     from tawpipe.model.settings import PRESET_NAMES
 
     assert tuple(PRESETS) == PRESET_NAMES

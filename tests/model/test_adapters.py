@@ -18,13 +18,20 @@ from borders import rows_of
 from model_families import family_config, keep_fp64, real_model
 from pipelines import make_pipeline
 from tawpipe.errors import UserError
-from tawpipe.model.adapters import adapter_facts, adapter_words, check_adapter, freeze, other_base_words, with_adapter
-from tawpipe.model.build import NO_ADAPTER, BuiltModel, build_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.merged import refuse_unmergeable
+from tawpipe.model.files.adapters import (
+    adapter_facts,
+    adapter_words,
+    check_adapter,
+    freeze,
+    other_base_words,
+    with_adapter,
+)
+from tawpipe.model.files.build import NO_ADAPTER, BuiltModel, build_model
+from tawpipe.model.files.merged import refuse_unmergeable
 from tawpipe.model.settings import LoraSettings
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.homes.optimizer import adamw
 
 peft = pytest.importorskip("peft")
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.model import kernels
-from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.kernels import Documents
 from tawpipe.runtime.peak import peaks
 
@@ -149,7 +149,7 @@ def test_outside_of_a_chain_the_implementation_says_what_it_needs():
 MEMORY = """
 import torch
 from torch import nn
-from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.kernels import Documents
 torch.set_num_threads(1)
 

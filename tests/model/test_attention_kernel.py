@@ -11,10 +11,11 @@ import torch.nn.attention as library
 from torch import nn
 from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig
 
-from tawpipe.model import attention_kernel, kernels
-from tawpipe.model.attention import PackedMask, packed_attention
-from tawpipe.model.attention_kernel import Offer, activate_flash, choose_kernel
-from tawpipe.model.attention_kernel import attention_kernel as named
+from tawpipe.model import kernels
+from tawpipe.model.attention import attention_kernel
+from tawpipe.model.attention.attention import PackedMask, packed_attention
+from tawpipe.model.attention.attention_kernel import Offer, activate_flash, choose_kernel
+from tawpipe.model.attention.attention_kernel import attention_kernel as named
 from tawpipe.model.kernels import Documents
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

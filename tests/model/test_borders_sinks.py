@@ -16,7 +16,7 @@ from borders import (
 )
 from model_families import family_config, real_model
 from selected import quick_ones
-from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.kernels import Documents
 
 

@@ -14,7 +14,7 @@ from family_configs import tiny_config
 from model_families import Holder, meta_model
 from selected import quick_ones
 from tawpipe.errors import UserError
-from tawpipe.model.attention import PackedMask
+from tawpipe.model.attention.attention import PackedMask
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall

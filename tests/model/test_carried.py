@@ -18,15 +18,15 @@ from every_family import micro_batches
 from family_configs import tiny_config
 from model_families import family_config, real_model
 from tawpipe.data.tokenizer import train_tokenizer
-from tawpipe.model.build import build_model
-from tawpipe.model.carried import TEXTS, tokenizers_agree
 from tawpipe.model.chain import Chain
-from tawpipe.model.export import carry, export_hugging_face
-from tawpipe.model.exported import differences
-from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.files.build import build_model
+from tawpipe.model.files.carried import TEXTS, tokenizers_agree
+from tawpipe.model.files.export import carry, export_hugging_face
+from tawpipe.model.files.exported import differences
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.settings import RopeSettings
 from tawpipe.pipeline.batches import LocalBatch
-from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.homes.optimizer import adamw
 
 OLDER = ("llama", "qwen2", "mistral", "phi3", "gpt_neox")
 """Families whose config.json is rewritten as transformers 4 wrote it."""

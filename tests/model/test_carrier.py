@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tawpipe.model.carrier import Carrier, cache_argument
-from tawpipe.model.find_mixers import Mixing, mixing_of
+from tawpipe.model.mixers.carrier import Carrier, cache_argument
+from tawpipe.model.mixers.find_mixers import Mixing, mixing_of
 from tawpipe.model.stubs import LayerCall
 
 

@@ -31,8 +31,8 @@ from model_families import (
 )
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.export import export_hugging_face
-from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.files.export import export_hugging_face
+from tawpipe.model.files.pretrained import SafetensorsSource
 
 LENGTHS = ((7, 1, 12), (20,), (3, 9, 8))
 

@@ -15,7 +15,8 @@ from cuda_kernels import read_by_address
 from model_families import family_config, keep_fp64, real_model
 from selected import quick_ones
 from tawpipe.errors import RunError, UserError
-from tawpipe.model import chunked, flash, kernels
+from tawpipe.model import flash, kernels
+from tawpipe.model.attention import chunked
 
 FAMILIES = ["qwen3", "gemma2", "gemma3", "mistral", "granite", "cohere", "gpt_oss", "qwen3_moe", "deepseek_v3", "gpt2"]
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]

@@ -19,15 +19,15 @@ from transformers import (
 
 from served_families import ALONE
 from tawpipe.errors import UserError
+from tawpipe.model.bits.compressed import packed, unpacked
+from tawpipe.model.bits.lowbit import FewBitsLinear, dequantise_rows, quantise_rows
 from tawpipe.model.chain import Chain
-from tawpipe.model.compressed import packed, unpacked
-from tawpipe.model.export import export_hugging_face
-from tawpipe.model.lowbit import FewBitsLinear, dequantise_rows, quantise_rows
-from tawpipe.model.pretrained import SafetensorsSource
-from tawpipe.model.serving import form_there
-from tawpipe.runtime.engine import load_engine
-from tawpipe.runtime.passes import Drawn, Room, Sampling
-from tawpipe.runtime.requests import Question, Slots
+from tawpipe.model.files.export import export_hugging_face
+from tawpipe.model.files.pretrained import SafetensorsSource
+from tawpipe.serving.engine import load_engine
+from tawpipe.serving.held import form_there
+from tawpipe.serving.passes import Drawn, Room, Sampling
+from tawpipe.serving.requests import Question, Slots
 
 SHAPE = {
     "vocab_size": 300,

@@ -13,12 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from borders import LENGTH, llama, packed, piped, right_or_refused, rows_of
 from model_families import family_config, keep_fp64, real_model
-from tawpipe.model import chunked, flash
-from tawpipe.model.attention import PackedMask, packed_attention
-from tawpipe.model.attention_kernel import Offer
-from tawpipe.model.chunked import Chunk, ChunkQueries, KeyStore, _parts, attend
+from tawpipe.model import flash
+from tawpipe.model.attention import chunked
+from tawpipe.model.attention.attention import PackedMask, packed_attention
+from tawpipe.model.attention.attention_kernel import Offer
+from tawpipe.model.attention.chunked import Chunk, ChunkQueries, KeyStore, _parts, attend
 from tawpipe.model.kernels import AttentionOptions, Documents, SlicedScores
-from tawpipe.runtime.recompute import keep_attention
+from tawpipe.runtime.compute.recompute import keep_attention
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
 FLASH = ["qwen3", "gemma3", "mistral", "gpt_oss", "deepseek_v3"]

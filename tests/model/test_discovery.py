@@ -14,11 +14,11 @@ from family_configs import tiny_config
 from model_families import LAYERS, family_config, meta_model
 from tawpipe.errors import UserError
 from tawpipe.model.buffers import materialize_buffers, owners, persistent_buffers, poison, poisoned
-from tawpipe.model.discovery import discover, embedding_width, kind_of
-from tawpipe.model.first_call import ValuesBefore, first_call
+from tawpipe.model.discovery.discovery import discover, embedding_width, kind_of
+from tawpipe.model.discovery.first_call import ValuesBefore, first_call
+from tawpipe.model.discovery.watch import Counting, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
 from tawpipe.model.shapes import head_size, num_heads, setting_of
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape
-from tawpipe.model.watch import Counting, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
 
 # the whole model
 

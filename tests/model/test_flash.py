@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tawpipe.model import flash
-from tawpipe.model.chunked import ChunkQueries, _parts
+from tawpipe.model.attention.chunked import ChunkQueries, _parts
 from tawpipe.model.kernels import AttentionOptions, explicit_gradients, explicit_scores
 
 WINDOWS, THREADS = (None, 2, 5, 6, 11, 40), (1, 2, 4, 64, "CUDA")

@@ -19,9 +19,9 @@ from family_configs import tiny_config
 from model_families import family_config, real_model
 from tawpipe.data.tokenizer import load_tokenizer, train_tokenizer
 from tawpipe.errors import UserError
-from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import SafetensorsSource, count_files, stored_dtype, stored_dtypes
+from tawpipe.model.files.build import BuiltModel, build_model, resolve_model
+from tawpipe.model.files.pretrained import SafetensorsSource, count_files, stored_dtype, stored_dtypes
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMMIT = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"

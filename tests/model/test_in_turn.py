@@ -23,14 +23,14 @@ from family_configs import tiny_config
 from model_families import family_config, meta_model, real_model
 from tawpipe import Pipeline
 from tawpipe.errors import UserError
-from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
-from tawpipe.model.in_turn import Groups
 from tawpipe.model.kernels import Documents
+from tawpipe.model.mixers.in_turn import Groups
 from tawpipe.model.refuse import ApartError
-from tawpipe.plan.plan_file import _block_cost, _cost
-from tawpipe.plan.profile import measure
+from tawpipe.plan.cost.profile import measure
+from tawpipe.plan.search.plan_file import _block_cost, _cost
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import BlockCost, Seconds, size_of
 

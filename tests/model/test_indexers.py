@@ -15,13 +15,13 @@ from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
 from tawpipe import Pipeline
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model
+from tawpipe.model.attention.indexers import Indexer, freeze_indexers
 from tawpipe.model.chain import Chain
-from tawpipe.model.indexers import Indexer, freeze_indexers
-from tawpipe.model.missing import fallen_back, kernel_packages, mixer_words
-from tawpipe.plan import memory
-from tawpipe.plan.memory import LEAST_CHUNK, estimate_memory
-from tawpipe.plan.profile import measure
+from tawpipe.model.files.build import build_model
+from tawpipe.model.files.missing import fallen_back, kernel_packages, mixer_words
+from tawpipe.plan.cost import memory
+from tawpipe.plan.cost.memory import LEAST_CHUNK, estimate_memory
+from tawpipe.plan.cost.profile import measure
 from tawpipe.schedule.settings import ScheduleSettings
 
 SPARSE = "deepseek_v32", "axk2", "dots3_note_text", "deepseek_v4", "qwen4_exp_text", "minimax_m3_vl_text"

@@ -9,12 +9,12 @@ import torch
 
 from served_families import plain_model, staying
 from tawpipe.errors import UserError
+from tawpipe.model.bits.lowbit import FEW, FewBitsLinear, dequantise_rows, quantise_rows
 from tawpipe.model.chain import Chain
-from tawpipe.model.lowbit import FEW, FewBitsLinear, dequantise_rows, quantise_rows
-from tawpipe.model.serving import WeightBytes, hold_weights
 from tawpipe.model.weights import ModuleSource
-from tawpipe.runtime.engine import Engine
-from tawpipe.runtime.passes import Pass, Room, Row, Sampling
+from tawpipe.serving.engine import Engine
+from tawpipe.serving.held import WeightBytes, hold_weights
+from tawpipe.serving.passes import Pass, Room, Row, Sampling
 
 FORMS = ("w4", "int8")
 

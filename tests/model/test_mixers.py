@@ -25,10 +25,10 @@ from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
 from tawpipe import Pipeline
 from tawpipe.errors import UserError
+from tawpipe.model.attention.chunked import Chunk, KeyStore
 from tawpipe.model.chain import Chain
-from tawpipe.model.chunked import Chunk, KeyStore
 from tawpipe.model.kernels import Documents
-from tawpipe.model.mixers import Mixer, RowCall, check_apart, make_mixer
+from tawpipe.model.mixers.mixers import Mixer, RowCall, check_apart, make_mixer
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.refuse import refuse_cut_rows
 from tawpipe.schedule.settings import ScheduleSettings

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from cases import from_bits
 from tawpipe.errors import UserError
-from tawpipe.model import quantized
+from tawpipe.model.bits import quantized
+from tawpipe.model.bits.quantized import CELLS, NF4, dequantise, matrices_of, passing_bytes, quantise
 from tawpipe.model.chain import Chain
-from tawpipe.model.quantized import CELLS, NF4, dequantise, matrices_of, passing_bytes, quantise
 from tawpipe.model.units import Packing, ParameterSlot
 from tawpipe.runtime.peak import peaks
 

@@ -20,8 +20,8 @@ from model_families import family_config, meta_model
 from selected import quick_ones
 from tawpipe.model.chain import Chain
 from tawpipe.model.roles import MATRIX, TABLE, VECTOR, roles_of
-from tawpipe.runtime.optimizer import whole_matrices
-from tawpipe.runtime.unit_optimizers import options_of
+from tawpipe.runtime.homes.optimizer import whole_matrices
+from tawpipe.runtime.homes.unit_optimizers import options_of
 
 LISTED: dict[str, dict[str, list[str]]] = yaml.safe_load(Path(__file__).with_name("decay_differences.yaml").read_text())
 QUICK = ("gpt_oss", "cohere", "mamba", "zamba", "recurrent_gemma", "ernie4_5_moe", "xlnet", "deepseek_v4", "dbrx")

@@ -22,7 +22,7 @@ from borders import assert_same, packed, plain_numbers, right_or_refused, sgd
 from model_families import family_config, keep_fp64, real_model
 from pipelines import make_pipeline
 from tawpipe.errors import UserError
-from tawpipe.model.build import PRESETS, build_model
+from tawpipe.model.files.build import PRESETS, build_model
 from tawpipe.model.rope import refuse_other_rope, rope_of
 from tawpipe.model.settings import RopeSettings
 

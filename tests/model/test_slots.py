@@ -14,12 +14,12 @@ from family_configs import families, tiny_config
 from selected import quick_ones
 from served_families import CHUNK, Joining, generated, plain_model, served, staying, wanted
 from tawpipe.errors import UserError
+from tawpipe.model.attention.slots import SlotCache, SlotTokens, attend
 from tawpipe.model.chain import Chain
 from tawpipe.model.kernels import AttentionOptions
-from tawpipe.model.serving import longest_context, refuse_serving
-from tawpipe.model.slots import SlotCache, SlotTokens, attend
-from tawpipe.runtime.engine import Engine
-from tawpipe.runtime.passes import Pass, Room, Row, Sampling
+from tawpipe.serving.engine import Engine
+from tawpipe.serving.held import longest_context, refuse_serving
+from tawpipe.serving.passes import Pass, Room, Row, Sampling
 
 QUICK = ("llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "roberta", "mamba", "bloom", "llama4_text")
 """Windows, sinks, latent keys, positions of its own; and three that are refused."""

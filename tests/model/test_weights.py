@@ -19,10 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from model_families import FAMILIES, MORE_FAMILIES, family_config, meta_model, real_model
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.build import PRESETS, build_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.export import export_hugging_face
-from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.files.build import PRESETS, build_model
+from tawpipe.model.files.export import export_hugging_face
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.weights import InitSource, ModuleSource
 
 

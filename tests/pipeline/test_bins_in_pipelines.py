@@ -9,12 +9,12 @@ import torch
 
 from borders import llama, piped
 from schedules import llama as sizes
+from tawpipe.dealing.balance import BinsForm
 from tawpipe.errors import UserError
-from tawpipe.model.chunked import KeyStore
+from tawpipe.model.attention.chunked import KeyStore
 from tawpipe.pipeline.schedules import CUT_KEPT, Schedules
-from tawpipe.runtime.sliced import HandedOn
+from tawpipe.runtime.compute.sliced import HandedOn
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.topology import Topology
 

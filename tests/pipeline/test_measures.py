@@ -13,7 +13,7 @@ from borders import llama, packed, piped, rows_of, token_sum
 from model_families import keep_fp64
 from positions import EDGES, LENGTHS, answers, asked_rows, by_position
 from states import ALONE
-from tawpipe.runtime.measures import LossByPosition
+from tawpipe.runtime.compute.measures import LossByPosition
 
 
 @pytest.fixture(autouse=True)

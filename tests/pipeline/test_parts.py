@@ -14,6 +14,7 @@ import torch
 from cases import LENGTH, llama
 from states import BATCHES, make
 from tawpipe import Pipeline, RunError, UserError
+from tawpipe.dealing.balance import LayerTime
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import InitSource, ModuleSource
 from tawpipe.pipeline.batches import Deal, LocalBatch
@@ -25,8 +26,7 @@ from tawpipe.pipeline.sizes import widths_of
 from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
 from tawpipe.pipeline.wiring import first_values
-from tawpipe.runtime.limits import FACTOR
-from tawpipe.schedule.balance import LayerTime
+from tawpipe.runtime.watch.limits import FACTOR
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 
 FINE = {"told": False, "finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from schedules import llama
+from tawpipe.dealing.balance import BinsForm, LayerKind, LayerTime, deal
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import build_units
+from tawpipe.orders.fitting import one_by_one
 from tawpipe.pipeline.local_rows import NOTHING, rows_of
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.state import Parameters
-from tawpipe.runtime.optimizer import adamw, whole_matrices
-from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.homes.optimizer import adamw, whole_matrices
+from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import BinsForm, LayerKind, LayerTime, deal
-from tawpipe.schedule.pipelines.search.fitting import one_by_one
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings

@@ -7,7 +7,7 @@ import re
 from plan_requests import plan_request, search_only
 from states import ALONE, BATCHES
 from tawpipe import MicroBatch, Pipeline, RunError, StepResult
-from tawpipe.plan.plan import Plan
+from tawpipe.plan.search.plan import Plan
 from tawpipe.runtime.lanes import Failure
 
 

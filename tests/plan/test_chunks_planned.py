@@ -16,21 +16,21 @@ from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.plan import measure as measure_module
-from tawpipe.plan import memory
-from tawpipe.plan.bench import Bench
-from tawpipe.plan.feasible import FILES, fits, lacking, shortage, with_settings
-from tawpipe.plan.longest import NEAR, POSITIONS, PRECISION, _longest_of
-from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
-from tawpipe.plan.measure import Asked, machine_of
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import planned_settings, replay
-from tawpipe.plan.predict import memory_quickly, predict
-from tawpipe.plan.probe import probe_files
-from tawpipe.plan.profile import measure, size_of
-from tawpipe.plan.remedy import remedies
-from tawpipe.plan.request import CHUNKS, PlanRequest
-from tawpipe.plan.search import _best
+from tawpipe.plan.answer.longest import NEAR, POSITIONS, PRECISION, _longest_of
+from tawpipe.plan.answer.remedy import remedies
+from tawpipe.plan.cost import measure as measure_module
+from tawpipe.plan.cost import memory
+from tawpipe.plan.cost.bench import Bench
+from tawpipe.plan.cost.feasible import FILES, fits, lacking, shortage, with_settings
+from tawpipe.plan.cost.measure import Asked, machine_of
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.cost.profile import measure, size_of
+from tawpipe.plan.cost.request import CHUNKS, PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, machine_from, spell_machine, uniform
+from tawpipe.plan.machine.probe import probe_files
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import planned_settings, replay
+from tawpipe.plan.search.search import _best
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
@@ -282,7 +282,7 @@ def small() -> Chain:
 
 @pytest.mark.slow
 def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
-    for module in ("plan.memory", "model.chunked"):
+    for module in ("plan.cost.memory", "model.attention.chunked"):
         monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 256)
     whole = measure(small(), dtype=torch.float32, device=CPU, tokens=256, row=1024)
     assert not whole.in_chunks and not whole.memory.in_chunks
@@ -299,7 +299,7 @@ def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
 @pytest.mark.slow
 def test_what_rows_in_chunks_need_is_a_line_that_longer_rows_keep_to(monkeypatch):
     """The gradients that a kernel gives of one part of the past are gone before it looks at the next one."""
-    for module in ("plan.memory", "model.chunked"):
+    for module in ("plan.cost.memory", "model.attention.chunked"):
         monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 256)
     bench = Bench(small(), CPU, torch.float32, 256)
     lines = memory.measure_chunks(bench, 64)

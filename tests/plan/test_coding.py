@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from plan_requests import plan_request, profile, search_only, step_of
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
-from tawpipe.plan.coding import ELEMENTS, estimated, measured
-from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import Asked, request_of
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import memory_quickly, predict
-from tawpipe.plan.refine import codings
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.without_loss import without_loss
-from tawpipe.schedule.footprint import Widths
+from tawpipe.model.files.build import build_model
+from tawpipe.plan.answer.without_loss import without_loss
+from tawpipe.plan.cost.coding import ELEMENTS, estimated, measured
+from tawpipe.plan.cost.measure import Asked, request_of
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, uniform
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import record_of, request_from
+from tawpipe.plan.search.refine import codings
+from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import CodingTimes, LinkModel
 

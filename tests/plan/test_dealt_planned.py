@@ -11,20 +11,20 @@ import pytest
 
 from plan_requests import LAYERS, plan_request, profile
 from tawpipe.cli import main
+from tawpipe.dealing.balance import LayerKind, LayerTime
+from tawpipe.dealing.unbalanced import in_rows, in_turn
 from tawpipe.errors import UserError
-from tawpipe.plan.candidate import Candidate
-from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound
-from tawpipe.plan.dealt_words import as_json, lines, write_dealt_page
-from tawpipe.plan.lengths import Lengths, lengths_of
-from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import SavedPlan, record_of, request_from
-from tawpipe.plan.predict import predict
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.typical import typical_documents
-from tawpipe.schedule.balance import LayerKind, LayerTime
+from tawpipe.plan.answer.dealt import BALANCED, IN_TURN, ROWS, DealFound
+from tawpipe.plan.answer.dealt_words import as_json, lines, write_dealt_page
+from tawpipe.plan.answer.lengths import Lengths, lengths_of
+from tawpipe.plan.cost.predict import predict
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.cost.typical import typical_documents
+from tawpipe.plan.machine.machine import Device, uniform
+from tawpipe.plan.search.candidate import Candidate
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import SavedPlan, record_of, request_from
 from tawpipe.schedule.strategies.table import strategies
-from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
 
 FREE = LinkModel(1e12, shared=False)
@@ -129,7 +129,7 @@ def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> 
 
 
 def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tawpipe.plan import dealt as module
+    from tawpipe.plan.answer import dealt as module
 
     asked, bins = request(450), in_turn(corpus().step(20_000, 2), 4, 450, request(450).profile.work)
     step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
@@ -146,7 +146,7 @@ def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest
 @pytest.mark.parametrize(("strategy", "count"), [("1f1b", 1), ("1f1b", 7), ("tawpipe-spread", 2)])
 def test_a_step_of_few_documents_takes_as_long_as_played_whole(monkeypatch, strategy: str, count: int) -> None:
     """Most bins of its pipeline are empty, and rounds of empty ones alone say nothing about the others."""
-    from tawpipe.plan import dealt as module
+    from tawpipe.plan.answer import dealt as module
 
     asked = request(450)
     step = asked.step(replace(asked.settings, strategy=strategy, micro_batches_per_visit=1))

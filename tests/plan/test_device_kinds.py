@@ -11,21 +11,21 @@ import torch
 
 from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from schedules import llama
+from tawpipe.dealing.speeds import spell_speeds
 from tawpipe.errors import UserError
-from tawpipe.plan import doctor, probe, speeds
-from tawpipe.plan.devices import Device
-from tawpipe.plan.feasible import fits, shortage
-from tawpipe.plan.machine import Machine, load_machine, machine_from, save_machine
-from tawpipe.plan.measure import machine_of
-from tawpipe.plan.pipelines import pipeline_costs
-from tawpipe.plan.place import BY_MEMORY, find_homes, homes_by_memory
-from tawpipe.plan.plan_file import record_of, request_from, settings_of
-from tawpipe.plan.predict import bound_of, memory_quickly, predict
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
+from tawpipe.plan.cost.feasible import fits, shortage
+from tawpipe.plan.cost.measure import machine_of
+from tawpipe.plan.cost.predict import bound_of, memory_quickly, predict
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine import doctor, probe, speeds
+from tawpipe.plan.machine.devices import Device
+from tawpipe.plan.machine.machine import Machine, load_machine, machine_from, save_machine
+from tawpipe.plan.search.pipelines import pipeline_costs
+from tawpipe.plan.search.place import BY_MEMORY, find_homes, homes_by_memory
+from tawpipe.plan.search.plan_file import record_of, request_from, settings_of
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.settings import spell_homes
-from tawpipe.schedule.speeds import spell_speeds
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tawpipe.errors import RunError
-from tawpipe.plan import doctor
-from tawpipe.plan.doctor import probe_machine, software
-from tawpipe.plan.machine import Device, Machine, save_machine, uniform
-from tawpipe.plan.probe import Probe, Rates
-from tawpipe.runtime import host_memory
+from tawpipe.plan.machine import doctor
+from tawpipe.plan.machine.doctor import probe_machine, software
+from tawpipe.plan.machine.machine import Device, Machine, save_machine, uniform
+from tawpipe.plan.machine.probe import Probe, Rates
+from tawpipe.runtime.homes import host_memory
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology

@@ -6,8 +6,8 @@ import pytest
 
 from plan_requests import FEW, looking_at, plan_request
 from tawpipe.cli import main
-from tawpipe.plan.candidate import Outlook
-from tawpipe.plan.search import _behind
+from tawpipe.plan.search.candidate import Outlook
+from tawpipe.plan.search.search import _behind
 from tawpipe.schedule.strategies.groups import Grouped
 
 

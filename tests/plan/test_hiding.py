@@ -9,13 +9,13 @@ from transformers import LlamaConfig
 
 from model_requests import request_for
 from plan_requests import plan_request, step_of
-from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
-from tawpipe.plan.longest import Longest, LongestRow
-from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.measure import machine_of
-from tawpipe.plan.predict import predict
-from tawpipe.plan.profile import size_of
-from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.answer.longest import Longest, LongestRow
+from tawpipe.plan.cost.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
+from tawpipe.plan.cost.measure import machine_of
+from tawpipe.plan.cost.predict import predict
+from tawpipe.plan.cost.profile import size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, uniform
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 LLAMA_8B = LlamaConfig(

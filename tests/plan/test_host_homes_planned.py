@@ -17,15 +17,15 @@ from schedules import llama, make
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_host
-from tawpipe.plan import probe
-from tawpipe.plan.feasible import lacking, shortage
-from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.pipelines import pipeline_costs
-from tawpipe.plan.place import _Task
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import planned_settings
-from tawpipe.plan.predict import memory_quickly, predict, state_bytes
-from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.cost.feasible import lacking, shortage
+from tawpipe.plan.cost.predict import memory_quickly, predict, state_bytes
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine import probe
+from tawpipe.plan.machine.machine import Device, uniform
+from tawpipe.plan.search.pipelines import pipeline_costs
+from tawpipe.plan.search.place import _Task
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import planned_settings
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
@@ -295,7 +295,7 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("those_with_homes_in_hosts")
 def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tawpipe.plan.would_fit.SECONDS", 0.0)
+    monkeypatch.setattr("tawpipe.plan.answer.would_fit.SECONDS", 0.0)
     said = planned(
         capsys,
         tmp_path,

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from tawpipe.plan import pipelines
-from tawpipe.plan.machine import Device, Machine
-from tawpipe.plan.pipelines import changes
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import planned_settings
-from tawpipe.plan.predict import memory_quickly, predict
-from tawpipe.plan.profile import Profile, size_of
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import Candidate, with_settings
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.cost.profile import Profile, size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine
+from tawpipe.plan.search import pipelines
+from tawpipe.plan.search.pipelines import changes
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import planned_settings
+from tawpipe.plan.search.search import Candidate, with_settings
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.sizes.footprint import BlockMemory, Widths
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.transform import for_one_thread
@@ -79,7 +79,7 @@ def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
     plain = with_settings(request.step(ScheduleSettings(strategy="solved")))
     for one, solver, note in ((step, True, False), (step, False, True), (plain, True, True)):
         monkeypatch.setattr(pipelines, "has_solver", lambda solver=solver: solver)
-        monkeypatch.setattr("tawpipe.plan.plan.has_solver", lambda solver=solver: solver)
+        monkeypatch.setattr("tawpipe.plan.search.plan.has_solver", lambda solver=solver: solver)
         plan = Plan.of(request, [Candidate("solved", one, predict(request, one), True)])
         assert ("heuristic order" in "\n".join(plan.table())) is note
         lines = [line for line in plan.left_out() if "OR-tools is not installed (pip install" in line]

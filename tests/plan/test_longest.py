@@ -15,13 +15,13 @@ from transformers import GPT2Config, LlamaConfig, Qwen3_5TextConfig
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, step_of
 from tawpipe.cli import main
-from tawpipe.plan.feasible import DEVICE, HOST, LEAN, fits, lacking
-from tawpipe.plan.longest import NEAR, POSITIONS, SHORTEST, Longest, LongestRow, _longest_of, limit_of
-from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import machine_of
-from tawpipe.plan.predict import memory_quickly
-from tawpipe.plan.profile import size_of
-from tawpipe.plan.request import MOST_TOKENS, PlanRequest
+from tawpipe.plan.answer.longest import NEAR, POSITIONS, SHORTEST, Longest, LongestRow, _longest_of, limit_of
+from tawpipe.plan.cost.feasible import DEVICE, HOST, LEAN, fits, lacking
+from tawpipe.plan.cost.measure import machine_of
+from tawpipe.plan.cost.predict import memory_quickly
+from tawpipe.plan.cost.profile import size_of
+from tawpipe.plan.cost.request import MOST_TOKENS, PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, uniform
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.simulate import LinkModel

@@ -13,11 +13,11 @@ import torch
 
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.plan import probe as probe_module
-from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine, uniform
-from tawpipe.plan.measure import machine_of
-from tawpipe.plan.probe import loopback, tournament
-from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS
+from tawpipe.plan.cost.measure import machine_of
+from tawpipe.plan.machine import probe as probe_module
+from tawpipe.plan.machine.machine import Device, Machine, load_machine, machine_from, save_machine, uniform
+from tawpipe.plan.machine.probe import loopback, tournament
+from tawpipe.runtime.transport.transport import FAR_BLOCKS, NEAR_BLOCKS
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 

@@ -19,33 +19,34 @@ from plan_requests import LAYERS, plan_request, search_only, step_of
 from tawpipe import Pipeline
 from tawpipe.cli import main
 from tawpipe.errors import UserError
+from tawpipe.model.bits.quantized import passing_bytes
 from tawpipe.model.chain import Chain
-from tawpipe.model.quantized import passing_bytes
-from tawpipe.plan import measure as measure_module
-from tawpipe.plan import memory as memory_of_blocks
-from tawpipe.plan import profile, would_fit
-from tawpipe.plan.bench import Bench
-from tawpipe.plan.feasible import fits, shortage, with_settings
-from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
-from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, system_of
-from tawpipe.plan.memory import estimate_memory, measure_memory
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import BETWEEN_BLOCKS, PLAYED_ROUNDS, Needs, memory_of, memory_quickly, shortened
-from tawpipe.plan.remedy import remedies
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
+from tawpipe.plan.answer import would_fit
+from tawpipe.plan.answer.remedy import remedies
+from tawpipe.plan.cost import measure as measure_module
+from tawpipe.plan.cost import memory as memory_of_blocks
+from tawpipe.plan.cost import profile
+from tawpipe.plan.cost.bench import Bench
+from tawpipe.plan.cost.feasible import fits, shortage, with_settings
+from tawpipe.plan.cost.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, system_of
+from tawpipe.plan.cost.memory import estimate_memory, measure_memory
+from tawpipe.plan.cost.predict import BETWEEN_BLOCKS, PLAYED_ROUNDS, Needs, memory_of, memory_quickly, shortened
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, machine_from, spell_machine, uniform
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import record_of, request_from
+from tawpipe.plan.search.search import search
 from tawpipe.prove.models import alone
 from tawpipe.runtime import memory as memory_module
+from tawpipe.runtime.compute.recompute import kept_per_token
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.memory import Taken, give_back
-from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
-from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.activations import activations_held, peak_activations
+from tawpipe.schedule.sizes.footprint import BlockMemory, costs
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel

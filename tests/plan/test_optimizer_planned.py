@@ -10,16 +10,16 @@ import torch
 
 from plan_requests import plan_request, step_of
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import memory_quickly, predict
-from tawpipe.plan.search import search
-from tawpipe.plan.updates import estimated, flops_of, measured, states_of
-from tawpipe.runtime.named_optimizers import BY_NAME
-from tawpipe.runtime.storage import PlaceOfPiece
-from tawpipe.schedule.footprint import Widths
+from tawpipe.model.files.build import build_model
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.cost.updates import estimated, flops_of, measured, states_of
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import record_of, request_from
+from tawpipe.plan.search.search import search
+from tawpipe.runtime.homes.named_optimizers import BY_NAME
+from tawpipe.runtime.homes.storage import PlaceOfPiece
+from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.strategies.table import find
 
 

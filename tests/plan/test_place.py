@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from plan_requests import LAYERS, plan_request, step_of
 from schedules import llama, make
 from tawpipe.errors import UserError
-from tawpipe.plan.candidate import Candidate
-from tawpipe.plan.feasible import with_settings
-from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.place import IN_TURN, ONE_BY_ONE, PRECISION, _Task, find_homes, homes_by_memory
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import planned_settings, settings_of
-from tawpipe.plan.predict import predict
-from tawpipe.plan.refine import settle
-from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import Widths
+from tawpipe.plan.cost.feasible import with_settings
+from tawpipe.plan.cost.predict import predict
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, uniform
+from tawpipe.plan.search.candidate import Candidate
+from tawpipe.plan.search.place import IN_TURN, ONE_BY_ONE, PRECISION, _Task, find_homes, homes_by_memory
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import planned_settings, settings_of
+from tawpipe.plan.search.refine import settle
 from tawpipe.schedule.settings import DEFAULT, parse_homes, spell_homes
+from tawpipe.schedule.sizes.footprint import Widths
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.strategies.build import build
-from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import LinkModel
 
 SLOW = LinkModel(5e4, 1e-5)

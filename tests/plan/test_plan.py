@@ -21,26 +21,27 @@ from schedules import laid_out, llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.commands.plan import run as plan_command
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import build_model
 from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.settings import LoraSettings
-from tawpipe.plan import feasible, pipelines
-from tawpipe.plan import predict as predicting
-from tawpipe.plan import search as searching
-from tawpipe.plan.bench import Bench
-from tawpipe.plan.candidate import Candidate
-from tawpipe.plan.feasible import with_settings
-from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import machine_of
-from tawpipe.plan.page import memory_parts
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
-from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
-from tawpipe.plan.profile import estimate, fit, measure, size_of
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import search
+from tawpipe.plan.answer.page import memory_parts
+from tawpipe.plan.cost import feasible
+from tawpipe.plan.cost import predict as predicting
+from tawpipe.plan.cost.bench import Bench
+from tawpipe.plan.cost.feasible import with_settings
+from tawpipe.plan.cost.measure import machine_of
+from tawpipe.plan.cost.predict import _play, bound_of, memory_of, memory_quickly, predict
+from tawpipe.plan.cost.profile import estimate, fit, measure, size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, uniform
+from tawpipe.plan.search import pipelines
+from tawpipe.plan.search import search as searching
+from tawpipe.plan.search.candidate import Candidate
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.made import SEARCH
@@ -48,7 +49,7 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_bl
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel, Seconds
-from tawpipe.train.config import load_config
+from tawpipe.train.settings.config import load_config
 
 # profiles
 
@@ -296,7 +297,7 @@ def search_with(monkeypatch, generate) -> None:
 def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets, monkeypatch):
     used, generate = set(), SEARCH().generate
     search_with(monkeypatch, lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
-    monkeypatch.setattr("tawpipe.plan.search.HOPELESS", hopeless)
+    monkeypatch.setattr("tawpipe.plan.search.search.HOPELESS", hopeless)
     found = {one.strategy: one for one in search_only(plan_request(), "tawpipe-spread", "1f1b", "generated")}
     assert used == budgets and found["generated"].step is not None
 
@@ -583,7 +584,7 @@ def test_complaints(words, reason, capsys):
 @pytest.mark.parametrize("file", ["", "device: {memory_gib: 80}"])
 def test_devices_that_nobody_names_are_asked_for_at_once(tmp_path, monkeypatch, capsys, file, profile):
     """A large model is not measured on the processors of a machine that only plans."""
-    monkeypatch.setattr("tawpipe.model.build.build_model", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr("tawpipe.model.files.build.build_model", lambda *_, **__: pytest.fail("went on"))
     (tmp_path / "two.yaml").write_text(f"format: 1\nnodes: [1, 1]\nbetween: {{gbit_per_s: 1}}\n{file}\n")
     topology = str(tmp_path / "two.yaml") if file else "3x8@10gbit"
     words = ["plan", "--model", "llama-8b", "--topology", topology, "--sequence-length", "64", "--global-batch", "8"]
@@ -598,7 +599,7 @@ def test_an_estimate_without_a_known_peak_names_the_device(capsys):
 
 
 def test_a_long_measurement_says_what_it_is_at(monkeypatch):
-    monkeypatch.setattr("tawpipe.plan.profile.QUIET_S", 0.0)
+    monkeypatch.setattr("tawpipe.plan.cost.profile.QUIET_S", 0.0)
     said: list[str] = []
     measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=16, tell=said.append)
     for words in (
@@ -621,8 +622,8 @@ def test_rows_longer_than_a_models_positions_are_planned_for_their_documents(tmp
 
 @pytest.mark.usefixtures("few_strategies")
 def test_what_fits_nowhere_ends_with_1(capsys, monkeypatch):
-    monkeypatch.setattr("tawpipe.plan.would_fit.SECONDS", 0.0)
-    monkeypatch.setattr("tawpipe.plan.would_fit.MOST_NODES", 1)
+    monkeypatch.setattr("tawpipe.plan.answer.would_fit.SECONDS", 0.0)
+    monkeypatch.setattr("tawpipe.plan.answer.would_fit.MOST_NODES", 1)
     assert main([*WORDS, "--memory", "0.001"]) == 1
     assert "nothing fits" in capsys.readouterr().out
 

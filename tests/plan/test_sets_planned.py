@@ -15,19 +15,19 @@ from transformers import LlamaConfig
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.errors import UserError
-from tawpipe.plan import search as search_module
-from tawpipe.plan.bench import Bench
-from tawpipe.plan.candidate import Outlook
-from tawpipe.plan.longest import Longest, limit_of
-from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import Asked, machine_of
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import planned_settings, replay
-from tawpipe.plan.predict import memory_quickly
-from tawpipe.plan.profile import size_of
-from tawpipe.plan.remedy import remedies
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import _best, search
+from tawpipe.plan.answer.longest import Longest, limit_of
+from tawpipe.plan.answer.remedy import remedies
+from tawpipe.plan.cost.bench import Bench
+from tawpipe.plan.cost.measure import Asked, machine_of
+from tawpipe.plan.cost.predict import memory_quickly
+from tawpipe.plan.cost.profile import size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, uniform
+from tawpipe.plan.search import search as search_module
+from tawpipe.plan.search.candidate import Outlook
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import planned_settings, replay
+from tawpipe.plan.search.search import _best, search
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds

@@ -9,20 +9,20 @@ from random import Random
 import pytest
 
 from plan_requests import LAYERS, plan_request, profile, search_only, step_of
-from tawpipe.plan.dealt import BALANCED, played
-from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.pipelines import hops
-from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import memory_of, memory_quickly, predict, short_schedule
-from tawpipe.plan.request import PlanRequest
+from tawpipe.dealing.balance import Bins, LayerKind, LayerTime, deal
+from tawpipe.plan.answer.dealt import BALANCED, played
+from tawpipe.plan.cost.predict import memory_of, memory_quickly, predict, short_schedule
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, uniform
+from tawpipe.plan.search.pipelines import hops
+from tawpipe.plan.search.plan_file import record_of, request_from
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.balance import Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.footprint import held
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import BlockTimes
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.footprint import held
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, step_of_bins
 from tawpipe.schedule.strategies.table import find

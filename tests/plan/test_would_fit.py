@@ -15,17 +15,17 @@ from tawpipe.cli import main
 from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings
-from tawpipe.plan import would_fit
-from tawpipe.plan.feasible import some_fit
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.profile import size_of
-from tawpipe.plan.refused import in_plain_words
-from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import TOO_LONG, search
-from tawpipe.plan.would_fit import WouldFit
-from tawpipe.schedule.footprint import Widths
+from tawpipe.plan.answer import would_fit
+from tawpipe.plan.answer.would_fit import WouldFit
+from tawpipe.plan.cost.feasible import some_fit
+from tawpipe.plan.cost.profile import size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.refused import in_plain_words
+from tawpipe.plan.search.search import TOO_LONG, search
+from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.strategies.table import strategies
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.settings.config import TrainConfig
 
 LAYERS = 2
 

@@ -17,7 +17,7 @@ from fake_cuda import DEVICE, fake_cuda
 from pool import forking
 from tawpipe.cli import main
 from tawpipe.model import flash
-from tawpipe.plan.predict import Needs
+from tawpipe.plan.cost.predict import Needs
 from tawpipe.prove import checks, documents, endings, exactness, memory, reserved, run, speed, waits
 from tawpipe.prove.checks import Check
 from tawpipe.prove.freed import Freed
@@ -25,9 +25,9 @@ from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS, HINT, HOLDS, UNPROVEN, Outcome
 from tawpipe.prove.run import prove
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda, read_as_a_gpu_does
-from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.compute.compute import Compute
+from tawpipe.runtime.compute.rows import Places, Staging
 from tawpipe.runtime.memory import Taken
-from tawpipe.runtime.rows import Places, Staging
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 
@@ -117,7 +117,9 @@ def test_a_slower_kernel_is_a_hint_and_no_failure(tmp_path, monkeypatch, capsys)
 
 def test_attention_is_checked_as_training_runs_it(tmp_path, monkeypatch):
     asked: list[torch.device] = []
-    monkeypatch.setattr("tawpipe.model.attention_kernel.activate_flash", lambda device, *_: asked.append(device))
+    monkeypatch.setattr(
+        "tawpipe.model.attention.attention_kernel.activate_flash", lambda device, *_: asked.append(device)
+    )
     for listed in (run, checks):
         monkeypatch.setattr(listed, "CHECKS", (Check("first", "it is", lambda _: Outcome(asked == [CPU], "")),))
     assert main(["prove", "--out", str(tmp_path / "found.json"), "--device", "cpu"]) == 0

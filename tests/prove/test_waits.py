@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fake_cuda import DEVICE, fake_cuda
 from tawpipe.pipeline.batches import Deal
-from tawpipe.plan import measure, profile
+from tawpipe.plan.cost import measure, profile
 from tawpipe.prove import reserved, waits
 from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS
 from tawpipe.prove.run import prove
-from tawpipe.runtime import layer
+from tawpipe.runtime.compute import layer
 from toy_allocator import Driver
 
 

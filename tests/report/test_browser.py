@@ -14,10 +14,10 @@ from html_pages import check_page_text
 from plan_requests import plan_request, profile
 from schedules import llama
 from tawpipe.commands.open import find_pages
-from tawpipe.plan.page import write_plan_page
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import replay
-from tawpipe.plan.search import search
+from tawpipe.plan.answer.page import write_plan_page
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import replay
+from tawpipe.plan.search.search import search
 from tawpipe.report import predicted_bars
 from tawpipe.report.page import PLOTLY
 from tawpipe.report.site import write_pages

@@ -15,19 +15,19 @@ from plan_requests import plan_request, search_only, step_of
 from schedules import NAMES, llama
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.page import write_plan_page
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
-from tawpipe.plan.predict import timeline_of
+from tawpipe.plan.answer.page import write_plan_page
+from tawpipe.plan.cost.predict import timeline_of
+from tawpipe.plan.machine.machine import uniform
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.report import Bar, predicted_bars
 from tawpipe.report.figures import lines
 from tawpipe.report.page import PLOTLY, Section, check_page, page_text, timeline_section, write_text
 from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
-from tawpipe.train.config import TrainConfig
 from tawpipe.train.page import write_run_page
+from tawpipe.train.settings.config import TrainConfig
 from tawpipe_lab.page import compare_page
 
 pytest.importorskip("plotly")

@@ -14,7 +14,7 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.report import Bar, draw_timeline, executed_bars, gaps, predicted_bars, summary, write_chrome_trace
 from tawpipe.report.bars import label
-from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.watch.recording import Recording
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.simulate import CostModel, LinkModel, play
 

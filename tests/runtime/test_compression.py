@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tawpipe.runtime.compression import Scratch, decode, encode
+from tawpipe.runtime.transport.compression import Scratch, decode, encode
 from tawpipe.schedule.spec import COMPRESSION_BLOCK, compressed_bytes, compressed_width
 
 ROUNDING = {"int8": 1 / 254, "fp8": 1 / 16}
@@ -65,7 +65,7 @@ def test_messages_can_be_added_up(compression):
 def test_long_messages_are_cut(monkeypatch):
     values = torch.randn(5 * COMPRESSION_BLOCK + 7)
     whole = there_and_back(values, "int8")
-    monkeypatch.setattr("tawpipe.runtime.compression.SLICE", 2 * COMPRESSION_BLOCK)
+    monkeypatch.setattr("tawpipe.runtime.transport.compression.SLICE", 2 * COMPRESSION_BLOCK)
     assert torch.equal(there_and_back(values, "int8"), whole)
 
 

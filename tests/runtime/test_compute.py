@@ -13,13 +13,13 @@ from torch import Tensor
 from schedules import llama
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.runtime.blocks import Blocks
-from tawpipe.runtime.compute import Compute
-from tawpipe.runtime.cut_layer import rows_of
-from tawpipe.runtime.embedding import forward as embed
-from tawpipe.runtime.repeated import compare, sums_when_new
-from tawpipe.runtime.rows import OnDevice
-from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.compute import Compute
+from tawpipe.runtime.compute.cut_layer import rows_of
+from tawpipe.runtime.compute.embedding import forward as embed
+from tawpipe.runtime.compute.repeated import compare, sums_when_new
+from tawpipe.runtime.compute.rows import OnDevice
+from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.blocks import offload, reload
 from tawpipe.schedule.buffers import Buffer, block_input, context, home_weight, loss, reloaded

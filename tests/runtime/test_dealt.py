@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tawpipe.runtime.sets import SetTokens
+from tawpipe.runtime.compute.sets import SetTokens
 
 LENGTHS = [(16,), (5, 11), (1, 2, 3), (7, 1, 9, 30)]
 

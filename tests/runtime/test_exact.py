@@ -16,7 +16,7 @@ from schedule_numbers import check_numbers
 from schedules import group_sizes, llama, make
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_settings
-from tawpipe.runtime.exact import (
+from tawpipe.runtime.transport.exact import (
     ABSENT,
     CODED,
     NOTHING,
@@ -30,9 +30,9 @@ from tawpipe.runtime.exact import (
 )
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import SIZE, Kind, home_weight, weight_copy
-from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.footprint import Widths, costs
 from tawpipe.schedule.step import Schedule
 from tawpipe.simulate import CostModel, LinkModel, play
 from tawpipe.topology import Topology
@@ -46,7 +46,7 @@ EXACT: dict[str, Any] = {"strategy": "tawpipe-step", "weights_compression": "exa
 def short_slices():
     """Messages of several slices do not take long here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tawpipe.runtime.exact.CPU_SLICE", SLICE)
+        patch.setattr("tawpipe.runtime.transport.exact.CPU_SLICE", SLICE)
         yield
 
 
@@ -95,7 +95,7 @@ def test_any_bits_become_any_others(length, most, rare, seed):
 @pytest.mark.parametrize("distance", [0, 1, 7, 8, 127, 128, 255, 0x7FFF, 0x8000, 0xFFFF])
 def test_every_bit_pattern_becomes_the_one_that_lies_so_far_from_it(distance, on_gpu, monkeypatch):
     """As on a CPU, and without a shape that depends on numbers."""
-    monkeypatch.setattr("tawpipe.runtime.exact._waits_for_nobody", lambda _: not on_gpu)
+    monkeypatch.setattr("tawpipe.runtime.transport.exact._waits_for_nobody", lambda _: not on_gpu)
     every = torch.arange(1 << 16).repeat(2)[:70_000]
     check(bf16(every), bf16(every.roll(distance)))
     check(bf16(every), bf16(every ^ distance))

@@ -15,10 +15,10 @@ from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.pipeline.refuse import refuse_settings
-from tawpipe.runtime.exact_gradients import decode_gradient, encode_gradient
-from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.footprint import Widths, costs
 from tawpipe.schedule.spec import coded_room, sum_width
 from tawpipe.simulate import CodingTimes, CostModel, LinkModel, play
 
@@ -31,7 +31,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 def short_slices():
     """Messages of several slices do not take long here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tawpipe.runtime.exact_gradients.SLICE", SLICE)
+        patch.setattr("tawpipe.runtime.transport.exact_gradients.SLICE", SLICE)
         yield
 
 

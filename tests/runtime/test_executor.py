@@ -15,13 +15,13 @@ from schedules import llama, make
 from tawpipe.errors import RunError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.executor import Executor
-from tawpipe.runtime.home_actions import UpdateRule
-from tawpipe.runtime.step_input import StepInput
-from tawpipe.runtime.step_result import StepResult
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.homes.home_actions import UpdateRule
+from tawpipe.runtime.homes.step_result import StepResult
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.step import Schedule

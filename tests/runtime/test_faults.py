@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schedules import llama as sizes
 from schedules import make
 from tawpipe.errors import UserError
-from tawpipe.runtime.faults import KINDS, ONLY, PLACES, Fault, Injector, parse_faults, place_of, spoil
+from tawpipe.runtime.watch.faults import KINDS, ONLY, PLACES, Fault, Injector, parse_faults, place_of, spoil
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import home_weight
 

@@ -13,12 +13,13 @@ from cases import llama
 from served_families import plain_model
 from tawpipe import Pipeline
 from tawpipe.model.chain import Chain
-from tawpipe.pipeline.generate import Generator, Wanted
-from tawpipe.runtime import engine, transport
-from tawpipe.runtime.passes import Room, Sampling
-from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.transport import transport
 from tawpipe.runtime.world import World
 from tawpipe.schedule.placement import Home
+from tawpipe.serving import engine
+from tawpipe.serving.generate import Generator, Wanted
+from tawpipe.serving.passes import Room, Sampling
 from tawpipe.topology import Topology
 
 WORLD = World(Topology.grid(2, 1), 0, torch.device("cpu"), None)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.runtime.head import loss_in_chunks
+from tawpipe.runtime.compute.head import loss_in_chunks
 
 
 class Head(nn.Module):

@@ -15,7 +15,7 @@ from tawpipe import adamw
 from tawpipe.checkpoint.save import Saving
 from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import sizes
-from tawpipe.runtime import slices
+from tawpipe.runtime.homes import slices
 
 LEVELS = ("none", "state", "all")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.runtime import host_memory
+from tawpipe.runtime.homes import host_memory
 
 
 def test_zeros_of_a_host_are_plain_where_no_gpu_copies_from_them():

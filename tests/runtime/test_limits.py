@@ -10,8 +10,8 @@ import pytest
 
 from given_time import given_time
 from states import BATCHES, make, stepped
-from tawpipe.runtime.limits import FACTOR, SOON_S, StepLimit, estimate_s
-from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.runtime.watch.limits import FACTOR, SOON_S, StepLimit, estimate_s
+from tawpipe.runtime.watch.watchdog import Watchdog
 from tawpipe.train.step_limit import FollowedLimit
 
 DEVICE = {"device_name": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tawpipe.runtime.chunks import spans_of
-from tawpipe.runtime.rows import GrowingRoom, Places
+from tawpipe.runtime.compute.chunks import spans_of
+from tawpipe.runtime.compute.rows import GrowingRoom, Places
 from tawpipe.schedule.buffers import offloaded
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tawpipe.runtime.randomness import BlockRandomness, OwnGenerator, draws, seed_of
+from tawpipe.runtime.compute.randomness import BlockRandomness, OwnGenerator, draws, seed_of
 
 CPU = torch.device("cpu")
 DRAWS: list[Callable[[], Tensor]] = [

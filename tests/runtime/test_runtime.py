@@ -14,16 +14,16 @@ from cases import WITH_HOST, batches, llama
 from model_families import Holder, family_config, packed_batch, real_model
 from selected import quick_ones
 from tawpipe.errors import UserError
-from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.compute.compute import Compute
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.homes.optimizer import adamw, check_elementwise
+from tawpipe.runtime.homes.storage import PlaceOfPiece
 from tawpipe.runtime.lanes import CpuLane, Failure
-from tawpipe.runtime.optimizer import adamw, check_elementwise
-from tawpipe.runtime.step_input import StepInput
-from tawpipe.runtime.storage import PlaceOfPiece
-from tawpipe.runtime.transport import needed_groups
+from tawpipe.runtime.transport.transport import needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import context
-from tawpipe.schedule.footprint import MOST_AHEAD
+from tawpipe.schedule.sizes.footprint import MOST_AHEAD
 from tawpipe.topology import Topology
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]

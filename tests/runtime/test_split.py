@@ -15,10 +15,10 @@ from torch.autograd.graph import get_gradient_edge
 from every_family import PACKED, families, micro_batches, random_model
 from model_families import Holder, assert_close, family_config, keep_fp64, packed_batch, real_model
 from tawpipe.errors import UserError
-from tawpipe.runtime.compute import Compute
-from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
-from tawpipe.runtime.split import DeferredProducts
-from tawpipe.runtime.step_input import StepInput
+from tawpipe.runtime.compute.compute import Compute
+from tawpipe.runtime.compute.recompute import kept_for_weights_per_token, kept_per_token
+from tawpipe.runtime.compute.split import DeferredProducts
+from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, linear, loss, pooled
 

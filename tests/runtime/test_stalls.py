@@ -20,8 +20,8 @@ from processes import wait_for
 from schedules import llama as sizes
 from schedules import make
 from tawpipe import World
-from tawpipe.runtime import stalls
-from tawpipe.runtime.stalls import BEGINNING, Others, Standing, conclusion, messages_of
+from tawpipe.runtime.watch import stalls
+from tawpipe.runtime.watch.stalls import BEGINNING, Others, Standing, conclusion, messages_of
 
 
 def standing(text: str = "waits", *, failure: str = "", messages: dict[str, list[int]] | None = None) -> Standing:

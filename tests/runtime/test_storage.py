@@ -10,7 +10,7 @@ from torch import nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.units import Unit, build_units
-from tawpipe.runtime.storage import Storage, piece_of
+from tawpipe.runtime.homes.storage import Storage, piece_of
 from tawpipe.schedule.placement import Home
 
 CPU = torch.device("cpu")

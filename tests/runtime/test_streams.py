@@ -20,10 +20,11 @@ from streams import LENGTH, decoded, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batches import Deal
-from tawpipe.runtime import moves, rows, slices, streaming
-from tawpipe.runtime.named_optimizers import BY_NAME
+from tawpipe.runtime.compute import moves, rows
+from tawpipe.runtime.homes import slices, streaming
+from tawpipe.runtime.homes.named_optimizers import BY_NAME
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.footprint import BlockMemory, held_apart, posted_ahead
+from tawpipe.schedule.sizes.footprint import BlockMemory, held_apart, posted_ahead
 from tawpipe.schedule.strategies.table import strategies
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 

@@ -25,9 +25,11 @@ from pipelines import make_pipeline
 from processes import wait_for
 from streams import rows_of, tiny
 from tawpipe.data.prefetch import Prefetcher
-from tawpipe.runtime import host_memory, leaving, watchdog
+from tawpipe.runtime import leaving
+from tawpipe.runtime.homes import host_memory
 from tawpipe.runtime.threads import use_device
-from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.runtime.watch import watchdog
+from tawpipe.runtime.watch.watchdog import Watchdog
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 
@@ -35,17 +37,17 @@ WORLD = World(Topology.grid(1, 1), 0, DEVICE, None)
 MADE = re.compile(r"\b(Thread|Timer|\w*PoolExecutor|start_new_thread|to_thread|run_in_executor|Prefetcher)\(")
 NO_CUDA = {
     "runtime/lanes.py": "lanes of a CPU",
-    "serve/engine.py": "HTTP, and signals",
-    "serve/api.py": "tokenizers",
-    "train/tracking.py": "what other programs are told",
+    "serving/service/engine.py": "HTTP, and signals",
+    "serving/service/api.py": "tokenizers",
+    "train/saying/tracking.py": "what other programs are told",
     "model/facts.py": "files",
     "checkpoint/save.py": "files, and messages between processes, of what has been copied to the host",
 }
 """Files whose threads call nothing of CUDA, and what they do instead."""
 SETS_DEVICE = {
-    "runtime/watchdog.py",
-    "runtime/storage.py",
-    "runtime/rows.py",
+    "runtime/watch/watchdog.py",
+    "runtime/homes/storage.py",
+    "runtime/compute/rows.py",
     "runtime/leaving.py",
     "data/prefetch.py",
     "train/loop.py",
@@ -82,7 +84,7 @@ def test_every_thread_that_is_made_is_looked_at() -> None:
         for path in root.rglob("*.py")
         if any(MADE.search(line) and not line.startswith("class ") for line in path.read_text().splitlines())
     }
-    assert makers | {"train/tracking.py"} == SETS_DEVICE | NO_CUDA.keys()
+    assert makers | {"train/saying/tracking.py"} == SETS_DEVICE | NO_CUDA.keys()
     for name in SETS_DEVICE - {"data/prefetch.py"}:  # whose caller says how its thread begins
         assert "use_device" in (root / name).read_text(), name
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from schedules import llama, make
-from tawpipe.runtime.ahead import Ahead
-from tawpipe.runtime.transport import Transport, TransportError, needed_groups
+from tawpipe.runtime.transport.ahead import Ahead
+from tawpipe.runtime.transport.transport import Transport, TransportError, needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import Buffer
@@ -61,8 +61,8 @@ def test_a_message_waits_as_long_as_was_set_last(monkeypatch: pytest.MonkeyPatch
     alone.topology = alone.ahead._topology = Topology.grid(2, 1)  # type: ignore[union-attr]
     alone._groups[Lane.INTER_W, "world"] = cast(Any, None)
     gather = collective("all_gather", Lane.INTER_W, "world")
-    monkeypatch.setattr("tawpipe.runtime.transport.set_group_timeout", lambda *_: None)
-    monkeypatch.setattr("tawpipe.runtime.ahead.compare_headers", lambda *_: None)
+    monkeypatch.setattr("tawpipe.runtime.transport.transport.set_group_timeout", lambda *_: None)
+    monkeypatch.setattr("tawpipe.runtime.transport.ahead.compare_headers", lambda *_: None)
     alone.set_timeout(timedelta(hours=3))
     alone.collective(gather, {A: torch.zeros(2), B: torch.zeros(4)})
     alone._wait(cast(Any, work))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pool import WorkerPool
-from tawpipe.runtime.ahead import Ahead
-from tawpipe.runtime.transport import UNUSED_TAG
+from tawpipe.runtime.transport.ahead import Ahead
+from tawpipe.runtime.transport.transport import UNUSED_TAG
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import pooled
 from tawpipe.topology import Topology

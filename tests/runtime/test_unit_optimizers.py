@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tawpipe.errors import UserError
 from tawpipe.model.units import Unit, build_units
-from tawpipe.runtime.groups import PipelineOptimizer
-from tawpipe.runtime.optimizer import adamw, check_elementwise, whole_matrices
-from tawpipe.runtime.storage import Storage, piece_of
-from tawpipe.runtime.unit_optimizers import UnitOptimizers, refuse_cut_matrices, try_factory
+from tawpipe.runtime.homes.groups import PipelineOptimizer
+from tawpipe.runtime.homes.optimizer import adamw, check_elementwise, whole_matrices
+from tawpipe.runtime.homes.storage import Storage, piece_of
+from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers, refuse_cut_matrices, try_factory
 from tawpipe.schedule.placement import Home
 
 CPU = torch.device("cpu")

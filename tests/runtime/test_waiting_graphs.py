@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe import Pipeline
-from tawpipe.runtime.activations import Activations, LayerGraph
-from tawpipe.runtime.moves import copy
-from tawpipe.runtime.recompute import Saved, keep_attention, keep_graph
+from tawpipe.runtime.compute.activations import Activations, LayerGraph
+from tawpipe.runtime.compute.moves import copy
+from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import AWAY, Buffer, Kind
 from tawpipe.schedule.settings import ScheduleSettings

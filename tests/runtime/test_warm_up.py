@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from schedules import NAMES, llama, make
-from tawpipe.runtime import transport
-from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS, Transport
-from tawpipe.runtime.warm_up import first_uses
+from tawpipe.runtime.transport import transport
+from tawpipe.runtime.transport.transport import FAR_BLOCKS, NEAR_BLOCKS, Transport
+from tawpipe.runtime.transport.warm_up import first_uses
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology

@@ -16,10 +16,10 @@ import pytest
 from given_time import given_time
 from processes import wait_for
 from tawpipe.environment import ENDS
-from tawpipe.runtime import watchdog
 from tawpipe.runtime.lanes import Doing
-from tawpipe.runtime.stalls import BEGINNING, Others, Standing
-from tawpipe.runtime.watchdog import Watchdog, write_record
+from tawpipe.runtime.watch import watchdog
+from tawpipe.runtime.watch.stalls import BEGINNING, Others, Standing
+from tawpipe.runtime.watch.watchdog import Watchdog, write_record
 from tawpipe.schedule.actions import Lane
 
 
@@ -68,7 +68,7 @@ def test_it_watches_where_errors_have_no_descriptor():
             sys.executable,
             "-c",
             "import io, sys, time; sys.stderr = io.StringIO()\n"
-            "from tawpipe.runtime import watchdog\n"
+            "from tawpipe.runtime.watch import watchdog\n"
             "class Never: done = False\n"
             "watchdog.LAST_WORDS_S = 0.1\n"
             "watchdog.Watchdog(dict, 'rank 0', limit_s=0.2, stream=sys.stdout).watch('step 7', Never())\n"
@@ -263,7 +263,7 @@ def test_a_step_that_ends_in_time_is_not_reported(monkeypatch):
 
 DEAF = """
 import ctypes, sys
-from tawpipe.runtime import watchdog
+from tawpipe.runtime.watch import watchdog
 
 watchdog.DEAF_S = 1.0
 class Never:

@@ -10,9 +10,9 @@ import tawpipe
 from cases import batches
 from states import ALONE
 from tawpipe.errors import UserError
-from tawpipe.runtime import named_optimizers
-from tawpipe.runtime.named_optimizers import BY_NAME
-from tawpipe.runtime.optimizer import WholeMatrices, check_elementwise
+from tawpipe.runtime.homes import named_optimizers
+from tawpipe.runtime.homes.named_optimizers import BY_NAME
+from tawpipe.runtime.homes.optimizer import WholeMatrices, check_elementwise
 from whole import experts, factory
 
 WHOLE = {"strategy": "tawpipe-whole"}

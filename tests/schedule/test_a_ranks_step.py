@@ -13,11 +13,11 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.blocks import backward, forward, left_behind, offload, reload
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight, loss
+from tawpipe.schedule.routes.visits import Visit, forward_visits, training_visits
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.step_end import StepEnd
-from tawpipe.schedule.visits import Visit, forward_visits, training_visits
-from tawpipe.schedule.weight_strategy import WeightStrategy
+from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
 # visits

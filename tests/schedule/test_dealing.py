@@ -11,24 +11,24 @@ from random import Random
 import pytest
 
 from schedules import laid_out, llama
+from tawpipe.dealing.balance import Bins, BinsForm, LayerKind, LayerTime
 from tawpipe.errors import UserError
+from tawpipe.orders.arrange import arrange
+from tawpipe.orders.slicing import listed
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.balance import Bins, BinsForm, LayerKind, LayerTime
 from tawpipe.schedule.buffers import Kind, keys
-from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.pipelines import dealing
 from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.links import LaneLoad, played
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import causal, one_f_one_b
-from tawpipe.schedule.pipelines.search.arrange import arrange
-from tawpipe.schedule.pipelines.search.slicing import listed
 from tawpipe.schedule.pipelines.strategy import check_order
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies.build import build, step_of, step_of_bins
 from tawpipe.schedule.transform import for_one_thread

@@ -7,9 +7,9 @@ import pytest
 from schedules import group_sizes, llama, make, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.groups import Grouped, GroupSizes
-from tawpipe.schedule.traffic import link_elements
 from tawpipe.topology import Topology
 
 

@@ -16,7 +16,6 @@ from forked_commands import run_tawpipe
 from schedules import laid_out, llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import AWAY, Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.made import SolvedPipeline, ZeroBubble
@@ -28,6 +27,7 @@ from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Wo
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.sizes.activations import peak_activations
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
@@ -117,7 +117,8 @@ from schedules import llama, step_for
 from tawpipe.topology import Topology
 for name in ("1f1b", "interleaved-1f1b"):
     build(step_for(llama(4), Topology.grid(2, 1), 4, strategy=name))
-print([name for name in sys.modules if name.startswith("tawpipe.schedule.pipelines.search")])
+searches = [name for name in sys.modules if name.startswith("tawpipe.orders.")]
+print([name for name in searches if not name.startswith("tawpipe.orders.improv")])
 """)
     done = run_tawpipe([], os.environ, 120, program=str(script))
     assert done.stdout.strip() == "[]", done.stderr

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
+from tawpipe.orders.fitting import one_by_one
+from tawpipe.orders.listing import listed, with_host
+from tawpipe.orders.solver.constraints import Model
+from tawpipe.orders.solver.rounded import FINEST, Rounded, unit_of, up
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import one_f_one_b
-from tawpipe.schedule.pipelines.search.constraints import Model
-from tawpipe.schedule.pipelines.search.fitting import one_by_one
-from tawpipe.schedule.pipelines.search.listing import listed, with_host
-from tawpipe.schedule.pipelines.search.rounded import FINEST, Rounded, unit_of, up
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
 from tawpipe.schedule.strategies.table import strategies

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedules import llama, make
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.residency import Stay, plan_stays
+from tawpipe.schedule.routes.residency import Stay, plan_stays
 
 USES = st.lists(st.lists(st.integers(0, 5), max_size=2, unique=True), max_size=14)
 

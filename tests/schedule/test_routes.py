@@ -15,7 +15,7 @@ from tawpipe.schedule.routes.collective import CollectiveRoute
 from tawpipe.schedule.routes.route import Pools, Route, Tour
 from tawpipe.schedule.routes.staggered import ExchangeRoute, number_of_exchanges, visits_of_exchange
 from tawpipe.schedule.routes.weipipe import build_weipipe
-from tawpipe.schedule.weight_strategy import WeightStrategy
+from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
 Contents = list[dict[Buffer, tuple]]

@@ -13,17 +13,17 @@ from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.activations import activations_held
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sizes.activations import activations_held
+from tawpipe.schedule.sizes.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.strategies.build import build, step_of
+from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.schedule.transform import for_one_thread
-from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, play
 from tawpipe.topology import Topology
 

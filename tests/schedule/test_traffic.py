@@ -11,9 +11,9 @@ from schedules import SCOPED, make, schedules
 from tawpipe.errors import UserError
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.link_traffic import LinkTraffic
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.traffic import link_elements
 from tawpipe.topology import Topology
 
 

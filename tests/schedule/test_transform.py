@@ -13,7 +13,7 @@ from schedule_numbers import check_numbers
 from schedules import llama, make, schedules
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.traffic import link_elements
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.transform import for_one_thread, without_overlap
 from tawpipe.simulate import CostModel, LinkModel, play
 

@@ -19,10 +19,10 @@ from tawpipe.schedule.buffers import Buffer, Kind, Pool, block_input, pool_kind
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import spell_homes
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, step_of
-from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play
 from tawpipe.simulate.clock import dependencies
 from tawpipe.simulate.network import Flow, share

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tawpipe.schedule.balance import Bin, Bins, LayerKind, LayerTime, deal
+from tawpipe.dealing.balance import Bin, Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.blocks import offload
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_bins

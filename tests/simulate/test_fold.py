@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import llama, step_for
-from tawpipe.plan.predict import foldable, stand_ins
+from tawpipe.plan.cost.predict import foldable, stand_ins
 from tawpipe.schedule.pipelines.orders import makes_groups
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.strategies.build import build

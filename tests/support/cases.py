@@ -22,22 +22,22 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from pipelines import make_pipeline
 from processes import wait_for
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.quantized import NF4
+from tawpipe.model.bits.quantized import NF4
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import InitSource
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.probe import probe
-from tawpipe.runtime import moves
-from tawpipe.runtime.activations import Activations
-from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.transport import TransportError
+from tawpipe.plan.machine.probe import probe
+from tawpipe.runtime.compute import moves
+from tawpipe.runtime.compute.activations import Activations
+from tawpipe.runtime.homes.optimizer import adamw
+from tawpipe.runtime.transport.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
-from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.pipelines.work import Order, Work
-from tawpipe.schedule.traffic import scratch_bytes
+from tawpipe.schedule.sizes.activations import peak_activations
+from tawpipe.schedule.sizes.traffic import scratch_bytes
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
 STEPS = 3

@@ -3,9 +3,9 @@
 import copy
 from collections.abc import Sequence
 
-from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.chats.columns import Columns, RawRow
+from tawpipe.data.chats.render import Document, Renderer
 from tawpipe.data.encode import Encoder, Tokens
-from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import LEFT_NOTHING_OUT
 from tawpipe.data.settings import DataSettings
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cases import EPS, VOCABULARY, llama, of_first, random_delays, relative
 from pipelines import make_pipeline
 from tawpipe.model.batch import MicroBatch
-from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.world import World
 
 MOST = 40

@@ -30,9 +30,9 @@ import tawpipe
 from family_configs import ORDINARY_TOKENS, REMARKS, families, tiny_config
 from model_families import keep_fp64
 from tawpipe.errors import UserError
+from tawpipe.model.attention.indexers import freeze_indexers
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain
-from tawpipe.model.indexers import freeze_indexers
 from tawpipe.model.stubs import taken_by
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.check import change_by_future

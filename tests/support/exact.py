@@ -18,13 +18,13 @@ from host_homes import state_of_rank
 from pipelines import make_pipeline
 from tawpipe import Pipeline
 from tawpipe.errors import RunError
-from tawpipe.runtime import transport as transport_module
-from tawpipe.runtime.exact import CODED, NOTHING, WHOLE, checksum
-from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.refresh import logger
+from tawpipe.runtime.homes.optimizer import adamw
+from tawpipe.runtime.transport import transport as transport_module
+from tawpipe.runtime.transport.exact import CODED, NOTHING, WHOLE, checksum
+from tawpipe.runtime.transport.refresh import logger
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import home_weight, weight_copy
-from tawpipe.schedule.traffic import link_elements, scratch_bytes
+from tawpipe.schedule.sizes.traffic import link_elements, scratch_bytes
 
 RATES = (1.0, 1.0, 0.0, 1.0, 1000.0, 1.0, 1.0)
 """Of the steps: one changes nothing, one changes everything."""
@@ -264,6 +264,6 @@ def spoiled(world: World) -> tuple[list[int], list[str], bool]:
         wrong, healed = wrong_copies(pipeline), pipeline.executor.refresh.healed
         states.append(dict(state_of_rank(pipeline)))
         pipeline.close()
-    logging.getLogger("tawpipe.runtime.refresh").removeHandler(handler)
+    logging.getLogger("tawpipe.runtime.transport.refresh").removeHandler(handler)
     same = all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     return healed, wrong + [line for line in said if "unit 2" not in line], same

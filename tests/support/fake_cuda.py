@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ledger import Clock, Ledger, Stream
-from tawpipe.model.attention_kernel import Offer
-from tawpipe.runtime import storage, transport
+from tawpipe.model.attention.attention_kernel import Offer
+from tawpipe.runtime.homes import storage
 from tawpipe.runtime.lanes import CudaLane
+from tawpipe.runtime.transport import transport
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")

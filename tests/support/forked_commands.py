@@ -147,7 +147,7 @@ def _run(words: list[str], variables: dict[str, str], files: list[str], few_stra
 def _plan_quickly() -> None:
     """As the fixtures ``few_strategies`` and ``quickly_solved`` do, until the end of the process."""
     from plan_requests import FEW
-    from tawpipe.plan import pipelines, search
+    from tawpipe.plan.search import pipelines, search
 
     few = {name: one for name, one in search.strategies().items() if name in FEW}
     search.strategies = lambda: few

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tawpipe.data.sources import SourceFile, find_sets
+from tawpipe.data.reading.sources import SourceFile, find_sets
 
 
 def find_files(entries: Iterable[str]) -> Sequence[SourceFile]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tawpipe.runtime import watchdog
+from tawpipe.runtime.watch import watchdog
 
 
 class GivenTime:

@@ -21,8 +21,8 @@ from pipelines import make_pipeline
 from schedules import EVERY
 from states import momentum, plain
 from tawpipe import Pipeline
-from tawpipe.runtime import slices
-from tawpipe.runtime.optimizer import OptimizerFactory, adamw
+from tawpipe.runtime.homes import slices
+from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.strategies.table import strategies
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tawpipe.model.build import NO_ADAPTER, OWN_ROPE, build_model
 from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import NO_ADAPTER, OWN_ROPE, build_model
 from tawpipe.model.settings import LoraSettings, RopeSettings
-from tawpipe.plan.machine import Machine
-from tawpipe.plan.measure import Asked, request_of
-from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.cost.measure import Asked, request_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Machine
 
 
 def chain_of(

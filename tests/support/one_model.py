@@ -17,15 +17,15 @@ from cases import llama
 from tawpipe.checkpoint.resume import Mark, ResumePoint
 from tawpipe.console import Console
 from tawpipe.errors import UserError
-from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.settings import LoraSettings
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.alike import same_folder
-from tawpipe.runtime.engine import load_engine
-from tawpipe.runtime.passes import Room
 from tawpipe.runtime.world import World
-from tawpipe.train.config import TrainConfig
+from tawpipe.serving.engine import load_engine
+from tawpipe.serving.passes import Room
 from tawpipe.train.prepare import prepare
+from tawpipe.train.settings.config import TrainConfig
 from tawpipe.train.start import documents_of
 
 MODULES = ["k_proj", "v_proj", "o_proj", "q_proj"]

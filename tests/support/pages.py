@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 from tawpipe.cli import COMMANDS
 from tawpipe.commands.brought import brought
 from tawpipe.errors import UserError
-from tawpipe.train.config import load_config, train_options
+from tawpipe.train.settings.config import load_config, train_options
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [

@@ -9,13 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 from schedules import llama
-from tawpipe.plan import search as searching
-from tawpipe.plan.candidate import Candidate
-from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.profile import Profile, size_of
-from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import BlockMemory, Widths
+from tawpipe.plan.cost.profile import Profile, size_of
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.machine.machine import Device, Machine, uniform
+from tawpipe.plan.search import search as searching
+from tawpipe.plan.search.candidate import Candidate
 from tawpipe.schedule.settings import RECOMPUTE
+from tawpipe.schedule.sizes.footprint import BlockMemory, Widths
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds

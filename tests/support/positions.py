@@ -9,7 +9,7 @@ import torch
 from borders import llama, packed, rows_of, sgd
 from model_families import VOCABULARY
 from pipelines import make_pipeline
-from tawpipe.runtime.measures import AnswersByRow, LossByPosition
+from tawpipe.runtime.compute.measures import AnswersByRow, LossByPosition
 from tawpipe.runtime.world import World
 
 LENGTHS = [[20, 4], [24], [1, 2, 21], [7, 8, 9], [24], [3, 21]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tawpipe.runtime.passes import Drawn, Pass, PassFeeder, Room, Row
+from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Room, Row
 
 LOGPROB = -0.5
 """Of every token; the one besides has -1.5."""

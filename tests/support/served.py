@@ -15,12 +15,12 @@ from openai import OpenAI
 
 from scripted_engine import ScriptedEngine
 from tawpipe.data.tokenizer import train_tokenizer
-from tawpipe.runtime.passes import Room, Sampling
-from tawpipe.runtime.requests import Slots
-from tawpipe.serve.api import Service
-from tawpipe.serve.engine import FAILED, answered_by_http, bound_socket
-from tawpipe.serve.settings import ServeConfig
-from tawpipe.serve.text import Prompts
+from tawpipe.serving.passes import Room, Sampling
+from tawpipe.serving.requests import Slots
+from tawpipe.serving.service.api import Service
+from tawpipe.serving.service.engine import FAILED, answered_by_http, bound_socket
+from tawpipe.serving.service.settings import ServeConfig
+from tawpipe.serving.service.text import Prompts
 
 NAME = "parrot"
 CONFIG = ServeConfig(max_body_kib=20, max_tokens=600, request_s=60.0)

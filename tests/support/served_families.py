@@ -19,15 +19,15 @@ from model_families import family_config
 from pool import WorkerPool
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.serving import hold_weights, refuse_serving
 from tawpipe.model.weights import ModuleSource
-from tawpipe.pipeline.generate import GrowingTexts, Wanted
 from tawpipe.pipeline.results import Continuation
-from tawpipe.runtime.engine import Engine, StagesEngine, load_engine
-from tawpipe.runtime.passes import Pass, Room, Sampling
-from tawpipe.runtime.requests import Question, Slots
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
+from tawpipe.serving.engine import Engine, StagesEngine, load_engine
+from tawpipe.serving.generate import GrowingTexts, Wanted
+from tawpipe.serving.held import hold_weights, refuse_serving
+from tawpipe.serving.passes import Pass, Room, Sampling
+from tawpipe.serving.requests import Question, Slots
 from tawpipe.topology import Topology
 
 LENGTHS = (5, 13, 9)

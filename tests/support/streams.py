@@ -17,15 +17,15 @@ from ledger import Ledger
 from pipelines import make_pipeline
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
-from tawpipe.model.serving import hold_weights
 from tawpipe.model.weights import ModuleSource
-from tawpipe.runtime import laps
-from tawpipe.runtime.engine import StagesEngine
-from tawpipe.runtime.optimizer import OptimizerFactory
-from tawpipe.runtime.passes import Drawn, Pass, Room, Row, Sampling
-from tawpipe.runtime.step_result import StepResult
+from tawpipe.runtime.homes.optimizer import OptimizerFactory
+from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
+from tawpipe.serving import laps
+from tawpipe.serving.engine import StagesEngine
+from tawpipe.serving.held import hold_weights
+from tawpipe.serving.passes import Drawn, Pass, Room, Row, Sampling
 from tawpipe.topology import Topology
 
 VOCABULARY, LENGTH = 31, 12

@@ -17,7 +17,7 @@ from pool import WorkerPool
 from schedules import EVERY
 from tawpipe.errors import UserError
 from tawpipe.pipeline.batches import LocalBatch
-from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 

@@ -18,8 +18,8 @@ from cases import VOCABULARY, batches, relative
 from model_families import keep_fp64
 from pipelines import make_pipeline
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.named_optimizers import BY_NAME
-from tawpipe.runtime.optimizer import OptimizerFactory
+from tawpipe.runtime.homes.named_optimizers import BY_NAME
+from tawpipe.runtime.homes.optimizer import OptimizerFactory
 from tawpipe.runtime.world import World
 
 RATE, STEPS = 3e-3, 3

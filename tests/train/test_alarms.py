@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tawpipe.train.alarms import Spikes, Stragglers
+from tawpipe.train.saying.alarms import Spikes, Stragglers
 
 
 def test_who_stays_slow_is_named_and_noise_is_not():

@@ -17,19 +17,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forked_commands import run_tawpipe
 from runs import environment
 from tawpipe.cli import main
-from tawpipe.data.lengths import LengthLimits
+from tawpipe.data.chats.templates import PLAIN
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.templates import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.dealing.lengths import LengthLimits
 from tawpipe.errors import UserError
 from tawpipe.options import Open
 from tawpipe.train import lengths
-from tawpipe.train.checks import validate
-from tawpipe.train.config import TrainConfig, config_text, load_config
 from tawpipe.train.lengths import lengths_before_data, with_length
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.settings.checks import validate
+from tawpipe.train.settings.config import TrainConfig, config_text, load_config
 
 QUICK = (
     *("--device", "cpu", "--log.trackers", "none", "--sample.tokens", "0", "--check", "never", "--plan", "none"),

@@ -13,15 +13,15 @@ from runs import command, rows, run_forked
 from schedules import llama
 from small import make_small
 from tawpipe.cli import main
+from tawpipe.dealing.balance import LayerKind, LayerTime, deal
+from tawpipe.dealing.dealer import Dealer
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import LayerKind, LayerTime, deal
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import step_of
 from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.dealer import Dealer
-from tawpipe.train.decided import BatchShape
+from tawpipe.train.settings.config import TrainConfig
+from tawpipe.train.settings.decided import BatchShape
 
 BALANCED = (
     *("--packing", "balanced", "--max-document", "200", "--tokens-per-step", "600", "--device", "cpu"),

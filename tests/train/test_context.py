@@ -15,10 +15,10 @@ from small import make_small
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
-from tawpipe.plan import memory
+from tawpipe.plan.cost import memory
 from tawpipe.schedule.strategies.table import strategies
-from tawpipe.train.config import load_config
-from tawpipe.train.retrieval import retrieval_check
+from tawpipe.train.judging.retrieval import retrieval_check
+from tawpipe.train.settings.config import load_config
 
 YARN = ("--rope.scaling", "yarn", "--rope.factor", "2")
 

@@ -15,7 +15,7 @@ from small import make_small
 from tawpipe.checkpoint.names import complete_states
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.cli import main
-from tawpipe.train.evaluation import Evaluation
+from tawpipe.train.judging.evaluation import Evaluation
 from tawpipe.train.loop import Training
 
 

@@ -20,16 +20,16 @@ from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.cli import main
 from tawpipe.commands import export
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import build_model
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.train import disk
-from tawpipe.train.checks import check_output
-from tawpipe.train.config import load_config
 from tawpipe.train.disk import checkpoints_at_most, state_bytes
 from tawpipe.train.exporting import export_again
 from tawpipe.train.lock import running_in
-from tawpipe.train.optimizers import factory_of
+from tawpipe.train.settings.checks import check_output
+from tawpipe.train.settings.config import load_config
+from tawpipe.train.settings.optimizers import factory_of
 
 WORDS = (
     *("--data", __file__, "--sequence-length", "32", "--global-batch", "2", "--nproc", "1", "--device", "cpu"),

@@ -119,7 +119,7 @@ def test_a_tokenizer_that_cannot_be_saved_ends_the_run_before_its_first_step(bas
     def fails(*_: object) -> None:
         raise NotImplementedError("not saved")
 
-    monkeypatch.setattr("tawpipe.model.carried.tokenizers_agree", lambda *_: False)  # or its files are carried
+    monkeypatch.setattr("tawpipe.model.files.carried.tokenizers_agree", lambda *_: False)  # or its files are carried
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fails)
     code, out = trained(base)
     said = capsys.readouterr()
@@ -138,7 +138,7 @@ def test_an_export_that_fails_says_how_to_go_on(base: Path, checkpoint: str, mon
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tawpipe.model.export.replace_folder", full)
+    monkeypatch.setattr("tawpipe.model.files.export.replace_folder", full)
     code, out = trained(base, "--checkpoint.every", checkpoint)
     said = capsys.readouterr().err
     assert code == 1 and "No space left" in said and f"stay in {out / 'model.incomplete'}" in said

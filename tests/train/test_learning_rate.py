@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from tawpipe.train.learning_rate import SCHEDULES, RunSpan, factor
+from tawpipe.train.settings.learning_rate import SCHEDULES, RunSpan, factor
 
 STEPS = 40
 THEIRS = {

@@ -14,21 +14,21 @@ import torch
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.pipeline.generate import Wanted
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.machine import Device, Machine
-from tawpipe.plan.measure import Asked, request_of
-from tawpipe.plan.would_fit import WouldFit
-from tawpipe.runtime.passes import Sampling
+from tawpipe.plan.answer.would_fit import WouldFit
+from tawpipe.plan.cost.measure import Asked, request_of
+from tawpipe.plan.machine.machine import Device, Machine
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.serving.generate import Wanted
+from tawpipe.serving.passes import Sampling
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe.train import memory
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.decided import BatchShape
 from tawpipe.train.planned import Planning
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.settings.config import TrainConfig
+from tawpipe.train.settings.decided import BatchShape
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
 FREE = LinkModel(float("inf"))

@@ -12,7 +12,7 @@ import pytest
 
 from tawpipe.console import Console, duration
 from tawpipe.model.flops import mfu, peak_flops, training_flops
-from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
+from tawpipe.train.saying.metrics import MetricsWriter, peak_memory_bytes
 
 ROW = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 100.0}
 
@@ -166,7 +166,8 @@ def test_duration(seconds: float, text: str) -> None:
 
 
 def test_a_row_that_a_full_disk_does_not_take_is_left_out(tmp_path):
-    code = "import resource, signal, sys; from pathlib import Path; from tawpipe.train.metrics import MetricsWriter\n"
+    code = "import resource, signal, sys; from pathlib import Path\n"
+    code += "from tawpipe.train.saying.metrics import MetricsWriter\n"
     code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     code += "writer = MetricsWriter(Path(sys.argv[1]))\n"
     code += "row = dict(loss=1.0, grad_norm=1.0, learning_rate=1.0, tokens_per_second=1.0)\n"

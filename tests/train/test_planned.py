@@ -13,20 +13,20 @@ from model_requests import request_for
 from plan_requests import plan_request, search_only
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.errors import UserError
-from tawpipe.plan import plan_file
-from tawpipe.plan.machine import Device
-from tawpipe.plan.measure import Asked, machine_of
-from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import SavedPlan
-from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.cost.measure import Asked, machine_of
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.machine.machine import Device
+from tawpipe.plan.search import plan_file
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan_file import SavedPlan
 from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import size_of
 from tawpipe.topology import Topology
 from tawpipe.train import planned
-from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import Followed, Planning
+from tawpipe.train.settings.config import TrainConfig
 
 TWO_BY_TWO = World(Topology.grid(2, 2), 0, torch.device("cpu"), None)
 """Four processes as far as anybody asks."""
@@ -118,7 +118,7 @@ def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
 def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
     asked, said = plan_request(), list[str]()
     monkeypatch.setattr(Planning, "ask", lambda *_, **__: (asked, ""))
-    monkeypatch.setattr("tawpipe.plan.search.PATIENCE_S", 0.0)
+    monkeypatch.setattr("tawpipe.plan.search.search.PATIENCE_S", 0.0)
     found = planning(CONFIG, tell=said.append, measure=lambda _: asked.machine).follow("auto", None)
     assert found.plan is not None and any(line.startswith("planning for 0 s, now tawpipe-") for line in said)
 

@@ -14,16 +14,16 @@ from tawpipe.cli import main
 from tawpipe.console import Console
 from tawpipe.errors import REPORT
 from tawpipe.model.chain import Chain
-from tawpipe.plan.measure import Asked, request_of
-from tawpipe.plan.predict import memory_quickly
-from tawpipe.plan.probe import machine_unprobed
+from tawpipe.plan.cost.measure import Asked, request_of
+from tawpipe.plan.cost.predict import memory_quickly
+from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 from tawpipe.train import prepare as preparing
 from tawpipe.train import run_model
-from tawpipe.train.config import load_config
 from tawpipe.train.dry_run import _checkpoint
 from tawpipe.train.planned import MEMORY, Planning
+from tawpipe.train.settings.config import load_config
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = ["--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4", "--device", "cpu"]
@@ -62,7 +62,7 @@ def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, 
         calls.append("followed")
         return real_follow(chain)
 
-    monkeypatch.setattr("tawpipe.model.build.build_model", build)
+    monkeypatch.setattr("tawpipe.model.files.build.build_model", build)
     monkeypatch.setattr(run_model, "build_model", build)
     monkeypatch.setattr(Chain, "_discover", follow)
     words = ["train", *SMALL, "--model", model, "--plan", plan, "--nproc", "1", "--steps", "1", "--sample.tokens", "0"]
@@ -77,7 +77,7 @@ def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatc
     def search(*_: object, **__: object) -> None:
         print(1 / len(""))
 
-    monkeypatch.setattr("tawpipe.plan.search.search", search)
+    monkeypatch.setattr("tawpipe.plan.search.search.search", search)
     words = ["train", *SMALL, "--model", "model", "--nproc", "2", "--dry-run"]  # one process has nothing to search
     assert main(words) == 0
     said, error = capsys.readouterr()

@@ -16,10 +16,10 @@ from small import make_small
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.options import Open
-from tawpipe.runtime.named_optimizers import BY_NAME
-from tawpipe.train.checks import validate
-from tawpipe.train.config import TAKES, TrainConfig, load_config
-from tawpipe.train.recipe import OPEN, RECIPES, settle, settled
+from tawpipe.runtime.homes.named_optimizers import BY_NAME
+from tawpipe.train.settings.checks import validate
+from tawpipe.train.settings.config import TAKES, TrainConfig, load_config
+from tawpipe.train.settings.recipe import OPEN, RECIPES, settle, settled
 from tawpipe.train.start import start_of
 
 PASS = 50

@@ -8,7 +8,7 @@ import pytest
 
 from tawpipe.environment import LOCAL_LAUNCHER
 from tawpipe.options import Open
-from tawpipe.train.config import changes_of_the_run, config_text, load_config
+from tawpipe.train.settings.config import changes_of_the_run, config_text, load_config
 
 RUN = [
     "--sequence-length",

@@ -16,7 +16,7 @@ from tawpipe.checkpoint.format import SEAL, read_manifest, sealed
 from tawpipe.checkpoint.names import MARKER, complete_states
 from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.cli import main
-from tawpipe.train.evaluation import Best, Evaluation, resumed_best
+from tawpipe.train.judging.evaluation import Best, Evaluation, resumed_best
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 OF_THE_FORMAT = {"format", "tensors", "files", SEAL, "run"}

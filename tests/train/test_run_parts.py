@@ -13,26 +13,26 @@ import torch
 from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
 from tawpipe.console import Console
-from tawpipe.data.lengths import in_like_lengths
 from tawpipe.data.tokenizer import stops_of, train_tokenizer
+from tawpipe.dealing.balance import Bin, Bins, LayerKind, LayerTime
+from tawpipe.dealing.lengths import in_like_lengths
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
-from tawpipe.model.discovery import PositionUse
-from tawpipe.plan.predict import Needs
-from tawpipe.runtime.storage import PlaceOfPiece
+from tawpipe.model.discovery.discovery import PositionUse
+from tawpipe.plan.cost.predict import Needs
+from tawpipe.runtime.homes.storage import PlaceOfPiece
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Bin, Bins, LayerKind, LayerTime
 from tawpipe.topology import Topology
 from tawpipe.train.batches import Batches
-from tawpipe.train.checks import validate
-from tawpipe.train.config import TAKES, TrainConfig, load_config
-from tawpipe.train.decided import BatchShape
-from tawpipe.train.optimizers import factory_of
+from tawpipe.train.judging.sample import Samples
 from tawpipe.train.run import _same_tokens
-from tawpipe.train.sample import Samples
 from tawpipe.train.saves import LOOK_EVERY, Saves
+from tawpipe.train.saying.words import batch_words, gib, memory_rows, step_rows, without_effect
+from tawpipe.train.settings.checks import validate
+from tawpipe.train.settings.config import TAKES, TrainConfig, load_config
+from tawpipe.train.settings.decided import BatchShape
+from tawpipe.train.settings.optimizers import factory_of
 from tawpipe.train.start import typical_lengths
-from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
 

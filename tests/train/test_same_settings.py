@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe.train.config import load_config
+from tawpipe.train.settings.config import load_config
 from tawpipe.train.start import require_alike
 
 

@@ -15,8 +15,8 @@ from tawpipe.cli import main
 from tawpipe.commands import train as commands
 from tawpipe.errors import RunError
 from tawpipe.train import stopping
-from tawpipe.train.config import TrainConfig
 from tawpipe.train.going_on import how_to_go_on
+from tawpipe.train.settings.config import TrainConfig
 from tawpipe.train.stopping import ENDING, STOPPING, StopRequest
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tawpipe.train.trackers import TrackedRun
-from tawpipe.train.tracking import Tracking
+from tawpipe.train.saying.tracking import Tracking
+from tawpipe.train.settings.trackers import TrackedRun
 
 SETTINGS = {"seed": 0, "optimizer.name": "adamw", "schedule.homes": "", "sample.prompt": ["def "], "log.project": None}
 QUIET = {

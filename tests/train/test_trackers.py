@@ -14,9 +14,9 @@ from fake_trackers import FAKES, Library
 from processes import wait_for
 from tawpipe.commands.train import run as train
 from tawpipe.errors import UserError
-from tawpipe.train import tracking
-from tawpipe.train.trackers import TRACKERS, Outcome, Samples, TrackedRun, check_trackers
-from tawpipe.train.tracking import Tracking
+from tawpipe.train.saying import tracking
+from tawpipe.train.saying.tracking import Tracking
+from tawpipe.train.settings.trackers import TRACKERS, Outcome, Samples, TrackedRun, check_trackers
 
 ROW = {"loss": 2.5, "grad_norm": float("inf"), "mfu": None, "validation_by_position": {"256": 3.5, "512": None}}
 GIVEN = {"loss": 2.5, "validation_by_position/256": 3.5}

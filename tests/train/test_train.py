@@ -32,8 +32,8 @@ from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
-from tawpipe.train.config import load_config
-from tawpipe.train.sample import Samples
+from tawpipe.train.judging.sample import Samples
+from tawpipe.train.settings.config import load_config
 from terminal import Terminal
 
 PROMPTS = ("def return", "class", " ".join(WORDS * 2))
@@ -329,8 +329,8 @@ def test_what_only_shows_the_run_costs_no_more_than_itself(home, capfd, monkeypa
     log = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", log)
     monkeypatch.setattr("tawpipe.train.page.write_page", full)
-    monkeypatch.setattr("tawpipe.runtime.recording.Recording.write", lambda *_, **__: json.loads(""))
-    monkeypatch.setattr("tawpipe.train.sample.FILE", ".")
+    monkeypatch.setattr("tawpipe.runtime.watch.recording.Recording.write", lambda *_, **__: json.loads(""))
+    monkeypatch.setattr("tawpipe.train.judging.sample.FILE", ".")
     written, calls = Samples._written, count()
     monkeypatch.setattr(Samples, "_written", lambda *given: json.loads("") if next(calls) == 0 else written(*given))
     words = ("--sample.every", "1", "--sample.tokens", "2", "--sample.prompt", "Größe 漢")
@@ -590,7 +590,7 @@ def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, full_disk, tmp_path
     ],
 )
 def test_faults_that_cannot_be_are_refused(home, words, reason):
-    from tawpipe.train.checks import validate
+    from tawpipe.train.settings.checks import validate
 
     with pytest.raises(UserError, match=reason):
         validate(load_config([*command(home, "refused", *words)[3:]]), environ={})

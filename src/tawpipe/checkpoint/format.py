@@ -23,8 +23,8 @@ from torch import Tensor
 from tawpipe.checkpoint.names import MARKER, file_name, is_complete
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import checksum
-from tawpipe.runtime.storage import HomePiece, Storage
-from tawpipe.runtime.unit_optimizers import States, UnitOptimizers
+from tawpipe.runtime.homes.storage import HomePiece, Storage
+from tawpipe.runtime.homes.unit_optimizers import States, UnitOptimizers
 
 FORMAT = 2
 STATE = "optimizer."

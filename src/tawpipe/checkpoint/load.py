@@ -21,10 +21,10 @@ from tawpipe.checkpoint.format import SEAL, STATE, Manifest, StatePiece, read_ma
 from tawpipe.checkpoint.frozen import digests_in, refuse_other_frozen
 from tawpipe.checkpoint.names import file_name
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.quantized import NONE
-from tawpipe.runtime.optimizer import SHAPES
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.unit_optimizers import States, UnitOptimizers, in_other_groups
+from tawpipe.model.bits.quantized import NONE
+from tawpipe.runtime.homes.optimizer import SHAPES
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.homes.unit_optimizers import States, UnitOptimizers, in_other_groups
 from tawpipe.runtime.world import World
 
 

@@ -23,7 +23,7 @@ from tawpipe.checkpoint.store import Disk, Memory, Store
 from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
-from tawpipe.runtime.optimizer import SHAPES
+from tawpipe.runtime.homes.optimizer import SHAPES
 
 HISTORY = "history.json"
 

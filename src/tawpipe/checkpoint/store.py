@@ -28,7 +28,7 @@ from tawpipe.checkpoint.format import read_manifest
 from tawpipe.checkpoint.names import ABANDONED, PARTIAL, complete_states, file_name, named_states, remove, step_of
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import REPLACED
-from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 

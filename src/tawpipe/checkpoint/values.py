@@ -15,7 +15,7 @@ from tawpipe.checkpoint.frozen import digests_in, refuse_other_frozen
 from tawpipe.checkpoint.load import check_same_model, open_file
 from tawpipe.errors import UserError
 from tawpipe.model.facts import value_digest
-from tawpipe.model.pretrained import SafetensorsSource
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.units import Unit
 
 

@@ -135,7 +135,7 @@ class Conversation:
         from transformers import TextStreamer
 
         from tawpipe.data.encode import Encoder
-        from tawpipe.model.build import longest_allowed
+        from tawpipe.model.files.build import longest_allowed
 
         said = [*self._said, {"role": "user", "content": text}]
         if self.chats:

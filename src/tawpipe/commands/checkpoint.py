@@ -90,10 +90,10 @@ def _verify(_: argparse.Namespace, path: Path) -> int:
 
 def _digests_of(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     """Digests of those of some parameters that a model's folder has, by their names in a run."""
-    from tawpipe.model.build import build_model
     from tawpipe.model.chain import Chain
     from tawpipe.model.facts import value_digest
-    from tawpipe.model.pretrained import SafetensorsSource
+    from tawpipe.model.files.build import build_model
+    from tawpipe.model.files.pretrained import SafetensorsSource
     from tawpipe.model.weights import base_name
 
     source, digests = SafetensorsSource(Chain(build_model(str(folder), max_positions=1).model), folder), {}

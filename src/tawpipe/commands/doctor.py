@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tawpipe.commands.processes import add_processes, on_processes
 from tawpipe.options import CommandParser
-from tawpipe.train.names import ELSEWHERE
+from tawpipe.train.settings.names import ELSEWHERE
 
 
 def run(argv: Sequence[str]) -> int:
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    from tawpipe.plan.doctor import examine
+    from tawpipe.plan.machine.doctor import examine
 
     examine(Path(arguments.out) if arguments.out else None, device=arguments.device)
     return 0

@@ -95,7 +95,7 @@ def _of_run(folder: Path) -> Iterator[Page]:
             "run.html", "Run", "Loss, speed and memory step by step, as they are now.", partial(run_page, folder)
         )
     if (folder / PLAN).is_file():
-        from tawpipe.plan.page import saved_plan_page
+        from tawpipe.plan.answer.page import saved_plan_page
 
         line = "The strategy that the run follows, why, and a step as it was predicted."
         yield Page("plan.html", "Plan", line, partial(saved_plan_page, folder / PLAN))

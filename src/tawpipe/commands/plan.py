@@ -18,11 +18,11 @@ from tawpipe.garbage import leave_imports_alone, rarely_collected
 from tawpipe.options.library import as_option
 
 if TYPE_CHECKING:
-    from tawpipe.plan.lengths import Lengths
-    from tawpipe.plan.machine import Machine
-    from tawpipe.plan.plan import Plan
-    from tawpipe.plan.request import PlanRequest
-    from tawpipe.train.config import TrainConfig
+    from tawpipe.plan.answer.lengths import Lengths
+    from tawpipe.plan.cost.request import PlanRequest
+    from tawpipe.plan.machine.machine import Machine
+    from tawpipe.plan.search.plan import Plan
+    from tawpipe.train.settings.config import TrainConfig
 
 MOST_S = 15.0
 """Seconds of the processor after which a plan that names something ends, unless it is to show all."""
@@ -48,15 +48,15 @@ def run(argv: Sequence[str]) -> int:
 def _run(words: PlanWords) -> int:
     import torch
 
-    from tawpipe.model.attention_kernel import activate_flash
-    from tawpipe.model.build import text_config_of
-    from tawpipe.model.lowbit import EXACT
+    from tawpipe.model.attention.attention_kernel import activate_flash
+    from tawpipe.model.bits.lowbit import EXACT
+    from tawpipe.model.files.build import text_config_of
     from tawpipe.pipeline.refuse import refuse_settings
-    from tawpipe.plan.doctor import probe_machine
-    from tawpipe.plan.measure import device_name
-    from tawpipe.plan.page import write_plan_page
-    from tawpipe.plan.plan import Plan, explain, json_text
-    from tawpipe.plan.search import search
+    from tawpipe.plan.answer.page import write_plan_page
+    from tawpipe.plan.cost.measure import device_name
+    from tawpipe.plan.machine.doctor import probe_machine
+    from tawpipe.plan.search.plan import Plan, explain, json_text
+    from tawpipe.plan.search.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.world import pick_device
 
@@ -129,14 +129,14 @@ def _request(
         here: this process's device.
         corpus: of ``--lengths``.
     """
-    from tawpipe.model.build import PRESETS, build_model
     from tawpipe.model.chain import Chain
+    from tawpipe.model.files.build import PRESETS, build_model
     from tawpipe.model.flops import work_of
     from tawpipe.model.refuse import settle_mtp
     from tawpipe.pipeline.refuse import refuse_cut_rows
-    from tawpipe.plan.measure import Asked, request_of
-    from tawpipe.plan.typical import LOOKED_AT, typical_documents
-    from tawpipe.train.optimizers import factory_of
+    from tawpipe.plan.cost.measure import Asked, request_of
+    from tawpipe.plan.cost.typical import LOOKED_AT, typical_documents
+    from tawpipe.train.settings.optimizers import factory_of
 
     asked = Asked(
         words.row if corpus is None else corpus.row,
@@ -191,9 +191,9 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
     import torch
 
     from tawpipe.model.flops import KNOWN_DEVICES
-    from tawpipe.plan.devices import Device
-    from tawpipe.plan.measure import device_name, machine_of
-    from tawpipe.plan.probe import probe_files
+    from tawpipe.plan.cost.measure import device_name, machine_of
+    from tawpipe.plan.machine.devices import Device
+    from tawpipe.plan.machine.probe import probe_files
 
     name = "CPU" if (words.device_name or "").upper() == "CPU" else words.device_name
     machine = measured
@@ -223,9 +223,9 @@ def lines(
         ask: makes the request for a plan with other settings.
         everything: see ``Plan.listed``.
     """
-    from tawpipe.plan.plan import crossing
-    from tawpipe.plan.without_loss import without_loss
-    from tawpipe.plan.would_fit import WouldFit
+    from tawpipe.plan.answer.without_loss import without_loss
+    from tawpipe.plan.answer.would_fit import WouldFit
+    from tawpipe.plan.search.plan import crossing
 
     if plan.listed(everything=everything):
         yield from plan.table(everything=everything)
@@ -250,9 +250,9 @@ def _write_page(words: PlanWords, write: Callable[[Path], object]) -> None:
 
 def _longest(request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
     """``--longest``: the answer, and the exit code."""
-    from tawpipe.plan.longest import GIVEN, POSITIONS, Longest, limit_of
-    from tawpipe.plan.page import write_longest_page
-    from tawpipe.plan.request import MOST_TOKENS
+    from tawpipe.plan.answer.longest import GIVEN, POSITIONS, Longest, limit_of
+    from tawpipe.plan.answer.page import write_longest_page
+    from tawpipe.plan.cost.request import MOST_TOKENS
 
     most, asked = request.sequence_length, words.row or MOST_TOKENS
     longest = Longest.of(request, ends=limit_of(most) if most == asked else POSITIONS, tell=tell)
@@ -299,8 +299,8 @@ class _Corpus:
     @classmethod
     def of(cls, words: PlanWords, world_size: int) -> _Corpus:
         """What is asked for, with what was not given filled in."""
-        from tawpipe.plan.lengths import LOGNORMAL, Lengths, lengths_of
-        from tawpipe.train.decided import BatchShape
+        from tawpipe.plan.answer.lengths import LOGNORMAL, Lengths, lengths_of
+        from tawpipe.train.settings.decided import BatchShape
 
         assert words.lengths is not None
         lengths = Lengths.of(*_tokenised(words)) if words.lengths == CORPUS else lengths_of(words.lengths)
@@ -324,8 +324,8 @@ class _Corpus:
 
     def say(self, request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
         """Print the foresight; the exit code."""
-        from tawpipe.plan.dealt import DealFound
-        from tawpipe.plan.dealt_words import json_text, lines, write_dealt_page
+        from tawpipe.plan.answer.dealt import DealFound
+        from tawpipe.plan.answer.dealt_words import json_text, lines, write_dealt_page
 
         dealt = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most, tell=tell)
         for line in [json_text(dealt)] if words.json else lines(dealt):
@@ -336,9 +336,9 @@ class _Corpus:
 
 def _tokenised(words: PlanWords) -> tuple[Any, str]:
     """Lengths of the documents of ``--data``, in tokens, and their source in words."""
-    from tawpipe.data.cache import cache_root
-    from tawpipe.data.hub import opened
-    from tawpipe.data.sources import find_sets
+    from tawpipe.data.reading.cache import cache_root
+    from tawpipe.data.reading.hub import opened
+    from tawpipe.data.reading.sources import find_sets
     from tawpipe.data.tokenised import TokenisedText
 
     config = words.config

@@ -10,13 +10,13 @@ from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from tawpipe.commands.plan_words import PlanWords
-    from tawpipe.plan.machine import Machine
-    from tawpipe.plan.serving import ServeRequest
+    from tawpipe.plan.machine.machine import Machine
+    from tawpipe.serving.planner import ServeRequest
 
 
 def serve(request: ServeRequest, *, as_json: bool) -> int:
     """Print the plan; the exit code."""
-    from tawpipe.plan.serving import ServePlan
+    from tawpipe.serving.planner import ServePlan
 
     plan, machine = ServePlan(request), request.machine
     if as_json:
@@ -38,14 +38,14 @@ def request_for(
     Args:
         here: this process's device.
     """
-    from tawpipe.model.build import PRESETS, build_model
+    from tawpipe.model.bits.lowbit import AUTO, EXACT
     from tawpipe.model.chain import Chain
+    from tawpipe.model.files.build import PRESETS, build_model
     from tawpipe.model.flops import KNOWN_DEVICES, key_bytes, memory_rate, peak_flops
-    from tawpipe.model.lowbit import AUTO, EXACT
-    from tawpipe.model.serving import WeightBytes, form_there, refuse_serving
-    from tawpipe.plan.measure import USABLE, device_name, system_of
-    from tawpipe.plan.pass_costs import estimated_passes, measured_passes
-    from tawpipe.plan.serving import HAND_S, ServeRequest
+    from tawpipe.plan.cost.measure import USABLE, device_name, system_of
+    from tawpipe.serving.held import WeightBytes, form_there, refuse_serving
+    from tawpipe.serving.pass_costs import estimated_passes, measured_passes
+    from tawpipe.serving.planner import HAND_S, ServeRequest
 
     config, device = words.config, machine.device
     measures = words.profile == "measure" or (words.profile == "auto" and device_name(here) == device.name)

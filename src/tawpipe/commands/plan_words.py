@@ -13,10 +13,10 @@ from tawpipe.errors import UserError
 from tawpipe.options import CommandParser, Leaf, Open, field_help, first_sentence
 from tawpipe.options.names import option_of
 from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED, ScheduleSettings, chosen_by_hand
-from tawpipe.serve.settings import WeightForm
-from tawpipe.train.checks import check_plannable
-from tawpipe.train.config import TrainConfig, train_options
-from tawpipe.train.names import ELSEWHERE
+from tawpipe.serving.service.settings import WeightForm
+from tawpipe.train.settings.checks import check_plannable
+from tawpipe.train.settings.config import TrainConfig, train_options
+from tawpipe.train.settings.names import ELSEWHERE
 
 PROBE, CORPUS = "probe", "corpus"
 LEADING = {

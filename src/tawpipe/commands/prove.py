@@ -9,7 +9,7 @@ from pathlib import Path
 from tawpipe.commands.processes import add_processes, on_processes
 from tawpipe.errors import UserError
 from tawpipe.options import CommandParser
-from tawpipe.train.names import ELSEWHERE
+from tawpipe.train.settings.names import ELSEWHERE
 
 FILE = "tawpipe-prove.json"
 
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prove(arguments: argparse.Namespace) -> int:
-    from tawpipe.model.attention_kernel import activate_flash
+    from tawpipe.model.attention.attention_kernel import activate_flash
     from tawpipe.prove.checks import CHECKS
     from tawpipe.prove.models import dtype_here, sized
     from tawpipe.prove.run import prove

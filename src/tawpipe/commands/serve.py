@@ -16,9 +16,9 @@ from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import in_this_process, launch, local_shape
 from tawpipe.options import CommandParser
 from tawpipe.options.library import as_option
-from tawpipe.serve.settings import OPTIONS, ServeConfig, load, read_key
+from tawpipe.serving.service.settings import OPTIONS, ServeConfig, load, read_key
 
-IMPORTS = ("tawpipe.runtime.engine", "transformers.models.llama.modeling_llama")
+IMPORTS = ("tawpipe.serving.engine", "transformers.models.llama.modeling_llama")
 """What every process imports."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE", "1"
 """Has torch ask for huge pages on CPUs, if it is set before it allocates: weights are read 5 % sooner."""
@@ -80,7 +80,7 @@ def _folder(config: ServeConfig) -> Path:
 def _serve(config: ServeConfig) -> int:
     """One process of the service, under the variables of a launcher."""
     os.environ.setdefault(*HUGE_PAGES)
-    from tawpipe.serve.start import serve
+    from tawpipe.serving.service.start import serve
 
     serve(config, _folder(config))
     return 0

@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
 
 def from_plan(path: Path) -> tuple[Timelines, Path]:
     """The step that a plan predicts, and the folder of the plan."""
-    from tawpipe.plan.plan_file import replay
+    from tawpipe.plan.search.plan_file import replay
 
     timeline, left_out = replay(path)
     return [(f"predicted, {left_out}" if left_out else "predicted", predicted_bars(timeline))], path.parent

@@ -16,12 +16,12 @@ from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
 from tawpipe.model.settings import PRESET_NAMES
 from tawpipe.options.library import as_option
-from tawpipe.train.checks import check_output, check_output_name, validate
-from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
 from tawpipe.train.going_on import how_this_process_goes_on, how_to_go_on
 from tawpipe.train.lock import running_in
+from tawpipe.train.settings.checks import check_output, check_output_name, validate
+from tawpipe.train.settings.config import TrainConfig, load_config, located, with_output_named
 
-IMPORTS = ("tawpipe.train.run", "tawpipe.plan.search", "transformers.models.llama.modeling_llama")
+IMPORTS = ("tawpipe.train.run", "tawpipe.plan.search.search", "transformers.models.llama.modeling_llama")
 """What every process of a run imports, whatever its model: most of a model's module is what all have in common."""
 
 

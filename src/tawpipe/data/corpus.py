@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tawpipe.data.columns import RawRow
+from tawpipe.data.chats.columns import RawRow
+from tawpipe.data.chats.render import Document, Renderer
 from tawpipe.data.encode import Encoder, Tokens
-from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
 
 TOKENS, OFFSETS, MASK, COUNTS = "tokens.bin", "offsets.npy", "mask.bin", "counts.json"

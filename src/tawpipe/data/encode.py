@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tawpipe.data.render import Document
+from tawpipe.data.chats.render import Document
+from tawpipe.data.chats.special import BREAK, ESCAPED, SpecialTokens
 from tawpipe.data.settings import SpecialInText
-from tawpipe.data.special import BREAK, ESCAPED, SpecialTokens
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:

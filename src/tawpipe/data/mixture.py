@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tawpipe.data.packing import Int64s
 from tawpipe.data.rows import PackedDataset, StepDocuments, read_step, take
 from tawpipe.data.stream import StreamedDataset
+from tawpipe.dealing.packing import Int64s
 from tawpipe.model.batch import MicroBatch
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

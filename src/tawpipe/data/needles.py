@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tawpipe.data.chats.render import ChatText, Document
 from tawpipe.data.encode import Encoder
-from tawpipe.data.packing import Int64s
-from tawpipe.data.render import ChatText, Document
 from tawpipe.data.rows import PackedDataset
+from tawpipe.dealing.packing import Int64s
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 

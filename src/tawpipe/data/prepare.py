@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tawpipe.data.cache import cache_root, content_hash, leader_first
-from tawpipe.data.chat import today
+from tawpipe.data.chats.chat import today
+from tawpipe.data.chats.render import Document, Renderer
 from tawpipe.data.corpus import Corpus, held_out, in_shares, render_counted, split_documents
-from tawpipe.data.hub import opened
-from tawpipe.data.lengths import DEVICES, MOST_STREAMED, Balance, Dealing, LengthLimits, padding_share
 from tawpipe.data.mixture import Mixture, sample_shares
 from tawpipe.data.prepared import PreparedData
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.reading.cache import cache_root, content_hash, leader_first
+from tawpipe.data.reading.hub import opened
+from tawpipe.data.reading.sources import STDLIB, SourceFile, SourceSet, find_sets
 from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
 from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
-from tawpipe.data.sources import STDLIB, SourceFile, SourceSet, find_sets
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenised import TokenisedText, no_documents
 from tawpipe.data.tokenizer import vocabulary_size
+from tawpipe.dealing.lengths import DEVICES, MOST_STREAMED, Balance, Dealing, LengthLimits, padding_share
 from tawpipe.errors import UserError
 from tawpipe.report.lengths import Histogram
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tawpipe.data.settings import Packed
 
 if TYPE_CHECKING:
-    from tawpipe.data.lengths import Balance
+    from tawpipe.dealing.lengths import Balance
     from tawpipe.report.lengths import Histogram
 
 

@@ -18,9 +18,19 @@ import torch
 from numpy.typing import NDArray
 
 from tawpipe.data.corpus import Corpus
-from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, PiecePlan, Pieces, Segment, SplitPlan, split_rows
+from tawpipe.data.reading.sources import SourceFile, name_files
 from tawpipe.data.settings import Packed
-from tawpipe.data.sources import SourceFile, name_files
+from tawpipe.dealing.packing import (
+    EpochPlan,
+    FitPlan,
+    FitShape,
+    Int64s,
+    PiecePlan,
+    Pieces,
+    Segment,
+    SplitPlan,
+    split_rows,
+)
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 
@@ -146,7 +156,7 @@ class PackedDataset:
     Args:
         documents: [documents] numbers of the corpus's documents that take part.
         sequence_length: tokens of a row; under ``balanced`` and ``none`` of a document at most.
-        packing: how they fill rows, see ``tawpipe.data.packing``.
+        packing: how they fill rows, see ``tawpipe.dealing.packing``.
         pad_id: the token that fills up rows; any will do, as it never counts and nothing sees it.
     """
 

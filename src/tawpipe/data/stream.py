@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tawpipe.data.columns import RawRow
+from tawpipe.data.chats.columns import RawRow
+from tawpipe.data.chats.render import Document
 from tawpipe.data.corpus import Corpus, held_out
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import Document
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import SourceFile
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.rows import PackedDataset, StepDocuments, nothing_learned, read_step
 from tawpipe.data.settings import Packed
-from tawpipe.data.sources import SourceFile
 from tawpipe.data.tokenised import TokenisedText, no_documents
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch

@@ -7,17 +7,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tawpipe.data.cache import content_hash, is_complete, make_folder
-from tawpipe.data.chat import ChatText, with_beginning, with_template
-from tawpipe.data.columns import Columns, RawRow, RowKind
+from tawpipe.data.chats.chat import ChatText, with_beginning, with_template
+from tawpipe.data.chats.columns import Columns, RawRow, RowKind
+from tawpipe.data.chats.render import Document, Renderer
+from tawpipe.data.chats.templates import PRINTS_DATE, fallback_template
 from tawpipe.data.corpus import Corpus, write_corpus
 from tawpipe.data.encode import Encoder
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.reading.cache import content_hash, is_complete, make_folder
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import SourceFile, name_files, stamps
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import SourceFile, name_files, stamps
-from tawpipe.data.templates import PRINTS_DATE, fallback_template
 from tawpipe.data.tokenizer import (
     has_tokenizer,
     load_tokenizer,

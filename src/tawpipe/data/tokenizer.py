@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.data.cache import content_hash
-from tawpipe.data.read import RowReader
-from tawpipe.data.render import raw_text
+from tawpipe.data.chats.render import raw_text
+from tawpipe.data.chats.templates import HASHED, fallback_template
+from tawpipe.data.reading.cache import content_hash
+from tawpipe.data.reading.read import RowReader
+from tawpipe.data.reading.sources import SourceFile
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import SourceFile
-from tawpipe.data.templates import HASHED, fallback_template
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
-from tawpipe.model import attention
-from tawpipe.model.attention import PackedMask
+from tawpipe.model.attention import attention
+from tawpipe.model.attention.attention import PackedMask
+from tawpipe.model.attention.indexers import spare_indexers
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
+from tawpipe.model.bits.quantized import NONE, check_form, matrices_of
 from tawpipe.model.buffers import materialize_buffers
-from tawpipe.model.discovery import Discovery, discover, embedding_width
-from tawpipe.model.first_call import ValuesBefore, first_call
-from tawpipe.model.in_turn import embed_in_turn
-from tawpipe.model.indexers import spare_indexers
+from tawpipe.model.discovery.discovery import Discovery, discover, embedding_width
+from tawpipe.model.discovery.first_call import ValuesBefore, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
-from tawpipe.model.mixers import RowCall, make_mixer
-from tawpipe.model.quantized import NONE, check_form, matrices_of
+from tawpipe.model.mixers.in_turn import embed_in_turn
+from tawpipe.model.mixers.mixers import RowCall, make_mixer
 from tawpipe.model.refuse import ApartError, refuse_adapters, refuse_unsupported, unsupported, why_apart
 from tawpipe.model.shapes import share_of_experts
 from tawpipe.model.stubs import (

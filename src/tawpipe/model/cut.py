@@ -16,7 +16,7 @@ from torch import nn
 
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.chain import Chain, inner_model
-from tawpipe.model.discovery import kind_of
+from tawpipe.model.discovery.discovery import kind_of
 from tawpipe.model.weights import WeightSource
 
 MOST_LAYERS = 8

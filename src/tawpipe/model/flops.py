@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.model.shapes import EXPERTS, head_size, num_heads, setting_of, share_of_experts
-from tawpipe.schedule.balance import LayerKind, LayerTime
 
 if TYPE_CHECKING:
     import torch

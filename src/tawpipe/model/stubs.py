@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tawpipe.model.attention import PackedMask
-from tawpipe.model.chunked import Chunk
+from tawpipe.model.attention.attention import PackedMask
+from tawpipe.model.attention.chunked import Chunk
 
 HIDDEN = "hidden_states"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tawpipe.model.quantized import BLOCK, dequantise, passing_bytes, quantise
+from tawpipe.model.bits.quantized import BLOCK, dequantise, passing_bytes, quantise
 from tawpipe.model.roles import roles_of
 from tawpipe.schedule.spec import BlockSpec, UnitSpec
 

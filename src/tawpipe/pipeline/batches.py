@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tawpipe.dealing.balance import Bins
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.model.discovery import PositionUse
-from tawpipe.schedule.balance import Bins
+from tawpipe.model.discovery.discovery import PositionUse
 from tawpipe.schedule.spec import share_micro_batches
 
 COUNTED_FROM_0 = PositionUse()

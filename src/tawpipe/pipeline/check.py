@@ -29,8 +29,8 @@ from tawpipe.model.stubs import HIDDEN, taken_by
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import LocalBatch
-from tawpipe.runtime.randomness import OwnGenerator
-from tawpipe.runtime.step_result import StepResult
+from tawpipe.runtime.compute.randomness import OwnGenerator
+from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.world import World
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.settings import ScheduleSettings

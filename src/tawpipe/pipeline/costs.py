@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from tawpipe.dealing.balance import layers_that_keep
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.flops import windows
 from tawpipe.pipeline.sizes import step_costs
 from tawpipe.pipeline.wiring import Wiring
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.balance import layers_that_keep
-from tawpipe.schedule.footprint import Costs
+from tawpipe.schedule.sizes.footprint import Costs
 from tawpipe.schedule.spec import EXACT_WIDTH
 from tawpipe.schedule.step import Schedule
 

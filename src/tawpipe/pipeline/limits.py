@@ -10,8 +10,8 @@ from tawpipe.model.flops import chain_flops
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.limits import StepLimit, estimate_s
-from tawpipe.schedule.footprint import Costs
+from tawpipe.runtime.watch.limits import StepLimit, estimate_s
+from tawpipe.schedule.sizes.footprint import Costs
 
 
 class Limits:

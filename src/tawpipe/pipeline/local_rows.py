@@ -9,13 +9,13 @@ from math import ceil
 
 import torch
 
+from tawpipe.dealing.balance import Bin, Bins, BinsForm, LayerTime
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.schedules import Schedules
-from tawpipe.runtime.step_input import DocumentSlice
+from tawpipe.runtime.compute.step_input import DocumentSlice
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Bin, Bins, BinsForm, LayerTime
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.save import Saved, Saving
 from tawpipe.checkpoint.store import Store
+from tawpipe.dealing.balance import Bin, Bins, LayerTime
 from tawpipe.doors import Door
 from tawpipe.errors import RunError, UserError
+from tawpipe.model.attention.indexers import freeze_indexers, frozen_words
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import refuse_emptied
+from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.buffers import wide_parameters, wide_words
-from tawpipe.model.carried import NOTHING_CARRIED, Carried
 from tawpipe.model.chain import Chain, inner_model
-from tawpipe.model.export import carry, export_hugging_face
+from tawpipe.model.files.carried import NOTHING_CARRIED, Carried
+from tawpipe.model.files.export import carry, export_hugging_face
 from tawpipe.model.flops import work_of
-from tawpipe.model.indexers import freeze_indexers, frozen_words
 from tawpipe.model.loss import Loss
-from tawpipe.model.quantized import NONE
 from tawpipe.model.refuse import settle_mtp
 from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
@@ -46,29 +47,28 @@ from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
 from tawpipe.pipeline.wiring import Wiring, filled_homes, values_alike
+from tawpipe.runtime.compute.measures import AnswersByRow, Measure
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
-from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.groups import PipelineOptimizer
-from tawpipe.runtime.home_actions import UpdateRule
+from tawpipe.runtime.homes.groups import PipelineOptimizer
+from tawpipe.runtime.homes.home_actions import UpdateRule
+from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
+from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.leaving import leave_at_exit
-from tawpipe.runtime.measures import AnswersByRow, Measure
-from tawpipe.runtime.optimizer import OptimizerFactory, adamw
-from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.stalls import Others
-from tawpipe.runtime.step_result import StepResult
-from tawpipe.runtime.watchdog import write_record
+from tawpipe.runtime.watch.faults import Injector
+from tawpipe.runtime.watch.recording import Recording
+from tawpipe.runtime.watch.stalls import Others
+from tawpipe.runtime.watch.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bin, Bins, LayerTime
-from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sizes.footprint import Costs
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies.table import strategy_of
 
 logger = logging.getLogger(__name__)
 
-TEXTS = Door[Callable[..., Any]]("tawpipe.pipeline.generate")
+TEXTS = Door[Callable[..., Any]]("tawpipe.serving.generate")
 """Makes of a pipeline what continues prompts from its weights (``PipelineTexts``)."""
 
 

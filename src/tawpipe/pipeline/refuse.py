@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from tawpipe.errors import UserError
+from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.chain import Chain
-from tawpipe.model.quantized import NONE
 from tawpipe.pipeline.check import CHOICES
 from tawpipe.runtime.dtype import AUTO, DTYPES
-from tawpipe.runtime.optimizer import OptimizerFactory
-from tawpipe.runtime.unit_optimizers import refuse_cut_matrices
+from tawpipe.runtime.homes.optimizer import OptimizerFactory
+from tawpipe.runtime.homes.unit_optimizers import refuse_cut_matrices
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology

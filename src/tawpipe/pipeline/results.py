@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tawpipe.errors import RunError
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.step_result import StepResult
+from tawpipe.runtime.homes.step_result import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from tawpipe.dealing.balance import BinsForm
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
 from tawpipe.model.shapes import num_heads
-from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
+from tawpipe.runtime.compute.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify

@@ -11,10 +11,10 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import key_bytes
 from tawpipe.model.units import Unit
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
-from tawpipe.runtime.storage import matrices_in
-from tawpipe.schedule.footprint import BlockMemory, Costs, Widths, costs
+from tawpipe.runtime.homes.storage import matrices_in
 from tawpipe.schedule.landing import SLICE
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sizes.footprint import BlockMemory, Costs, Widths, costs
 from tawpipe.schedule.spec import EXACT_WIDTH
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology

@@ -16,12 +16,12 @@ from tawpipe.checkpoint.names import step_name
 from tawpipe.checkpoint.save import Saving, stage
 from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.quantized import NONE
+from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.results import Results
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World
 
 

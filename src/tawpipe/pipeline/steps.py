@@ -9,21 +9,21 @@ from math import ceil, log2
 
 import torch
 
+from tawpipe.dealing.balance import BinsForm
 from tawpipe.errors import UserError
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.costs import StepCosts
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.home_actions import UpdateRule
-from tawpipe.runtime.measures import Measure
-from tawpipe.runtime.moves import make_places
-from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.stalls import BEGINNING
-from tawpipe.runtime.step_input import StepInput
-from tawpipe.runtime.step_result import StepResult
-from tawpipe.runtime.watchdog import LastEvents
-from tawpipe.schedule.balance import BinsForm
+from tawpipe.runtime.compute.measures import Measure
+from tawpipe.runtime.compute.moves import make_places
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.homes.home_actions import UpdateRule
+from tawpipe.runtime.homes.step_result import StepResult
+from tawpipe.runtime.watch.recording import Recording
+from tawpipe.runtime.watch.stalls import BEGINNING
+from tawpipe.runtime.watch.watchdog import LastEvents
 from tawpipe.schedule.step import Schedule
 
 

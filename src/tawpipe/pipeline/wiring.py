@@ -10,24 +10,24 @@ import torch
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Facts, config_facts
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.loss import loss_chunk
-from tawpipe.model.pretrained import SafetensorsSource
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.refuse import refuse_host
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.runtime.alike import read_alike
-from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.compute.compute import Compute
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.executor import Executor
-from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.host_memory import free_memory, is_the_hosts, lock_limit
-from tawpipe.runtime.optimizer import OptimizerFactory
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.unit_optimizers import UnitOptimizers, try_factory
+from tawpipe.runtime.homes.host_memory import free_memory, is_the_hosts, lock_limit
+from tawpipe.runtime.homes.optimizer import OptimizerFactory
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers, try_factory
+from tawpipe.runtime.transport.transport import Transport
+from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World
-from tawpipe.schedule.footprint import home_bytes
+from tawpipe.schedule.sizes.footprint import home_bytes
 
 
 def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, seed: int) -> WeightSource:

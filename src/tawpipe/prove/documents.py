@@ -21,21 +21,21 @@ import torch.nn.attention as library
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig
 
-from tawpipe.model.attention_kernel import FIXED
+from tawpipe.model.attention.attention_kernel import FIXED
+from tawpipe.model.attention.chunked import KeyStore
 from tawpipe.model.batch import tokens_of
 from tawpipe.model.chain import Chain
-from tawpipe.model.chunked import KeyStore
 from tawpipe.model.kernels import flash_in_use
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import ModuleSource
-from tawpipe.plan.bench import Bench, Case
+from tawpipe.plan.cost.bench import Bench, Case
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.stand_in import read_as_a_gpu_does
-from tawpipe.runtime.chunks import KeptAttention, LayerInChunks
-from tawpipe.runtime.recompute import keep_attention
-from tawpipe.runtime.rows import OnDevice
-from tawpipe.runtime.sets import LayerInSet, SetTokens
+from tawpipe.runtime.compute.chunks import KeptAttention, LayerInChunks
+from tawpipe.runtime.compute.recompute import keep_attention
+from tawpipe.runtime.compute.rows import OnDevice
+from tawpipe.runtime.compute.sets import LayerInSet, SetTokens
 from tawpipe.runtime.world import World
 
 LIMIT = 0.03

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.probe import host_link
+from tawpipe.plan.machine.probe import host_link
 from tawpipe.prove.freed import Freed
 from tawpipe.prove.models import dtype_here, made, rows, small
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome, each_way
-from tawpipe.runtime.optimizer import OptimizerFactory, adamw
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.streaming import Streaming
-from tawpipe.runtime.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
+from tawpipe.runtime.homes.storage import Storage
+from tawpipe.runtime.homes.streaming import Streaming
+from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.placement import Home

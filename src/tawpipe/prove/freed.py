@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda
-from tawpipe.runtime.activations import Activations
+from tawpipe.runtime.compute.activations import Activations
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
 

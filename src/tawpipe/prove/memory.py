@@ -15,18 +15,18 @@ from transformers import LlamaConfig
 
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.devices import Device
-from tawpipe.plan.longest import longest_that
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import Asked, device_name, request_of
-from tawpipe.plan.predict import Needs, memory_of, predict
-from tawpipe.plan.probe import resident_memory
-from tawpipe.plan.request import MOST_TOKENS, PlanRequest
+from tawpipe.plan.answer.longest import longest_that
+from tawpipe.plan.cost.measure import Asked, device_name, request_of
+from tawpipe.plan.cost.predict import Needs, memory_of, predict
+from tawpipe.plan.cost.request import MOST_TOKENS, PlanRequest
+from tawpipe.plan.machine.devices import Device
+from tawpipe.plan.machine.machine import uniform
+from tawpipe.plan.machine.probe import resident_memory
 from tawpipe.prove.models import alone, dtype_here, on_meta, packed, sized
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.speed import TOKENS
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.memory import Taken
-from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import peak_of_step
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings

@@ -14,16 +14,16 @@ from unittest.mock import patch
 import torch
 
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.predict import Needs, memory_of
+from tawpipe.plan.cost.predict import Needs, memory_of
 from tawpipe.prove.memory import BESIDES, LIMIT, ask, live_bytes
 from tawpipe.prove.models import dtype_here, on_meta, rows, sized, ways
 from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.prove.speed import TOKENS
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda
+from tawpipe.runtime.compute.rows import Places
+from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.memory import Taken, give_back
-from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import peak_of_step
-from tawpipe.runtime.rows import Places
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.settings import ScheduleSettings

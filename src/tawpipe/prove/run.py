@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tawpipe.console import Console, duration
-from tawpipe.plan.doctor import software
-from tawpipe.plan.measure import device_name
+from tawpipe.plan.cost.measure import device_name
+from tawpipe.plan.machine.doctor import software
 from tawpipe.prove.checks import CHECKS, Check, unproven
 from tawpipe.prove.models import alone
 from tawpipe.prove.outcome import FAILS, UNPROVEN, Outcome

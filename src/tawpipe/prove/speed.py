@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from tawpipe.model.attention_kernel import kernel_of_model
+from tawpipe.model.attention.attention_kernel import kernel_of_model
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.bench import Bench, Case
-from tawpipe.plan.measure import Asked, device_name, request_of
-from tawpipe.plan.predict import predict
-from tawpipe.plan.probe import probe
-from tawpipe.plan.profile import clock_mhz, heat
+from tawpipe.plan.cost.bench import Bench, Case
+from tawpipe.plan.cost.measure import Asked, device_name, request_of
+from tawpipe.plan.cost.predict import predict
+from tawpipe.plan.cost.profile import clock_mhz, heat
+from tawpipe.plan.machine.probe import probe
 from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.bench import Bench
-from tawpipe.plan.profile import clock_mhz
+from tawpipe.plan.cost.bench import Bench
+from tawpipe.plan.cost.profile import clock_mhz
 from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized, small, ways
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward, warm_up
 from tawpipe.runtime.memory import give_back
-from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS, make_group
+from tawpipe.runtime.transport.transport import FAR_BLOCKS, NEAR_BLOCKS, make_group
 from tawpipe.runtime.world import World
 
 LENGTH = 48

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import resolve_model
 from tawpipe.model.facts import Fact, Facts
-from tawpipe.model.pretrained import folder_facts
+from tawpipe.model.files.build import resolve_model
+from tawpipe.model.files.pretrained import folder_facts
 from tawpipe.runtime.world import World, in_words
 
 T = TypeVar("T")

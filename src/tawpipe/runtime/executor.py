@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.home_actions import HomeActions, Optimizers, StepValues, UpdateRule
+from tawpipe.runtime.compute.step_input import LapInput, StepInput
+from tawpipe.runtime.homes.home_actions import HomeActions, Optimizers, StepValues, UpdateRule
+from tawpipe.runtime.homes.step_result import VALUES, StepResult
+from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, Moment, make_lane
-from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.refresh import Refresh
-from tawpipe.runtime.stalls import messages_of
-from tawpipe.runtime.step_input import LapInput, StepInput
-from tawpipe.runtime.step_result import VALUES, StepResult
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.watchdog import LastEvents, Watchdog
+from tawpipe.runtime.transport.refresh import Refresh
+from tawpipe.runtime.transport.transport import Transport
+from tawpipe.runtime.watch.faults import Injector
+from tawpipe.runtime.watch.recording import Recording
+from tawpipe.runtime.watch.stalls import messages_of
+from tawpipe.runtime.watch.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Kind, home_gradient, home_weight
-from tawpipe.schedule.footprint import MOST_AHEAD, most_ahead
 from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.sizes.footprint import MOST_AHEAD, most_ahead
 from tawpipe.schedule.step import Schedule
 
 

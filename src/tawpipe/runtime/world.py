@@ -29,7 +29,7 @@ from tawpipe.environment import (
 )
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.meeting import agree_on_name
-from tawpipe.runtime.watchdog import keep_record
+from tawpipe.runtime.watch.watchdog import keep_record
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)

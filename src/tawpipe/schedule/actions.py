@@ -125,8 +125,8 @@ class Action:
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
         compression: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits
-            (runtime/compression.py), ``exact`` where it sends how weights have changed (runtime/exact.py) or gradients
-            coded without loss (runtime/exact_gradients.py).
+            (runtime/transport/compression.py), ``exact`` where it sends how weights have changed
+            (runtime/transport/exact.py) or gradients coded without loss (runtime/transport/exact_gradients.py).
 
     BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
     weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes

@@ -1,13 +1,13 @@
 """Gradients on their way to homes in the host's memory, and weights on their way from there.
 
-What a device adds to a gradient at home passes through it in slices, on the lane HOME (runtime/streaming.py). Where a
-backward pass would fill the home's gradient itself, as one process does and a pipeline whose stages nobody shares, it
-fills a buffer on the device instead: of a pool ``L`` with ``gradient_buffers`` places. From there the gradient goes
-home when nothing more comes to it, or when another unit's backward pass needs the place; then it is fetched back before
-the next micro-batch adds to it, while the backward pass before that one computes. It is fetched, and not added at home,
-because a backward pass may add several parts one by one: every sum has the order, and the bits, of a home on the
-device. One process whose updates are early updates a unit from that place, if its gradient is complete there: then it
-never goes home, and home has no memory for it (``StepSpec.passes_gradients``).
+What a device adds to a gradient at home passes through it in slices, on the lane HOME (runtime/homes/streaming.py).
+Where a backward pass would fill the home's gradient itself, as one process does and a pipeline whose stages nobody
+shares, it fills a buffer on the device instead: of a pool ``L`` with ``gradient_buffers`` places. From there the
+gradient goes home when nothing more comes to it, or when another unit's backward pass needs the place; then it is
+fetched back before the next micro-batch adds to it, while the backward pass before that one computes. It is fetched,
+and not added at home, because a backward pass may add several parts one by one: every sum has the order, and the bits,
+of a home on the device. One process whose updates are early updates a unit from that place, if its gradient is complete
+there: then it never goes home, and home has no memory for it (``StepSpec.passes_gradients``).
 """
 
 from __future__ import annotations

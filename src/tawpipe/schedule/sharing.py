@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tawpipe.dealing.speeds import parse_speeds
 from tawpipe.errors import UserError
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
-from tawpipe.schedule.speeds import parse_speeds
 from tawpipe.topology import Topology
 
 MOST_APART = 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tawpipe.schedule.speeds import by_speed, slowest_of
+from tawpipe.dealing.speeds import by_speed, slowest_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+from tawpipe.dealing.balance import Bins, LayerTime, deal
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.balance import Bins, LayerTime, deal
 from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_weight
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home

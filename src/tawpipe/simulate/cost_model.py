@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tawpipe.dealing.balance import Bins, pairs_within
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.balance import Bins, pairs_within
 from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.schedule.spec import EXACT_WIDTH, share_bins
 

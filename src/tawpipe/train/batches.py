@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tawpipe.data.lengths import in_like_lengths
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import PackedDataset, RowSource
+from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.dealer import Dealer
+from tawpipe.dealing.lengths import in_like_lengths
 from tawpipe.model.batch import MicroBatch
-from tawpipe.model.build import check_longest
+from tawpipe.model.files.build import check_longest
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.schedule.balance import Bins
-from tawpipe.train.dealer import Dealer
-from tawpipe.train.decided import BatchShape
+from tawpipe.train.settings.decided import BatchShape
 
 
 @dataclass(frozen=True)

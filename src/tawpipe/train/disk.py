@@ -13,21 +13,21 @@ import torch
 
 from tawpipe.checkpoint.names import complete_states
 from tawpipe.errors import UserError
-from tawpipe.model.build import BuiltModel
+from tawpipe.model.bits.quantized import NONE, matrices_of
 from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import stored_dtype
-from tawpipe.model.quantized import NONE, matrices_of
+from tawpipe.model.files.build import BuiltModel
+from tawpipe.model.files.pretrained import stored_dtype
 from tawpipe.model.units import Packing, Unit
 from tawpipe.model.weights import is_adapter
-from tawpipe.plan.updates import states_of
+from tawpipe.plan.cost.updates import states_of
 from tawpipe.runtime.dtype import master_dtype
-from tawpipe.runtime.storage import is_of_layer
-from tawpipe.train.config import TrainConfig
+from tawpipe.runtime.homes.storage import is_of_layer
 from tawpipe.train.exporting import Form
-from tawpipe.train.words import gib
+from tawpipe.train.saying.words import gib
+from tawpipe.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from tawpipe.runtime.optimizer import OptimizerFactory
+    from tawpipe.runtime.homes.optimizer import OptimizerFactory
     from tawpipe.runtime.world import World
 
 

@@ -23,33 +23,33 @@ from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.names import passed_over, state_to_resume, step_of
 from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
-from tawpipe.data.sources import find_sets
+from tawpipe.data.reading.sources import find_sets
+from tawpipe.dealing.balance import Bins
 from tawpipe.job_limits import processors
 from tawpipe.launch.launcher import Shape
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.flops import work_of
-from tawpipe.model.pretrained import SafetensorsSource
 from tawpipe.pipeline.refuse import refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.sizes import step_costs
-from tawpipe.plan.machine import Machine
-from tawpipe.plan.measure import INSIDE
-from tawpipe.plan.predict import Needs
-from tawpipe.plan.probe import machine_unprobed
-from tawpipe.plan.updates import states_of
+from tawpipe.plan.cost.measure import INSIDE
+from tawpipe.plan.cost.predict import Needs
+from tawpipe.plan.cost.updates import states_of
+from tawpipe.plan.machine.machine import Machine
+from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.runtime.world import World, connect, pick_device
-from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
-from tawpipe.train.checks import faults_of
-from tawpipe.train.config import TrainConfig
 from tawpipe.train.lengths import settled_lengths
-from tawpipe.train.optimizers import group_rows
 from tawpipe.train.planned import probed
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.saying.words import gib
+from tawpipe.train.settings.checks import faults_of
+from tawpipe.train.settings.config import TrainConfig
+from tawpipe.train.settings.optimizers import group_rows
 from tawpipe.train.start import Documents, documents_of, refuse_other_form, refuse_other_run
-from tawpipe.train.words import gib
 
 FEW_BYTES = 4 << 20
 """Of files whose documents are all tokenised."""

@@ -22,18 +22,18 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.values import SavedParameters
 from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer, vocabulary_size
 from tawpipe.errors import UserError
-from tawpipe.model.build import BuiltModel
-from tawpipe.model.carried import GENERATION, Carried, read_settings, stop_tokens
+from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.chain import Chain
-from tawpipe.model.export import carry, export_hugging_face, few_bits_of, is_adapter_alone
-from tawpipe.model.merged import refuse_unmergeable
-from tawpipe.model.pretrained import SafetensorsSource
-from tawpipe.model.quantized import NONE
+from tawpipe.model.files.build import BuiltModel
+from tawpipe.model.files.carried import GENERATION, Carried, read_settings, stop_tokens
+from tawpipe.model.files.export import carry, export_hugging_face, few_bits_of, is_adapter_alone
+from tawpipe.model.files.merged import refuse_unmergeable
+from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.runtime.dtype import AUTO, DTYPES, master_dtype
-from tawpipe.train.checks import check_format, refuse_replacing
-from tawpipe.train.config import SETTINGS, TrainConfig, load_config
 from tawpipe.train.lock import running_in
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.settings.checks import check_format, refuse_replacing
+from tawpipe.train.settings.config import SETTINGS, TrainConfig, load_config
 
 TOKENIZER = "tokenizer"
 """The folder with the tokenizer in a run's output folder."""

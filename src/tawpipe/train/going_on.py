@@ -6,7 +6,7 @@ import shlex
 
 from tawpipe.checkpoint.names import complete_states, step_of
 from tawpipe.environment import started_by_local_launcher
-from tawpipe.train.config import SETTINGS, TrainConfig
+from tawpipe.train.settings.config import SETTINGS, TrainConfig
 
 
 def how_to_go_on(config: TrainConfig, *, by_torchrun: bool) -> str:

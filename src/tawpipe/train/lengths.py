@@ -12,23 +12,23 @@ from math import ceil
 from typing import Any
 
 from tawpipe.checkpoint.resume import RunState
-from tawpipe.data.lengths import STEP, USUAL_LENGTH, USUAL_STEP, LengthLimits
+from tawpipe.dealing.lengths import STEP, USUAL_LENGTH, USUAL_STEP, LengthLimits
 from tawpipe.errors import UserError
-from tawpipe.model.build import longest_allowed
+from tawpipe.model.files.build import longest_allowed
 from tawpipe.options import Open
-from tawpipe.plan.feasible import holds, some_fit
-from tawpipe.plan.longest import SHORTEST, longest_that
-from tawpipe.plan.measure import Asked
-from tawpipe.plan.probe import machine_unprobed
+from tawpipe.plan.answer.longest import SHORTEST, longest_that
+from tawpipe.plan.cost.feasible import holds, some_fit
+from tawpipe.plan.cost.measure import Asked
+from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import chosen_by_hand
 from tawpipe.schedule.strategies.table import find
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.decided import BatchShape
-from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import Planning
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.settings.config import TrainConfig
+from tawpipe.train.settings.decided import BatchShape
+from tawpipe.train.settings.optimizers import factory_of
 
 LENGTHS = ("sequence_length", "global_batch", "tokens_per_step")
 """Settings that a run may choose by the lengths of its documents."""

@@ -25,30 +25,30 @@ from tawpipe.console import Console
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.errors import RunError
 from tawpipe.extras import VERSION
-from tawpipe.model.adapters import adapter_facts
+from tawpipe.model.files.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
+from tawpipe.orders.improving import Improving
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
-from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.step_result import StepResult
+from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.threads import use_device
-from tawpipe.train.alarms import Spikes, Stragglers, paces
+from tawpipe.runtime.watch.recording import Recording
 from tawpipe.train.batches import Batches, Given
-from tawpipe.train.config import TimeoutConfig
-from tawpipe.train.evaluation import Best, Evaluation, resumed_best
-from tawpipe.train.improving import Improving
-from tawpipe.train.learning_rate import factor, span_of
+from tawpipe.train.judging.evaluation import Best, Evaluation, resumed_best
+from tawpipe.train.judging.sample import Sample, Samples
 from tawpipe.train.lengths import settled_lengths
 from tawpipe.train.memory import said_bytes
-from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.prepare import Prepared
-from tawpipe.train.recipe import settled
-from tawpipe.train.sample import Sample, Samples
 from tawpipe.train.saves import Saves
+from tawpipe.train.saying.alarms import Spikes, Stragglers, paces
+from tawpipe.train.saying.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
+from tawpipe.train.saying.tracking import Tracking
+from tawpipe.train.settings.config import TimeoutConfig
+from tawpipe.train.settings.learning_rate import factor, span_of
+from tawpipe.train.settings.recipe import settled
 from tawpipe.train.step_limit import FollowedLimit
 from tawpipe.train.stopping import StopRequest
-from tawpipe.train.tracking import Tracking
 
 SHARES = {"mfu": "MFU", "link_use": "link", "weights_sent": "weights sent", "gradients_sent": "gradients sent"}
 """Values that are shares of what there is, and their names on the console."""

@@ -14,28 +14,28 @@ import torch
 from tawpipe.console import span
 from tawpipe.errors import UserError, is_out_of_memory
 from tawpipe.model.chain import Chain
-from tawpipe.pipeline.generate import Wanted, why_by_evaluation
 from tawpipe.pipeline.sizes import widths_of
-from tawpipe.plan.feasible import shortage
-from tawpipe.plan.measure import system_of
-from tawpipe.plan.predict import Needs, memory_quickly, predict, state_bytes
-from tawpipe.plan.probe import machine_unprobed, with_files
-from tawpipe.plan.remedy import remedies
-from tawpipe.plan.serving import fullest_bytes
-from tawpipe.plan.updates import states_of
+from tawpipe.plan.answer.remedy import remedies
+from tawpipe.plan.cost.feasible import shortage
+from tawpipe.plan.cost.measure import system_of
+from tawpipe.plan.cost.predict import Needs, memory_quickly, predict, state_bytes
+from tawpipe.plan.cost.updates import states_of
+from tawpipe.plan.machine.probe import machine_unprobed, with_files
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
-from tawpipe.train.decided import BatchShape
+from tawpipe.serving.generate import Wanted, why_by_evaluation
+from tawpipe.serving.planner import fullest_bytes
 from tawpipe.train.planned import KEEPS, MEMORY, Planning, fits_to_keep
-from tawpipe.train.words import gib
+from tawpipe.train.saying.words import gib
+from tawpipe.train.settings.decided import BatchShape
 
 if TYPE_CHECKING:
-    from tawpipe.plan.machine import Machine
-    from tawpipe.plan.request import PlanRequest
-    from tawpipe.plan.would_fit import WouldFit
+    from tawpipe.plan.answer.would_fit import WouldFit
+    from tawpipe.plan.cost.request import PlanRequest
+    from tawpipe.plan.machine.machine import Machine
 
 LOGITS = 8
 """Bytes of a logit besides itself, while a token is drawn: in fp32, and its logarithm."""

@@ -15,10 +15,10 @@ from tawpipe.errors import UserError
 from tawpipe.report.bars import executed_bars, predicted_bars, recordings
 from tawpipe.report.figures import heat_map, lines
 from tawpipe.report.page import Section, Table, page_text, timeline_section, write_page
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.judging.retrieval import Retrieval
+from tawpipe.train.judging.sample import FILE as SAMPLES
 from tawpipe.train.planned import PLAN, STRATEGIES
-from tawpipe.train.retrieval import Retrieval
-from tawpipe.train.sample import FILE as SAMPLES
+from tawpipe.train.settings.config import TrainConfig
 
 CURVES = (
     ("Loss", ("loss", "validation_loss"), "loss per token"),
@@ -274,7 +274,7 @@ def _recorded(folder: Path) -> Iterator[Section]:
     if not recorded:
         return
     if (folder / PLAN).is_file():
-        from tawpipe.plan.plan_file import replay
+        from tawpipe.plan.search.plan_file import replay
 
         timeline, left_out = replay(folder / PLAN)
         title = "A step as the plan predicted it" + (f": {left_out}" if left_out else "")

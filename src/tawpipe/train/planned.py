@@ -25,21 +25,21 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import duration
 from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.model.chain import Chain
-from tawpipe.plan.feasible import shortage
-from tawpipe.plan.measure import SHARE, Asked, request_of
-from tawpipe.plan.plan_file import SavedPlan, load_plan
-from tawpipe.plan.predict import memory_quickly
-from tawpipe.plan.probe import machine_unprobed
+from tawpipe.plan.cost.feasible import shortage
+from tawpipe.plan.cost.measure import SHARE, Asked, request_of
+from tawpipe.plan.cost.predict import memory_quickly
+from tawpipe.plan.machine.probe import machine_unprobed
+from tawpipe.plan.search.plan_file import SavedPlan, load_plan
 from tawpipe.runtime.dtype import reduce_dtype
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, KEPT_BY_PLANS, ScheduleSettings, chosen_by_hand
-from tawpipe.train.checks import check_schedule
+from tawpipe.train.settings.checks import check_schedule
 
 if TYPE_CHECKING:
-    from tawpipe.plan.machine import Machine
-    from tawpipe.plan.plan import Plan
-    from tawpipe.plan.request import PlanRequest
+    from tawpipe.plan.cost.request import PlanRequest
+    from tawpipe.plan.machine.machine import Machine
+    from tawpipe.plan.search.plan import Plan
 
 STRATEGIES = "strategies.txt"
 """The file in a run's output folder with what every strategy would have cost, by the plan."""
@@ -87,7 +87,7 @@ class Followed:
 
 def probed(world: World) -> Machine:
     """The machine, with links as these processes measure them; call on all ranks."""
-    from tawpipe.plan.probe import probe
+    from tawpipe.plan.machine.probe import probe
 
     return probe(world).machine
 
@@ -205,9 +205,9 @@ class Planning:
 
     def make(self) -> Followed:
         """Measure links and blocks, search, choose."""
-        from tawpipe.plan.plan import Plan
-        from tawpipe.plan.probe import with_files
-        from tawpipe.plan.search import search
+        from tawpipe.plan.machine.probe import with_files
+        from tawpipe.plan.search.plan import Plan
+        from tawpipe.plan.search.search import search
 
         begin = time.perf_counter()
         self.tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")

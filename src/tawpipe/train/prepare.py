@@ -18,40 +18,41 @@ from tawpipe.checkpoint.store import memory_root
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
+from tawpipe.dealing.balance import Bins
 from tawpipe.errors import REPORT
-from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
-from tawpipe.model.build import BuiltModel
-from tawpipe.model.carried import NOTHING_CARRIED, Carried
+from tawpipe.model.attention.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.missing import mixer_words
+from tawpipe.model.files.build import BuiltModel
+from tawpipe.model.files.carried import NOTHING_CARRIED, Carried
+from tawpipe.model.files.missing import mixer_words
 from tawpipe.model.rope import rope_words
-from tawpipe.model.serving import longest_context
 from tawpipe.options import Open
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
-from tawpipe.plan.measure import Asked
-from tawpipe.plan.plan_file import SavedPlan
-from tawpipe.plan.predict import Needs
-from tawpipe.plan.probe import machine_unprobed
-from tawpipe.plan.would_fit import WouldFit
+from tawpipe.plan.answer.would_fit import WouldFit
+from tawpipe.plan.cost.measure import Asked
+from tawpipe.plan.cost.predict import Needs
+from tawpipe.plan.machine.probe import machine_unprobed
+from tawpipe.plan.search.plan_file import SavedPlan
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
-from tawpipe.runtime.optimizer import OptimizerFactory, rule_of, with_groups
+from tawpipe.runtime.homes.optimizer import OptimizerFactory, rule_of, with_groups
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Bins
-from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
-from tawpipe.train.checks import check_steps
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.decided import BatchShape
+from tawpipe.schedule.sizes.footprint import Costs
+from tawpipe.serving.held import longest_context
 from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
 from tawpipe.train.exporting import Form
+from tawpipe.train.judging.retrieval import RetrievalCheck
+from tawpipe.train.judging.sample import beginnings, wanted_texts
 from tawpipe.train.memory import check_memory, measured_for, room_to_keep, settled_recompute, too_large
-from tawpipe.train.optimizers import factory_of, resumed_factory
 from tawpipe.train.planned import Planning, probed
-from tawpipe.train.recipe import RECIPES, settle
-from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.run_model import RunModel
-from tawpipe.train.sample import beginnings, wanted_texts
+from tawpipe.train.saying.words import batch_words, device_name, memory_rows, step_rows, without_effect
+from tawpipe.train.settings.checks import check_steps
+from tawpipe.train.settings.config import TrainConfig
+from tawpipe.train.settings.decided import BatchShape
+from tawpipe.train.settings.optimizers import factory_of, resumed_factory
+from tawpipe.train.settings.recipe import RECIPES, settle
 from tawpipe.train.start import (
     Documents,
     check_start,
@@ -65,12 +66,11 @@ from tawpipe.train.start import (
     start_of,
     typical_lengths,
 )
-from tawpipe.train.words import batch_words, device_name, memory_rows, step_rows, without_effect
 
 if TYPE_CHECKING:
-    from tawpipe.plan.machine import Machine
-    from tawpipe.plan.plan import Plan
-    from tawpipe.plan.request import PlanRequest
+    from tawpipe.plan.cost.request import PlanRequest
+    from tawpipe.plan.machine.machine import Machine
+    from tawpipe.plan.search.plan import Plan
 
 SOON = 4
 """Steps whose documents are dealt beforehand, for the memory that they take."""

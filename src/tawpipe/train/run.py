@@ -31,27 +31,27 @@ from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.launch.launcher import launched_here
 from tawpipe.launch.torchrun import leave_words
-from tawpipe.model.carried import save_tokenizer
+from tawpipe.model.files.carried import save_tokenizer
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken, share_allocator
+from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World, connect
 from tawpipe.streams import lossy
-from tawpipe.train.checks import faults_of
-from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
-from tawpipe.train.evaluation import Best, loss_words
 from tawpipe.train.exporting import TOKENIZER
 from tawpipe.train.going_on import how_this_process_goes_on
+from tawpipe.train.judging.evaluation import Best, loss_words
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left, naming_recompute, said_bytes
-from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
+from tawpipe.train.saying.metrics import last_step, peak_memory_bytes
+from tawpipe.train.saying.tracking import Tracking
+from tawpipe.train.saying.words import measured_words
+from tawpipe.train.settings.checks import faults_of
+from tawpipe.train.settings.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
+from tawpipe.train.settings.trackers import TrackedRun
 from tawpipe.train.start import refuse_other_form, refuse_other_run
 from tawpipe.train.stopping import StopRequest
-from tawpipe.train.trackers import TrackedRun
-from tawpipe.train.tracking import Tracking
-from tawpipe.train.words import measured_words
 
 
 def run(config: TrainConfig) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
 from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import has_weights
+from tawpipe.model.files.build import BuiltModel, build_model, config_of, resolve_model
+from tawpipe.model.files.pretrained import has_weights
 from tawpipe.model.refuse import settle_mtp
 from tawpipe.pipeline.refuse import refuse_cut_rows
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.settings.config import TrainConfig
 
 
 class RunModel:

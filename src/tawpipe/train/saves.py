@@ -11,7 +11,7 @@ from tawpipe.checkpoint.save import Saving
 from tawpipe.checkpoint.store import Disk, Memory, Store
 from tawpipe.console import Console
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.settings.config import TrainConfig
 
 LOOK_EVERY = 10
 """Steps after which the run asks whether the save under way has ended."""

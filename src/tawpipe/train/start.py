@@ -12,34 +12,34 @@ from tawpipe.checkpoint.frozen import naming_frozen
 from tawpipe.checkpoint.names import state_to_resume
 from tawpipe.checkpoint.resume import ResumePoint, RunState, refuse_other_trained
 from tawpipe.console import Console
-from tawpipe.data.chat import today
-from tawpipe.data.lengths import Dealing, LengthLimits, in_like_lengths
+from tawpipe.data.chats.chat import today
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.rows import take
 from tawpipe.data.tokenizer import check_vocabulary, has_tokenizer
+from tawpipe.dealing.lengths import Dealing, LengthLimits, in_like_lengths
 from tawpipe.environment import started_by_local_launcher
 from tawpipe.errors import UserError
-from tawpipe.model.adapters import adapter_facts
-from tawpipe.model.build import BuiltModel, resolve_model
+from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Fact
+from tawpipe.model.files.adapters import adapter_facts
+from tawpipe.model.files.build import BuiltModel, resolve_model
+from tawpipe.model.files.merged import refuse_unmergeable
+from tawpipe.model.files.pretrained import folder_facts, has_weights
 from tawpipe.model.flops import work_of
-from tawpipe.model.merged import refuse_unmergeable
-from tawpipe.model.pretrained import folder_facts, has_weights
-from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of
 from tawpipe.options import Open
-from tawpipe.plan.typical import LOOKED_AT, typical_documents
+from tawpipe.plan.cost.typical import LOOKED_AT, typical_documents
 from tawpipe.runtime.alike import SAME_FILES, read_alike, same_folder
 from tawpipe.runtime.world import World
-from tawpipe.train.checks import check_lengths
-from tawpipe.train.config import OF_A_MACHINE, TrainConfig, train_options
-from tawpipe.train.decided import BatchShape
-from tawpipe.train.evaluation import check_best
+from tawpipe.train.judging.evaluation import check_best
+from tawpipe.train.judging.retrieval import RetrievalCheck, retrieval_check
 from tawpipe.train.lengths import MEMORY, length_in_memory, lengths_before_data, limits_of, with_length
-from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
 from tawpipe.train.run_model import RunModel
+from tawpipe.train.settings.checks import check_lengths
+from tawpipe.train.settings.config import OF_A_MACHINE, TrainConfig, train_options
+from tawpipe.train.settings.decided import BatchShape
 
 Documents = tuple[TrainConfig, PreparedData]
 ROWS_LOOKED_AT = 15

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from tawpipe.console import duration
-from tawpipe.runtime.limits import FACTOR, StepLimit
-from tawpipe.runtime.watchdog import DEAF_S
+from tawpipe.runtime.watch.limits import FACTOR, StepLimit
+from tawpipe.runtime.watch.watchdog import DEAF_S
 
 
 class FollowedLimit:

@@ -23,8 +23,8 @@ from dataclasses import replace
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
+from tawpipe.dealing.balance import Bin, Bins, LayerTime, deal
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bin, Bins, LayerTime, deal
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.links import LaneLoad, Listed, played
 from tawpipe.schedule.pipelines.memory import fits
@@ -225,7 +225,7 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
     """A document of more than three tokens in slices that each take the ``mean`` time at most, and ``cap`` tokens, as
     far as these are two; about equally long.
 
-    >>> from tawpipe.schedule.balance import LayerKind
+    >>> from tawpipe.dealing.balance import LayerKind
     >>> slices_of(10, 6, 40.0, LayerTime((LayerKind(1, 0.0, 1.0),)))
     [(0, 5), (5, 8), (8, 10)]
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from tawpipe.dealing.speeds import by_speed
 from tawpipe.errors import UserError
-from tawpipe.schedule.speeds import by_speed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 from tawpipe.doors import Door
 from tawpipe.errors import UserError
-from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import QUICK, searched
@@ -26,6 +25,7 @@ from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.strategy import KEPT, ActivationPipeline, order_of_layout, parse_order
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+from tawpipe.schedule.sizes.activations import peak_activations
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
 
@@ -58,7 +58,7 @@ class OrderSearch:
     solve: Callable[..., Any]
 
 
-SEARCH = Door[OrderSearch]("tawpipe.schedule.pipelines.search.search")
+SEARCH = Door[OrderSearch]("tawpipe.orders.search")
 
 
 @lru_cache(KEPT)

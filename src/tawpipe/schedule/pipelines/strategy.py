@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 
+from tawpipe.dealing.balance import Bins, LayerTime
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bins, LayerTime
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout

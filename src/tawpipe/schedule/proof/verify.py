@@ -42,8 +42,8 @@ from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.rendezvous import Rendezvous
 from tawpipe.schedule.proof.symbolic import Content, Contents, Running, ScheduleError
 from tawpipe.schedule.proof.wellformed import check_forms, check_programs
+from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.traffic import link_elements
 
 __all__ = ["Content", "ScheduleError", "verify"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import SIZE, Buffer, home_weight, weight_copy
-from tawpipe.schedule.residency import STREAMING
+from tawpipe.schedule.routes.residency import STREAMING
 from tawpipe.schedule.routes.route import Route, Tour
-from tawpipe.schedule.visits import Visit
+from tawpipe.schedule.routes.visits import Visit
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Pool, home_gradient, pool_kind, pooled, weight_copy
 from tawpipe.schedule.placement import Home
-from tawpipe.schedule.residency import Residency
+from tawpipe.schedule.routes.residency import Residency
+from tawpipe.schedule.routes.visits import Visit
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.visits import Visit
 
 
 class Pools:

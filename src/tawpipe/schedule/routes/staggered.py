@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import Buffer, home_weight
 from tawpipe.schedule.routes.route import Route, Tour
-from tawpipe.schedule.visits import Visit
+from tawpipe.schedule.routes.visits import Visit
 
 
 def visits_of_exchange(number: int, nodes: int, visits: int) -> Iterator[tuple[int, int]]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from tawpipe.dealing.balance import BinsForm
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import BinsForm
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings, check_values

@@ -24,12 +24,12 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
-from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
+from tawpipe.schedule.routes.residency import STREAMING
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec, Strategy
-from tawpipe.schedule.weight_strategy import WeightStrategy
+from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
 MOST_TRIED = 4

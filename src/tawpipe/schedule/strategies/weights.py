@@ -11,15 +11,15 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
-from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
+from tawpipe.schedule.routes.residency import STREAMING
 from tawpipe.schedule.routes.ring import place_on_ring, ring_traffic
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.routes.staggered import ExchangeRoute
 from tawpipe.schedule.routes.weipipe import build_weipipe
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.weight_strategy import WeightStrategy
+from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
 

@@ -1,0 +1,1 @@
+"""Sources of data: files, folders, sets of the Hub."""

@@ -1,0 +1,42 @@
+"""Documents dealt without a look at the time that they take: what balanced steps (balance.py) are compared with."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from tawpipe.dealing.balance import Bin, Bins, LayerTime
+
+
+def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
+    """The same documents end to end, cut into rows of ``row`` tokens, which are dealt in turn."""
+    pieces, rows, free = list[int](), list[list[int]](), 0
+    for length in lengths:
+        while length:
+            if not free:
+                rows.append([])
+                free = row
+            part = min(free, length)
+            rows[-1].append(len(pieces))
+            pieces.append(part)
+            free, length = free - part, length - part
+    return _rounds(rows, pieces, world_size, work)
+
+
+def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
+    """Whole documents packed into rows of ``row`` tokens by best fit, which are dealt in turn."""
+    rows, free = list[list[int]](), list[tuple[int, int]]()
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = bisect_left(free, (lengths[number], -1))
+        left, place = free.pop(at) if at < len(free) else (row, len(rows))
+        if place == len(rows):
+            rows.append([])
+        rows[place].append(number)
+        insort(free, (left - lengths[number], place))
+    return _rounds(sorted(rows, key=min), lengths, world_size, work)
+
+
+def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: LayerTime) -> Bins:
+    bins = [Bin(tuple(row)) for row in rows] + [Bin(())] * (-len(rows) % world_size)
+    rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
+    return Bins((), rounds, 1, tuple(lengths), work)

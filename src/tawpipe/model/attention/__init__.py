@@ -1,0 +1,1 @@
+"""Attention through kernels, in chunks and in slots."""

@@ -1,0 +1,1 @@
+"""How the chain of blocks of a Hugging Face model is discovered."""

@@ -1,0 +1,367 @@
+"""The chain in a model, found by following its forward pass once, with recorders in the place of the layers: no list of
+known models could keep up with transformers.
+
+Works on the meta device as on a real one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tawpipe.errors import UserError
+from tawpipe.model.attention.attention import NAME, PackedMask, packing
+from tawpipe.model.discovery.first_call import ValuesBefore, first_call, plain_tensors
+from tawpipe.model.discovery.watch import (
+    SAMPLE_TOKENS,
+    Counting,
+    FollowedWeights,
+    Watch,
+    WatchedFeeder,
+    WatchedRecorder,
+)
+from tawpipe.model.kernels import Documents
+from tawpipe.model.mixers.find_mixers import Mixing, mixing_of
+from tawpipe.model.refuse import NOT_CAUSAL, ApartError, refuse_not_causal, rope_settings, unsupported
+from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
+
+LENGTHS_OF_TUPLES = 0, 1, 2, 3
+"""What models may expect from a layer: hidden states, alone or in a tuple of so many."""
+LAYER_NUMBER = re.compile(r"idx|index|number|_id$")
+"""Names of the attribute in which a layer keeps its number."""
+UNLIKELY_SEED = 0x5EED_0F_A_C0DE
+
+
+@dataclass(frozen=True)
+class PositionUse:
+    """A model's use of the positions of tokens.
+
+    Args:
+        first: the position of a document's first token where the caller gives none; 0 but for RoBERTa's kin, which
+            count tokens from the padding token's number + 1 on.
+        limit: positions given by a caller must be below, because they index a table; None where nothing does.
+        scaled_from: longer documents than that are rotated by other angles (longrope), and with them all that share a
+            micro-batch; None where lengths do not matter.
+    """
+
+    first: int = 0
+    limit: int | None = None
+    scaled_from: int | None = None
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """Place of the layers, the way the model calls them, and the parameters that stand before and after them."""
+
+    path: str
+    """Name of the layer list in the model."""
+    layers: tuple[nn.Module, ...]
+    """One per call; the same module several times if the model calls it several times."""
+    returns: int
+    """Length of the tuple that the model expects from a layer; 0 for the hidden states by themselves."""
+    width: int
+    """Elements of the hidden states of a token."""
+    uses: dict[str, tuple[int, ...]]
+    """Canonical name of every parameter -> the blocks that use it, ascending: 0 the embedding, N + 1 the head."""
+    embedding_backward_reads_weights: bool
+    calls_need_weights: str
+    """The argument of a layer, besides the hidden states, that is computed from weights, in words; mostly empty."""
+    positions: PositionUse
+    mixing: tuple[Mixing, ...]
+    """For every layer what mixes tokens in it, where layers may carry states; empty without any."""
+
+
+def discover(model: nn.Module, *, alone: bool = False, states: bool = False) -> Discovery:
+    """Follow ``model``, a causal LM whose attention is ``attention.NAME`` or, if documents are ``alone``, its own, and
+    describe its chain.
+
+    Args:
+        alone: every document has a row of its own, so that nothing has to keep documents apart.
+        states: layers may carry states along a row, by mixers that are to be found.
+
+    Raises:
+        ApartError: the documents of a row, or its tokens, are not kept apart as causal attention would.
+        UserError: if no list of layers is called one after the other with nothing but hidden states handed on, if a
+            layer is not given a mask of ours, or if a trainable parameter is used by no block.
+    """
+    kind = type(model).__name__
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise unsupported(kind, f"all parameters must be on one device, not on {', '.join(sorted(devices))}")
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[union-attr]
+    if count is None:
+        raise unsupported(
+            kind, "its config must say num_hidden_layers, and one list of so many layers be called in turn"
+        )
+    candidates = sorted(
+        (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count),
+        key=lambda name: name.count("."),
+    )
+    failures = []
+    for path in candidates:
+        for returns in LENGTHS_OF_TUPLES:
+            try:
+                return _follow(model, path, returns, alone=alone, states=states)
+            except UserError:
+                raise
+            except Exception as error:
+                failures.append(error)
+    failures.sort(key=lambda error: not isinstance(error, AssertionError))  # what the recorders say tells most
+    said = "; {}" if failures and isinstance(failures[0], AssertionError) else " ({})"
+    reason = said.format(failures[0]) if failures else ""
+    raise unsupported(
+        kind, f"expected {count} layers that are called one after the other with hidden states only{reason}"
+    ) from (failures[0] if failures else None)
+
+
+def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: bool) -> Discovery:
+    at: Any = model.get_submodule(path)
+    layers = tuple(at)
+    kind = type(model).__name__
+    for module in modules_above(model, path):
+        if "forward" in vars(module):
+            raise unsupported(
+                f"{type(module).__name__}.forward",
+                "the method was replaced on the object, where it would call the object's own layers; make a subclass",
+            )
+    refuse_not_causal(model, layers)
+    watch = Watch(model)
+    held = ValuesBefore(model)
+    tape, followed, counting = _follow_embedding(model, path, layers, watch, returns, alone=alone)
+    assert tape.hidden is not None
+    assert tape.hidden.shape[:2] == (1, SAMPLE_TOKENS), "hidden states are not [rows, tokens, ...]"
+    _follow_head(model, path, layers, watch, Feed(returns, torch.zeros_like(tape.hidden)), alone=alone)
+
+    held.check(kind)
+    if watch.used.get("between"):
+        raise unsupported(kind, f"parameters used between layers: {', '.join(sorted(watch.used['between']))}")
+    counted = counting.has_counted or any(counting.hands_on(call.tensors) for call in tape.calls)
+    if counted and not alone:
+        raise ApartError(kind, "the model counts positions along the row by itself and takes no position_ids")
+    if watch.read_by_head:
+        raise unsupported(
+            kind,
+            f"after its last layer the model reads {', '.join(sorted(watch.read_by_head))}, from before the layers; "
+            "the head may read what the last layer gives and its own parameters only",
+        )
+    for index, call in enumerate(tape.calls):
+        given = tree_leaves((call.args, call.kwargs))
+        masks = [leaf for leaf in given if isinstance(leaf, PackedMask)]
+        if not masks and not alone and not states:
+            raise ApartError(kind, f"layer {index} is not given a mask made by transformers' mask interface")
+        if masks and all(mask.looks_ahead for mask in masks):
+            raise unsupported(kind, NOT_CAUSAL)
+        for mask in masks:
+            mask.check()
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+            raise unsupported(kind, f"layer {index} is given a trainable tensor besides the hidden states")
+    mixing = _mixing(model, layers, tape.calls, tape.hidden) if states and not alone else ()
+    _try_layers(model, layers, tape.calls, tape.hidden, mixing, counting, alone=alone)
+    uses = _uses(model, layers, watch)
+    width = tape.hidden.shape[2:].numel()
+    why = [
+        f"layer {index} is given a tensor besides the hidden states that is computed from weights of the embedding side"
+        for index, call in enumerate(tape.calls)
+        if any(map(followed.made, call.tensors))
+    ]
+    positions = _positions(model, watch, counts_by_itself=counted)
+    return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(why[:1]), positions, mixing)
+
+
+def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Documents]:
+    """A few tokens in two documents, or one: the arguments of a forward pass, without padding, and the documents."""
+    device = next(model.parameters()).device
+    lengths = (SAMPLE_TOKENS,) if alone else (4, SAMPLE_TOKENS - 4)
+    ids = torch.zeros(1, SAMPLE_TOKENS, dtype=torch.long, device=device)
+    positions = torch.tensor([[place for length in lengths for place in range(length)]], device=device)
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    return inputs, Documents.of(lengths, (1, SAMPLE_TOKENS), device)
+
+
+def _follow_embedding(
+    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, returns: int, *, alone: bool
+) -> tuple[Tape, FollowedWeights, Counting]:
+    """Run up to the last layer: the layers' calls, what became of the weights, and whether positions were counted."""
+    tape = Tape(returns)
+    recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
+    view, _ = view_with_layers(model, path, recorders)
+    inputs, documents = _sample(model, alone=alone)
+    followed = FollowedWeights(model)
+    counting = Counting((*model.parameters(), *model.buffers(), *plain_tensors(model).values()))
+    counting.give(inputs["input_ids"], inputs["position_ids"])  # a count of the mask is one of the row's tokens
+    hooks = torch.autograd.graph.saved_tensors_hooks(followed.pack, lambda tensor: tensor)
+    try:
+        with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, followed, counting:
+            watch.begin("embedding", inputs)
+            view(**taken_by(view, inputs, alone=alone))
+        raise AssertionError("the model does not call all of its layers")
+    except LayersReached:
+        return tape, followed, counting
+    finally:
+        watch.phase = None
+
+
+def _follow_head(
+    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, feed: Feed, *, alone: bool
+) -> None:
+    """Run from the last layer on, for the parameters that it uses and for what else it reads."""
+    feeders = [WatchedFeeder(layer, i, len(layers), feed, watch) for i, layer in enumerate(layers)]
+    view, _ = view_with_layers(model, path, feeders)
+    inputs, documents = _sample(model, alone=alone)
+    assert feed.hidden is not None
+    inputs["inputs_embeds"] = feed.hidden.new_zeros(*inputs.pop("input_ids").shape, embedding_width(model))
+    try:
+        with _own_random_numbers(model), watch, packing(documents), torch.no_grad():
+            watch.begin("before", inputs)
+            view(**taken_by(view, inputs, alone=alone))
+    finally:
+        watch.phase = None
+
+
+def embedding_width(model: Any) -> int:
+    """Elements of a token's embedding."""
+    width = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    return width or model.config.get_text_config().hidden_size
+
+
+def _try_layers(
+    model: nn.Module,
+    layers: tuple[nn.Module, ...],
+    calls: list[LayerCall],
+    hidden: Tensor,
+    mixing: tuple[Mixing, ...],
+    counting: Counting,
+    *,
+    alone: bool,
+) -> None:
+    """Call one layer of every kind, for what it does with its mask, in place, with random numbers and with places.
+
+    A layer whose work depends on values (a router) cannot run on the meta device; the chain looks at its first call.
+    """
+    name = type(model).__name__
+    tried = set()
+    counting.give(hidden)
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        kind = kind_of(layer, index)
+        if kind in tried:
+            continue
+        tried.add(kind)
+        before, seeds = random.getstate(), False
+        mixers = [layer.get_submodule(mixer) for mixer in mixing[index].mixers] if mixing else []
+        try:
+            with _own_random_numbers(model), torch.no_grad(), counting.leaving_out(mixers), counting:
+                torch.default_generator.manual_seed(UNLIKELY_SEED)
+                first_call(layer, call, hidden.detach(), f"layer {index} of {name}")
+                seeds = torch.initial_seed() != UNLIKELY_SEED
+        except UserError:
+            raise
+        except Exception:
+            pass
+        if counting.has_counted and not alone:
+            raise ApartError(name, f"layer {index} counts positions along the row by itself")
+        if seeds:
+            raise unsupported(f"layer {index} of {name}", "it seeds torch's random numbers, which belong to the caller")
+        if random.getstate() != before:
+            random.setstate(before)
+            raise unsupported(
+                f"layer {index} of {name}",
+                "it draws from Python's random, which cannot be repeated when the layer is computed again; use torch's",
+            )
+
+
+def _mixing(
+    model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor
+) -> tuple[Mixing, ...]:
+    """What mixes tokens in every layer.
+
+    Raises:
+        ApartError: something that is neither a mixer nor attention by our mask, or there are no mixers.
+    """
+    kinds: dict[Hashable, Mixing] = {}
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        kind = kind_of(layer, index)
+        if kind not in kinds:
+            with _own_random_numbers(model), torch.no_grad():
+                kinds[kind] = mixing_of(layer, call, hidden.detach())
+        mixing = kinds[kind]
+        masked = any(isinstance(leaf, PackedMask) for leaf in tree_leaves((call.args, call.kwargs)))
+        convolves = not mixing.mixers and any(isinstance(module, nn.Conv1d) for module in layer.modules())
+        if mixing.unknown or convolves or (mixing.attention and not masked):
+            what = ", ".join(mixing.unknown) or "something"
+            raise ApartError(type(model).__name__, f"{what} of layer {index} mixes tokens in a way that is not known")
+    if not any(mixing.mixers for mixing in kinds.values()):
+        raise ApartError(
+            type(model).__name__, "its layers carry a state in a way that is not known: none asks a cache for it"
+        )
+    return tuple(kinds[kind_of(layer, index)] for index, layer in enumerate(layers))
+
+
+def _own_random_numbers(model: nn.Module) -> AbstractContextManager[object]:
+    """Context in which what the model draws takes nothing from the caller's generators."""
+    return torch.random.fork_rng(devices={p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
+def kind_of(layer: nn.Module, index: int) -> Hashable:
+    """A key that layers which are built alike have in common: of the same modules with the same settings, but for the
+    layer's number. One with methods or hooks of its own is its own kind.
+    """
+    modules = list(layer.named_modules())
+    changed = any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for _, m in modules)
+    settings = [
+        (key, value)
+        for _, module in modules
+        for key, value in vars(module).items()
+        if isinstance(value, int | str) and not LAYER_NUMBER.search(key)
+    ]
+    return (index if changed else None, *((name, type(module)) for name, module in modules), *settings)
+
+
+def _positions(model: nn.Module, watch: Watch, *, counts_by_itself: bool) -> PositionUse:
+    text = model.config.get_text_config()  # type: ignore[union-attr]
+    if counts_by_itself or text._attn_implementation != NAME:  # any table of its own may end there
+        return PositionUse(limit=getattr(text, "max_position_embeddings", None))
+    if not watch.tables:
+        edges = [
+            rope["original_max_position_embeddings"]
+            for rope in rope_settings(getattr(text, "rope_parameters", None))
+            if rope["rope_type"] == "longrope"
+        ]
+        return PositionUse(scaled_from=min(edges, default=None))
+    rows = min(rows for rows, _ in watch.tables)
+    paddings = {padding for _, padding in watch.tables if padding is not None}
+    if paddings:
+        return PositionUse(first=max(paddings) + 1, limit=rows)
+    configured = getattr(text, "max_position_embeddings", None)
+    return PositionUse(limit=rows if configured is None else min(rows, configured))
+
+
+def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict[str, tuple[int, ...]]:
+    """Blocks that use each parameter, by its name. A frozen parameter that nothing uses stays with the head."""
+    blocks: dict[str, set[int]] = {name: set() for name in watch.names.values()}
+    for name in watch.used.get("embedding", ()):
+        blocks[name].add(0)
+    for index, layer in enumerate(layers, start=1):
+        for parameter in layer.parameters():
+            blocks[watch.names[id(parameter)]].add(index)
+    for name in watch.used.get("head", ()):
+        blocks[name].add(len(layers) + 1)
+
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    unused = [name for name, users in blocks.items() if not users]
+    if wrong := [name for name in unused if name in trainable]:
+        raise unsupported(
+            type(model).__name__,
+            f"trainable parameters that no block of the chain uses: {', '.join(wrong[:5])}"
+            f"{' and more' if len(wrong) > 5 else ''}; freeze them (requires_grad_(False)) or remove them",
+        )
+    for name in unused:
+        blocks[name].add(len(layers) + 1)
+    return {name: tuple(sorted(users)) for name, users in blocks.items()}

@@ -1,0 +1,1 @@
+"""Models, adapters and tokenizers: read from folders, and written to them."""

@@ -1,0 +1,327 @@
+"""A Hugging Face folder from parameters that live elsewhere: sharded safetensors, config and tokenizer.
+
+Parameters are asked for one after the other, in the
+same order on every rank; only the writer keeps them, and at most one shard of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.files import replace_folder
+from tawpipe.model.bits.compressed import PLAIN, FewBitsFolder
+from tawpipe.model.buffers import persistent_buffers
+from tawpipe.model.chain import Chain
+from tawpipe.model.files.carried import CONFIG, Carried, base_folder, small_files, with_quantization, write_files
+from tawpipe.model.files.exported import differences
+from tawpipe.model.files.merged import Merged
+from tawpipe.model.files.pretrained import SafetensorsSource, has_weights, stored_dtype, stored_dtypes
+from tawpipe.model.refuse import unsupported
+from tawpipe.model.weights import Conversion, base_name, canonical_names, is_adapter
+
+logger = logging.getLogger(__name__)
+
+GetParameter = Callable[[str], Tensor | None]
+"""Canonical name -> the full tensor on the writing rank. Collective: every rank calls it, in the same order."""
+
+
+def export_hugging_face(
+    chain: Chain,
+    folder: Path | str,
+    get_parameter: GetParameter,
+    *,
+    dtype: torch.dtype | None = None,
+    format: str = PLAIN,
+    merge: bool = False,
+    max_shard_bytes: int = 5 * 2**30,
+    is_writer: bool,
+    tokenizer: Any = None,
+    carried: Carried | None = None,
+) -> Path:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, or for a ``peft`` model ``PeftModel``.
+
+    A ``peft`` model is exported as an adapter folder (``adapter_model.safetensors``, ``adapter_config.json``) to be put
+    on its base model; the frozen base weights are not written. Everything is written under ``<folder>.incomplete``,
+    small files first, and renamed at the end, so that a folder of this name is always complete; one that is there
+    already is replaced. Then the folder is opened again and compared with the model.
+
+    A tensor that the model's own folder has in another dtype than most, such as a router in fp32, keeps it.
+
+    Args:
+        chain: the model; its parameters may be placeholders.
+        folder: the folder to make.
+        get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
+        dtype: the type of the weights on disk; None for that of the model's own folder, fp32 without one.
+        format: ``hf``; or ``w4a16`` or ``w8a8``, with the matrices of linear layers in few bits (``compressed``).
+        merge: write the whole model of a ``peft`` model, with the adapter in its weights.
+        max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor, and by
+            adapters, which ``peft`` reads from one file.
+        is_writer: True on the rank that writes. The others only take part in ``get_parameter``.
+        tokenizer: a transformers tokenizer to be saved beside the weights.
+        carried: what ``carry`` gave; asked for here by default.
+
+    Raises:
+        UserError: a format that this model, or an adapter alone, cannot have.
+        RunError: it could not be written, on the writer when all have taken part: what was there before is untouched,
+            and what was written stays in ``<folder>.incomplete``. Or the folder differs from the model.
+    """
+    folder, adapter = Path(folder), is_adapter_alone(chain, merge)
+    if carried is None:
+        carried = carry(chain, dtype=dtype, format=format, merge=merge, tokenizer=tokenizer)
+    dtype = carried.dtype
+    few_bits = few_bits_of(chain, format, dtype, adapter=adapter)
+    if merge:
+        get_parameter = Merged(chain, get_parameter).parameter
+    tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
+    if not is_writer:
+        _finish(tensors)
+        return folder
+
+    files = carried.files
+    partial = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(partial, ignore_errors=True)
+    stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
+    writer = _ShardWriter(partial, stem, dtype, carried.dtypes, limit)
+    try:
+        write_files(partial, files)
+        for name, tensor in tensors:
+            assert tensor is not None, f"the writer was not given {name}"
+            for part, value in few_bits.tensors(name, tensor) if few_bits else [(name, tensor)]:
+                writer.add(part, value)
+            for twin in carried.twins.get(name, ()):
+                writer.add(twin, tensor)
+        writer.finish()
+        if few_bits is not None:
+            files = {**files, CONFIG: with_quantization(files[CONFIG], few_bits.settings)}
+            write_files(partial, {CONFIG: files[CONFIG]})
+            logger.info("%s", few_bits.words)
+        replace_folder(partial, folder)
+    except (OSError, SafetensorError) as error:  # a full disk above all, or a place that is not ours
+        _finish(tensors)
+        kept = f"; {len(writer.shards)} files of weights stay in {partial}" if writer.shards else ""
+        if not kept:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(f"the model could not be exported to {folder}: {error}{kept}") from error
+    if adapter:
+        logger.info("%s holds the adapter only; peft.PeftModel.from_pretrained puts it on the base model", folder)
+    if different := differences(chain, folder, writer.written, files, tokenizer, adapter=adapter):
+        raise RunError(f"{folder} was written and differs from the model of this run: {'; '.join(different)}")
+    return folder
+
+
+def carry(
+    chain: Chain,
+    base: Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    format: str = PLAIN,
+    merge: bool = False,
+    tokenizer: Any = None,
+    ends: Sequence[int] = (),
+) -> Carried:
+    """Capture what an export takes over from the folder of its model, and try its small files; see ``small_files``.
+
+    Args:
+        base: the folder that the model came from; by default the one that its config names.
+
+    Raises:
+        UserError: a format that this model cannot have, or files that cannot be made or read.
+    """
+    adapter, base = is_adapter_alone(chain, merge), base or base_folder(chain.config)
+    weights = None if adapter or base is None or not has_weights(base) else base
+    dtype = dtype or (torch.float32 if weights is None else stored_dtype(weights))
+    _ = few_bits_of(chain, format, dtype, adapter=adapter)
+    files = small_files(chain, base, dtype=dtype, adapter=adapter, tokenizer=tokenizer, ends=ends)
+    if weights is None:
+        return Carried(files, dtype)
+    usual, (dtypes, copies), (_, renamed) = (
+        stored_dtype(weights),
+        SafetensorsSource(chain, weights, checks=False).stored(),
+        _groups(chain),
+    )
+    raw = {name: other for name, other in stored_dtypes(weights).items() if other != usual}
+    unusual = {renamed(base_name(name)): other for name, other in dtypes.items() if other != usual}
+    twins = {
+        renamed(base_name(name)): {*map(renamed, names)} - {renamed(base_name(name))} for name, names in copies.items()
+    }
+    return Carried(files, dtype, raw | unusual, {} if format != PLAIN else twins)
+
+
+def is_adapter_alone(chain: Chain, merge: bool) -> bool:
+    """True if a model is exported as an adapter folder."""
+    return getattr(chain.given, "peft_config", None) is not None and not merge
+
+
+def few_bits_of(chain: Chain, format: str, dtype: torch.dtype, *, adapter: bool) -> FewBitsFolder | None:
+    """The matrices in few bits of an exported model; None for one in full precision.
+
+    Raises:
+        UserError: this model, or an adapter alone, cannot have the format.
+    """
+    if format == PLAIN:
+        return None
+    if adapter:
+        raise UserError("format", format, f"{PLAIN} for an adapter alone; or merge it")
+    return _few_bits(format, chain, dtype)
+
+
+def _finish(tensors: Iterator[object]) -> None:
+    """Take part in what is left of the collective."""
+    for _ in tensors:
+        pass
+
+
+class _ShardWriter:
+    """Writer of safetensors files: of the tensors so far whenever the next one would make the file too large."""
+
+    def __init__(
+        self, folder: Path, stem: str, dtype: torch.dtype, unusual: Mapping[str, torch.dtype], max_shard_bytes: int
+    ) -> None:
+        self._folder, self._stem, self._dtype, self._limit = folder, stem, dtype, max_shard_bytes
+        self._unusual = unusual
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        self.shards: list[list[str]] = []
+        self.written: dict[str, tuple[torch.dtype, list[int]]] = {}
+        """Dtype and shape of every tensor, by name."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        dtype = self._unusual.get(name, self._dtype) if tensor.is_floating_point() else None
+        kept = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+        self.written[name] = kept.dtype, list(kept.shape)
+        size = kept.numel() * kept.element_size()
+        if self._pending and self._pending_bytes + size > self._limit:
+            self._flush()
+        self._pending[name] = kept.contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
+        self.shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _shard_path(self, index: int) -> Path:
+        return self._folder / f"{self._stem}.part-{index:05d}"
+
+    def finish(self) -> None:
+        """Write the rest and give the shards their final names, which tell how many there are."""
+        if self._pending:
+            self._flush()
+        if len(self.shards) == 1:
+            self._shard_path(0).rename(self._folder / f"{self._stem}.safetensors")
+            return
+        weight_map = {}
+        for index, names in enumerate(self.shards):
+            file = f"{self._stem}-{index + 1:05d}-of-{len(self.shards):05d}.safetensors"
+            self._shard_path(index).rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index_file = self._folder / f"{self._stem}.safetensors.index.json"
+        index_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
+    """(name on disk, tensor) of the whole model; the tensor is None where this rank was not given it."""
+    from transformers.core_model_loading import WeightConverter
+
+    groups, renamed = _groups(chain)
+    for group in groups:
+        values = [get_parameter(name) for name, _ in group.sources]
+        if any(value is None for value in values):
+            yield group.target, None
+            continue
+        for name, value in group.apply(values, chain.model).items():
+            yield renamed(name) if isinstance(group.rule, WeightConverter) else name, value
+
+    declared = getattr(chain.model, "all_tied_weights_keys", {})
+    for name, canonical in canonical_names(chain.model).items():
+        name, canonical = base_name(name), base_name(canonical)
+        if (
+            name != canonical and name not in declared and canonical not in declared
+        ):  # tied by hand, which no folder says
+            yield renamed(name), get_parameter(canonical)
+    persistent = persistent_buffers(chain.model)
+    parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
+    for name, buffer in chain.model.named_buffers():
+        if name in persistent and name not in parameters:
+            yield renamed(base_name(name)), buffer
+
+
+def _groups(chain: Chain) -> tuple[list[Conversion], Callable[[str], str]]:
+    """The conversion of every parameter to its form on disk, as in ``save_pretrained``, and the renaming after it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(chain.model, add_legacy=False)
+    reverse = [entry.reverse_transform() for entry in mapping[::-1] if not isinstance(entry, PrefixChange)]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+
+    def renamed(name: str) -> str:
+        return rename_source_key(name, renamings, [])[0]
+
+    groups: dict[str, Conversion] = {}
+    for given, _ in chain.model.named_parameters():
+        if is_adapter(chain.model, given):
+            continue
+        name = base_name(given)
+        target, pattern = rename_source_key(name, [], converters)
+        if pattern is None:
+            target, pattern = renamed(name), name
+            groups[target] = Conversion(WeightRenaming(name, target), target, [(name, name)])
+        else:
+            groups.setdefault(target, Conversion(by_pattern[pattern], target, [])).sources.append((name, pattern))
+    return list(groups.values()), renamed
+
+
+def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
+    """(name on disk, tensor) of the adapter, and of base parameters that are trained beside it."""
+    from peft import get_peft_model_state_dict
+
+    given: Any = chain.given
+    prefix = next(name for name, module in given.named_modules() if module is chain.model)
+    names = {
+        name: f"{prefix}.{name}"
+        for name, parameter in chain.model.named_parameters()
+        if is_adapter(chain.model, name) or parameter.requires_grad
+    }
+    for name, full in names.items():
+        value = get_parameter(name)
+        if value is None:
+            yield name, None
+            continue
+        state = get_peft_model_state_dict(
+            given, {full: value}, adapter_name=given.active_adapter, save_embedding_layers=False
+        )
+        if not state and not is_adapter(chain.model, name):
+            raise unsupported(
+                name,
+                "a base parameter that is trained beside an adapter must be named in modules_to_save of its peft "
+                "config, or the adapter folder could not hold it",
+            )
+        yield from state.items()
+
+
+def _few_bits(format: str, chain: Chain, dtype: torch.dtype) -> FewBitsFolder:
+    from transformers.core_model_loading import WeightConverter
+
+    groups, renamed = _groups(chain)
+    split = {name for group in groups if isinstance(group.rule, WeightConverter) for name, _ in group.sources}
+    ends = {0, len(chain.blocks) - 1}
+    layers = {slot.name for unit in chain.units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
+    return FewBitsFolder(format, chain.model, layers, split, lambda name: renamed(base_name(name)), dtype)

@@ -1,0 +1,88 @@
+"""A folder that was exported, opened again and compared with the model that it is to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.buffers import materialize_buffers
+from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import build_model
+from tawpipe.model.files.carried import has_own_code, open_tokenizer, tokenizers_agree
+from tawpipe.model.files.pretrained import SafetensorsSource, tensor_headers
+
+Written = Mapping[str, tuple[torch.dtype, list[int]]]
+"""Dtype and shape of every tensor, by name."""
+
+
+def differences(
+    chain: Chain, folder: Path, written: Written, files: Mapping[str, bytes], tokenizer: Any, *, adapter: bool
+) -> list[str]:
+    """Differences between an exported folder and the model, in words; empty if there are none.
+
+    Plain JSON and safetensors are read, then transformers opens the folder on the meta device. Values are not read.
+
+    Args:
+        written: the tensors of the folder, as they were given to its writer.
+        files: the content of its small files.
+        tokenizer: that the folder is to open with; None for a folder without one.
+        adapter: the folder holds a ``peft`` adapter alone.
+    """
+    lines = list[str]()
+    try:
+        lines.extend(_differences(chain, folder, written, files, tokenizer, adapter=adapter))
+    except UserError as error:  # names or shapes that do not fit
+        lines.append(error.expected)
+    except Exception as error:  # other programs' code, which raises every kind
+        lines.append(f"it cannot be opened ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
+    return lines
+
+
+def _differences(
+    chain: Chain, folder: Path, written: Written, files: Mapping[str, bytes], tokenizer: Any, *, adapter: bool
+) -> Iterator[str]:
+    yield from (f"{name} has another content" for name in files if (folder / name).read_bytes() != files[name])
+    headers = tensor_headers(folder.glob("*.safetensors"))
+    yield from (
+        f"{name} is {headers.get(name, 'missing')} instead of {written.get(name, 'missing')}"
+        for name in sorted({*headers, *written})
+        if headers.get(name) != written.get(name)
+    )
+    if tokenizer is not None:
+        opened = open_tokenizer(folder, own_code=has_own_code(chain.model))
+        if opened is None or not tokenizers_agree(opened, tokenizer):
+            yield "transformers opens another tokenizer, which gives other ids"
+        elif opened.chat_template != tokenizer.chat_template:
+            yield "its chat template is another one"
+    if adapter:
+        from peft import PeftConfig
+
+        _ = PeftConfig.from_pretrained(str(folder))
+        return
+    opened = build_model(str(folder), max_positions=1, trust_remote_code=has_own_code(chain.model)).model
+    as_chain: Any = SimpleNamespace(model=opened)  # a chain would look at what is frozen
+    _ = SafetensorsSource(as_chain, folder)  # raises for names and shapes
+    if (kinds := (type(opened).__name__, type(chain.model).__name__))[0] != kinds[1]:
+        yield f"transformers opens it as {kinds[0]} instead of {kinds[1]}"
+        return
+    with torch.device("meta"):
+        fresh = type(chain.model)._from_config(deepcopy(chain.model.config))
+    frequencies = [_frequencies(model) for model in (opened, fresh)]
+    names = sorted(frequencies[0].keys() | frequencies[1].keys())
+    empty = torch.empty(0)
+    for name in names:
+        if not frequencies[0].get(name, empty).equal(frequencies[1].get(name, empty)):
+            yield f"the rotary frequencies {name} are others"
+
+
+def _frequencies(model: Any) -> dict[str, Tensor]:
+    """Rotary frequencies of a model on the meta device, computed on the CPU."""
+    materialize_buffers(model, torch.device("cpu"))
+    return {name: value for name, value in model.named_buffers() if name.endswith("inv_freq")}

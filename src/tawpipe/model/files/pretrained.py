@@ -1,0 +1,391 @@
+"""First values from a Hugging Face folder with safetensors, one unit at a time: no process could hold all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tawpipe.model.bits.compressed import FewBitsTensors
+from tawpipe.model.buffers import persistent_buffers
+from tawpipe.model.chain import Chain
+from tawpipe.model.facts import Fact, Facts, config_facts, tensor_facts, value_digest
+from tawpipe.model.files.adapters import CONFIG, VALUES, AdapterValues
+from tawpipe.model.refuse import unsupported
+from tawpipe.model.units import Unit
+from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SNAPSHOTS = "snapshots"
+"""Folder of the Hub's cache that has a folder for every commit."""
+
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
+_TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)(\.|_\d)")
+"""Files that a trainer leaves beside a model."""
+
+
+class SafetensorsSource:
+    """Values from a Hugging Face folder with ``model.safetensors`` or its shards.
+
+    Names and layouts are converted by transformers' own rules (experts stored one by one become one tensor). Only the
+    tensors of the unit asked for are read. Adapters, which are in no such folder, come from a folder of ``peft``, or
+    from an ``InitSource``.
+
+    Args:
+        checks: compare names and shapes; False for a model whose values were taken out of it.
+
+    Raises:
+        UserError: where the folder's tensors do not fit the model, with the names of missing and unexpected ones.
+    """
+
+    def __init__(
+        self, chain: Chain, folder: Path | str, *, seed: int = 0, adapter: Path | None = None, checks: bool = True
+    ) -> None:
+        self._folder, self._adapter, self._model = Path(folder), adapter, chain.model
+        self.digests: dict[str, str] | None = None
+        """A dictionary gets the digest of every parameter of the folder that is read in a frozen unit, by name."""
+        self._tensors = FewBitsTensors(_files_by_key(self._folder))
+        self._files = self._tensors.files
+        self._init: InitSource | None = None
+        self._trained = None if adapter is None else AdapterValues(chain, adapter)
+        self._adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
+        if self._adapters:
+            self._init = InitSource(chain, seed, base=self.parameter)
+        self._aliases = {base_name(name): canonical for name, canonical in canonical_names(self._model).items()}
+        kept = persistent_buffers(self._model)
+        buffers = ((name, buffer) for name, buffer in self._model.named_buffers() if name in kept)
+        named = (*self._model.named_parameters(remove_duplicate=False), *buffers)
+        state = {base_name(name): value for name, value in named}
+        self._buffer_names = set(state) - set(self._aliases)
+        self._groups, self._group_of = self._plan(state)
+        if checks:
+            self._check_names()
+            self._check_shapes(state)
+
+    def _plan(self, state: dict[str, Tensor]) -> tuple[dict[str, Conversion], dict[str, str]]:
+        """Groups by their first target, and for every canonical parameter or buffer the group that gives it."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        prefix = self._model.base_model_prefix
+
+        groups: dict[str, Conversion] = {}
+        group_of: dict[str, str] = {}
+        self._unexpected: list[str] = []
+        self._copies: dict[str, list[str]] = {}
+        for key in sorted(self._files, key=dot_natural_key):
+            target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if target not in state and key in state:
+                target, pattern = rename_source_key(key, [], [], prefix, state)
+            if target not in state:
+                self._unexpected.append(key)
+                continue
+            transform = WeightRenaming(key, target) if pattern is None else by_pattern[pattern]
+            if pattern is None and target in groups:
+                both = f"{groups[target].sources[0][0]} and {key} are both {target}: remove one from its safetensors"
+                raise unsupported(str(self._folder), both)
+            group = groups.setdefault(target, Conversion(transform, target, []))
+            group.sources.append((key, key if pattern is None else pattern))
+            for target_pattern in transform.target_patterns if pattern is not None else (target,):
+                name = target.replace(transform.target_patterns[0], target_pattern) if pattern is not None else target
+                name = self._aliases.get(name, name)
+                if group_of.setdefault(name, target) != target and target not in self._copies.setdefault(name, []):
+                    self._copies[name].append(target)
+        return groups, group_of
+
+    def _check_names(self) -> None:
+        ignored = [
+            *(self._model._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.inv_freq",
+            r"(^|\.)position_ids$",
+        ]
+        unexpected = [key for key in self._unexpected if not any(re.search(pattern, key) for pattern in ignored)]
+        missing = [n for n, _ in self._model.named_parameters() if n not in self._group_of and n not in self._adapters]
+        if missing or unexpected:
+            parts = [
+                f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+                for what, names in (("missing", missing), ("unexpected", unexpected))
+                if names
+            ]
+            raise unsupported(
+                str(self._folder), f"its safetensors must fit {type(self._model).__name__}: {'; '.join(parts)}"
+            )
+
+    def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        def values() -> Iterator[Tensor]:
+            pending: dict[str, Tensor] = {}  # results of a group that gives several parameters
+            for slot in unit.slots:
+                if slot.name in self._adapters:
+                    assert self._init is not None
+                    stored = self._trained
+                    yield stored.parameter(slot.name) if stored else self._init.parameter(slot.name, dtype)
+                    continue
+                if slot.name not in pending:
+                    pending.update(self._read(self._group_of[slot.name]))
+                value = pending.pop(slot.name)
+                self._check_shape(slot.name, slot.shape, tuple(value.shape))
+                self._check_tied(slot.name, value)
+                if self.digests is not None and not unit.trainable:
+                    self.digests[slot.name] = value_digest(value)
+                yield value
+
+        return flatten(unit, values(), dtype)
+
+    @property
+    def folder(self) -> Path:
+        """The folder, from the root."""
+        return self._folder.absolute()
+
+    def parameter(self, name: str) -> Tensor:
+        """The value of one parameter as the folder has it; of no adapter."""
+        return self._read(self._group_of[name])[name]
+
+    def codes(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them, where the folder has it in few bits."""
+        from safetensors import safe_open
+
+        group = self._groups[self._group_of[name]]
+        if len(group.sources) > 1:
+            return None
+        return self._tensors.codes(group.sources[0][0], cache(lambda path: safe_open(path, framework="pt")))
+
+    def _check_shapes(self, state: dict[str, Tensor]) -> None:
+        """Compare what needs no conversion with the files' headers, before anything is read."""
+        from safetensors import safe_open
+        from transformers.core_model_loading import WeightRenaming
+
+        opened = cache(lambda path: safe_open(path, framework="pt"))
+        for group in self._groups.values():
+            if isinstance(group.rule, WeightRenaming):
+                stored = self._tensors.shape(group.sources[0][0], opened)
+                self._check_shape(group.target, tuple(state[group.target].shape), stored)
+
+    def _check_shape(self, name: str, expected: tuple[int, ...], stored: tuple[int, ...]) -> None:
+        if stored != expected:
+            raise unsupported(
+                str(self._folder), f"{name} must have shape {list(expected)} as config.json says, not {list(stored)}"
+            )
+
+    def stored(self) -> tuple[dict[str, torch.dtype], dict[str, list[str]]]:
+        """Parameter or buffer -> the widest dtype of its tensors in the folder; and parameter -> its names there, where
+        the folder has it more than once.
+        """
+        dtypes, widest = stored_dtypes(self._folder), dict[str, torch.dtype]()
+        for name, target in self._group_of.items():
+            widths = [dtypes[key] for key, _ in self._groups[target].sources if key in dtypes]
+            widest |= {name: max(widths, key=lambda dtype: dtype.itemsize)} if widths else {}
+        return widest, {name: [self._group_of[name], *others] for name, others in self._copies.items()}
+
+    @property
+    def wide_parameters(self) -> list[str]:
+        """Names of the parameters that the folder has in 32 bits while most of its numbers have 16."""
+        usual = stored_dtype(self._folder).itemsize
+        return sorted(name for name, dtype in self.stored()[0].items() if usual < 4 <= dtype.itemsize)
+
+    def check_copies(self) -> None:
+        """Compare all parameters that the folder has twice; see ``unit`` for the error."""
+        for name in self._copies:
+            self._check_tied(name, self._read(self._group_of[name])[name])
+
+    def _check_tied(self, name: str, value: Tensor) -> None:
+        """Refuse further tensors of the folder for a parameter if they differ from ``value``, which would be used."""
+        for target in self._copies.get(name, ()):
+            other = self._read(target)[name]
+            if other.shape == value.shape and other.to(value.dtype).equal(value):
+                continue
+            first, second = (self._groups[group].sources[0][0] for group in (self._group_of[name], target))
+            expected = f"{first} and {second} must be equal, as its config.json ties them; tie_word_embeddings: false "
+            expected += "there trains both, or remove the one that is not to count from its safetensors"
+            raise unsupported(str(self._folder), expected)
+
+    def buffers(self) -> dict[str, Tensor]:
+        names = sorted(self._buffer_names & self._group_of.keys())
+        return {name: self._read(self._group_of[name])[name] for name in names}
+
+    def facts(self) -> Facts:
+        adapter = tensor_facts([self._adapter / VALUES]) if self._adapter is not None else {}
+        return tensor_facts(_files_by_key(self._folder).values()) | adapter
+
+    def _read(self, target: str) -> dict[str, Tensor]:
+        """Read and convert one group; values by canonical name."""
+        from safetensors import safe_open
+
+        group, opened = self._groups[target], cache(lambda path: safe_open(path, framework="pt"))
+        values = (self._tensors.tensor(key, opened) for key, _ in group.sources)
+        converted = group.apply(values, self._model)
+        return {self._aliases.get(name, name): value for name, value in converted.items()}
+
+
+def _files_by_key(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it.
+
+    Raises:
+        UserError: the index and the files contradict each other, or a second form of the weights is another model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, single = folder / INDEX, folder / SINGLE
+
+    def names(path: Path) -> list[str]:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+
+    try:
+        if not index.is_file():
+            if single.is_file():
+                return dict.fromkeys(names(single), single)
+            raise unsupported(str(folder), f"expected {SINGLE} or {INDEX} in the folder")
+        files = {key: folder / name for key, name in _weight_map(folder).items()}
+        if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+            raise unsupported(str(folder), f"its index names files that are not there: {', '.join(absent)}")
+        held = {path: set(names(path)) for path in sorted(set(files.values()))}
+        if wrong := [f"{key} in {path.name}" for key, path in files.items() if key not in held[path]]:
+            raise unsupported(str(folder), f"its {INDEX} says {_first(wrong)}, where the files have no such tensor")
+        if surplus := [f"{key} in {path.name}" for path in held for key in held[path] if files.get(key) != path]:
+            raise unsupported(str(folder), f"its {INDEX} does not say {_first(sorted(surplus))}, which the files hold")
+        if single.is_file() and single not in held:
+            _refuse_two_models(folder, tensor_facts(held), tensor_facts([single]))
+        return files
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise unsupported(str(folder), f"its safetensors cannot be read ({error})") from error
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that the index of a folder puts it in."""
+    return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+
+
+def files_to_fetch(folder: Path) -> list[str]:
+    """Names of the files with the weights of a folder, of which only small ones are there yet."""
+    return sorted(set(_weight_map(folder).values())) if (folder / INDEX).is_file() else [SINGLE]
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _refuse_two_models(folder: Path, indexed: Facts, single: Facts) -> None:
+    """Raise UserError if the files of an index and a single file beside them hold different tensors."""
+    bare = [{name: (fact.shown, fact.digest) for name, fact in facts.items()} for facts in (indexed, single)]
+    if differing := sorted(name for name in {*bare[0], *bare[1]} if bare[0].get(name) != bare[1].get(name)):
+        expected = f"one model; {SINGLE} and the files of {INDEX} differ in {_first(differing)}: remove one of the two"
+        raise unsupported(str(folder), expected)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a folder in the Hub's cache, or ``""``."""
+    return folder.name if folder.parent.name == SNAPSHOTS else ""
+
+
+def folder_facts(folder: Path, *, code: bool = False) -> Facts:
+    """Facts about the folder of a model or an adapter: what is read of it to train.
+
+    Args:
+        code: modules in it are run.
+
+    Raises:
+        UserError, OSError, ValueError: a file cannot be read.
+    """
+    commit = {"the Hub's commit": Fact("", commit)} if (commit := commit_of(folder)) else {}
+    modules = sorted(folder.glob("*.py")) if code else ()
+    facts = commit | {path.name: Fact("", path.read_text(encoding="utf-8")) for path in modules}
+    for path in (folder / name for name in ("config.json", CONFIG)):
+        if path.is_file():
+            facts |= config_facts(path.name, json.loads(path.read_text(encoding="utf-8")))
+    weights = _files_by_key(folder).values() if has_weights(folder) else filter(Path.is_file, [folder / VALUES])
+    return facts | tensor_facts(weights)
+
+
+def has_weights(folder: Path) -> bool:
+    """True if a model folder brings weights of its own."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def count_files(folder: Path) -> int:
+    """Number of safetensors files that hold a folder's weights."""
+    return len(set(_files_by_key(folder).values()))
+
+
+def unread_files(folder: Path) -> list[str]:
+    """Names of safetensors files in a folder that hold none of its weights."""
+    return sorted(
+        {path.name for path in folder.glob("*.safetensors")} - {p.name for p in _files_by_key(folder).values()}
+    )
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Tensor name -> its dtype in a folder, for numbers of 16 bits or more; empty for a folder without weights."""
+    headers = tensor_headers(_files_by_key(folder).values()).items() if has_weights(folder) else ()
+    return {name: dtype for name, (dtype, _) in headers if _is_plain(dtype)}
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that most numbers of a folder have, of those with 16 bits or more: weights are not trained in fewer."""
+    counts = Counter[torch.dtype]()
+    for dtype, shape in tensor_headers(_files_by_key(folder).values()).values():
+        counts[dtype] += torch.Size(shape).numel() if _is_plain(dtype) else 0
+    return max(+counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Tensor name -> its dtype and shape, for the tensors of safetensors files."""
+    from safetensors import safe_open
+
+    headers: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for path in sorted(set(files)):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                headers[key] = part[:0].dtype if part.get_shape() else file.get_tensor(key).dtype, part.get_shape()
+    return headers
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a folder without safetensors has no weights at all.
+
+    Raises:
+        UserError: it has some in another form, which would be passed over for random ones.
+    """
+    if has_weights(folder):
+        return
+    others = sorted(path.name for path in folder.iterdir() if _WEIGHTS.search(path.name))
+    others = [name for name in others if not _TRAINING_STATE.match(name)]
+    if not others:
+        return
+    first, more = others[0], f" and {len(others) - 1} more files" if len(others) > 1 else ""
+    if first.startswith("pytorch_model"):
+        way = f"convert them: {conversion(str(folder), str(folder))}"
+    elif first.endswith(".gguf"):
+        way = f"convert them: {conversion(str(folder), str(folder), gguf_file=first)}"
+    elif first.startswith(("tf_model", "flax_model")):
+        framework = {"from_tf" if first.startswith("tf") else "from_flax": True}
+        way = f"convert them with transformers before 5: {conversion(str(folder), str(folder), **framework)}"
+    else:
+        way = "convert them to what save_pretrained of transformers writes"
+    expected = f"weights as {SINGLE} or {INDEX}, not {first}{more}; {way}; or config.json alone for random weights"
+    raise unsupported(str(folder), expected)
+
+
+def conversion(source: str, folder: str, **how: object) -> str:
+    """The command that writes a model as safetensors into a folder; into another folder with its tokenizer."""
+    given = "".join(f", {name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in how.items())
+    kinds = ["AutoModelForCausalLM"] + ["AutoTokenizer"] * (source != folder)
+    parts = [f"from transformers import {', '.join(kinds)}"]
+    parts += [f"{k}.from_pretrained({json.dumps(source)}{given}).save_pretrained({json.dumps(folder)})" for k in kinds]
+    return f"python -c {shlex.quote('; '.join(parts))}"

@@ -1,0 +1,1 @@
+"""Mixers of tokens other than attention, and how they keep documents apart."""

@@ -1,0 +1,79 @@
+"""What stands where a mixer has its cache, while a row is computed chunk by chunk."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tawpipe.model.attention.chunked import State
+
+CACHES = "cache", "cache_params", "past_key_values", "past_key_value"
+"""What transformers calls the argument of a forward pass that is a cache."""
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """The name of the argument that is a cache; None for a module that takes none."""
+    return next((name for name in signature(module.forward).parameters if name in CACHES), None)
+
+
+class LayerStates:
+    """The states of a carrier as mixers of transformers before 5.21 look at them: as attributes of any layer."""
+
+    record_past = True
+
+    def __init__(self, before: State) -> None:
+        self.conv_states = {place: state for (kind, place), state in before.items() if kind == "conv"}
+        self.recurrent_states = {place: state for (kind, place), state in before.items() if kind == "recurrent"}
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
+
+
+class Carrier:
+    """Stands where a mixer has its cache: gives the states before some tokens, and takes those behind them, both with
+    their graph.
+
+    Args:
+        before: empty for the beginning of a document.
+    """
+
+    def __init__(self, before: State | None = None) -> None:
+        self.before: State = before or {}
+        self.after: State = {}
+
+    @property
+    def layers(self) -> LayerStates:
+        return LayerStates(self.before)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """[b, C, S] of a convolution's input; the same with what it sees before that."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        whole = conv_states if before is None else torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
+        seen = conv_kernel_size - 1
+        self.after["conv", state_idx] = F.pad(whole, (max(0, seen - whole.shape[-1]), 0))[..., -seen:].clone()
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        wide = torch.promote_types(recurrent_states.dtype, torch.float32)
+        self.after["recurrent", state_idx] = recurrent_states.to(wide)
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True keeps mixers from the code for one token more."""
+        return True
+
+    def has_previous_state(self, *_: object) -> bool:
+        return bool(self.before)

@@ -1,0 +1,1 @@
+"""The search for stages, orders and offloading of pipelines, before a run and beside it. Running never imports it."""

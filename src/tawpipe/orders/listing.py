@@ -1,0 +1,263 @@
+"""Orders by playing: works start one by one, as soon as what they need is there and memory has room.
+
+``listed`` makes the order of the compute lanes: always what lies furthest back, with a cap on micro-batches in flight.
+``with_host`` then plays it, sends given works' memory to the host right after F, brings it back as soon as all that
+runs before has room, and lets works wait until there is room for them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count
+
+from tawpipe.orders.room import all_end
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import guarded
+from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work, needs
+
+
+class _Play:
+    """Works that run one by one on two lanes of every position, each started by hand."""
+
+    def __init__(self, layout: Layout, costs: PipelineCosts, away: Collection[tuple[int, int]] = ()) -> None:
+        self.layout, self.costs, self.away, self.table = layout, costs, away, costs.stages(layout)
+        self.now = 0.0
+        self.times: dict[Work, tuple[float, float]] = {}
+        self.held = [0.0] * layout.size
+        self.busy = [[False, False] for _ in range(layout.size)]
+        self.awake = [True] * layout.size
+        """Positions for which something has changed since ``woken`` asked: nothing else can start anything."""
+        self._events: list[tuple[float, int, int, Work | None]] = []
+        self._count = count()
+
+    def ready(self, work: Work) -> bool:
+        """True if all that it needs has been done and has arrived."""
+        place = self.layout.places[work.stage]
+        for choice in needs(work, self.layout.stages):
+            if choice[0].kind == "R" and (work.stage, work.micro_batch) not in self.away:
+                continue
+            for need in choice:
+                if (span := self.times.get(need)) is not None:
+                    if span[1] + self.costs.travel(self.layout.places[need.stage], place) > self.now:
+                        return False
+                    break
+            else:
+                return False
+        return True
+
+    def room(self, work: Work) -> bool:
+        """True if its memory fits beside what is held."""
+        place = self.layout.places[work.stage]
+        return self.held[place] + self.table.taken[work.kind, work.stage] <= self.table.limits[place]
+
+    def start(self, work: Work) -> None:
+        place, places = self.layout.places[work.stage], self.layout.places
+        end = self.now + self.table.seconds[work.kind, work.stage]
+        self.times[work] = self.now, end
+        self.held[place] += self.table.taken[work.kind, work.stage]
+        self.busy[place][work.kind in "OR"] = True
+        heapq.heappush(self._events, (end, next(self._count), place, work))
+        following = work.stage + {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
+        if following != work.stage and 0 <= following < len(places):
+            arrives = end + self.costs.travel(place, places[following])
+            if arrives <= self.now:
+                self.awake[places[following]] = True
+            heapq.heappush(self._events, (arrives, next(self._count), places[following], None))
+
+    def woken(self) -> Iterator[int]:
+        """Positions that may have something to start."""
+        for place in range(self.layout.size):
+            if self.awake[place]:
+                self.awake[place] = False
+                yield place
+
+    def advance(self) -> bool:
+        """On to the next time at which something ends or arrives; False if there is none."""
+        if not self._events:
+            return False
+        self.now = self._events[0][0]
+        while self._events and self._events[0][0] <= self.now:
+            _, _, place, work = heapq.heappop(self._events)
+            self.awake[place] = True
+            if work is not None:
+                self.held[place] -= self.table.given[work.kind, work.stage]
+                self.busy[place][work.kind in "OR"] = False
+        return True
+
+
+class _Listed:
+    """One position's choice of what to compute next. The micro-batches of a stage run in their order."""
+
+    def __init__(
+        self, played: _Play, place: int, micro_batches: int, caps: Sequence[int], split: bool, room: float, late: float
+    ):
+        self.played, self.micro_batches, self.caps, self.room, self.late = played, micro_batches, caps, room, late
+        self.table = played.table
+        self.stages = played.layout.stages_of(place)
+        self.backward = "I" if split else "B"
+        self.next = {(kind, stage): 0 for kind in "FX" for stage in self.stages}
+        self.weights: deque[Work] = deque()
+        self.order: list[Work] = []
+
+    def choose(self) -> Work | None:
+        """B or I of the oldest micro-batch, else F of the latest stage, else W."""
+        if len(self.weights) >= self.late:
+            return self.weights[0]
+        ready = []
+        for stage in self.stages:
+            number = self.next["X", stage]
+            if number < self.micro_batches and self.played.ready(work := Work(self.backward, stage, number)):
+                ready.append(((0, number, -stage), work))
+            number = self.next["F", stage]
+            flying = number - self.next["X", stage]
+            if number < self.micro_batches and flying < self.caps[stage]:
+                work = Work("F", stage, number)
+                if self.played.ready(work):
+                    ready.append(((1, -stage, number), work))
+        for _, work in sorted(ready):
+            if self._safe(work):
+                return work
+        return self.weights[0] if self.weights else None
+
+    def started(self, work: Work) -> None:
+        self.order.append(work)
+        if work.kind == "W":
+            self.weights.popleft()
+            return
+        self.next["F" if work.kind == "F" else "X", work.stage] += 1
+        if work.kind == "I":
+            self.weights.append(Work("W", work.stage, work.micro_batch))
+
+    def _safe(self, work: Work) -> bool:
+        """True if all micro-batches in flight can still end, the oldest first."""
+        more = self.table.taken[work.kind, work.stage]
+        if not more:
+            return True
+        holds: dict[int, float] = {}
+        wants: dict[int, float] = {}
+        for stage in self.stages:
+            kept = self.table.taken["F", stage]
+            parts = self.table.taken["I", stage] if self.backward == "I" else 0.0
+            first, last = self.next["X", stage], max(self.next["F", other] for other in self.stages)
+            for number in range(first, max(last, work.micro_batch + 1)):
+                if number < self.next["F", stage]:
+                    holds[number] = holds.get(number, 0.0) + kept
+                else:
+                    wants[number] = wants.get(number, 0.0) + kept
+                wants[number] = max(wants.get(number, 0.0), wants.get(number, 0.0) + parts)
+        for waiting in self.weights:
+            parts = self.table.taken["I", waiting.stage]
+            holds[waiting.micro_batch] = holds.get(waiting.micro_batch, 0.0) + parts
+        number = work.micro_batch
+        holds[number] = holds.get(number, 0.0) + more
+        wants[number] = wants.get(number, 0.0) - more
+        free, numbers = self.room - sum(holds.values()), sorted(holds)
+        return free >= 0 and all_end(free, [wants.get(m, 0.0) for m in numbers], [holds[m] for m in numbers])
+
+
+def listed(
+    layout: Layout,
+    costs: PipelineCosts,
+    micro_batches: int,
+    caps: Sequence[int],
+    split: bool,
+    room: float,
+    late: float = math.inf,
+) -> tuple[tuple[Work, ...], ...] | None:
+    """Compute orders by list scheduling, with nothing in the host's memory; None where ``room`` is too little.
+
+    Args:
+        caps: micro-batches in flight, by stage.
+        room: memory of a position, in the place of ``costs.memory``.
+        late: W of a position that may wait while something else could run.
+    """
+    played = _Play(layout, costs)
+    rooms = [room * (1 + ROUNDING) - resident for resident in played.table.resident]
+    places = [_Listed(played, place, micro_batches, caps, split, rooms[place], late) for place in range(layout.size)]
+    while True:
+        for place in played.woken():
+            chooser = places[place]
+            if not played.busy[place][0] and (work := chooser.choose()) is not None:
+                played.start(work)
+                chooser.started(work)
+        if not played.advance():
+            break
+    total = micro_batches * layout.stages * (3 if split else 2)
+    return tuple(tuple(chooser.order) for chooser in places) if len(played.times) == total else None
+
+
+def with_host(
+    layout: Layout,
+    compute: Sequence[Sequence[Work]],
+    away: Collection[tuple[int, int]],
+    costs: PipelineCosts,
+    most: float = math.inf,
+) -> Order | None:
+    """An order within the limit that computes in the orders given; None if it comes to a halt, or takes too long.
+
+    Args:
+        away: (stage, micro-batch) of what is in the host's memory between F and B.
+        most: time that it may take.
+    """
+    played = _Play(layout, costs, away)
+    table = played.table
+    at = [0] * layout.size
+    index = {work: number for works in compute for number, work in enumerate(works)}
+    reloads = [[w for w in works if w.kind in "BI" and (w.stage, w.micro_batch) in away] for works in compute]
+    offloads: list[deque[Work]] = [deque() for _ in compute]
+    host: list[list[Work]] = [[] for _ in compute]
+
+    def reload(place: int) -> Work | None:
+        """The next R, if there is room for it and for all that runs before the work that wants it."""
+        works = compute[place]
+        if not reloads[place]:
+            return None
+        wants = reloads[place][0]
+        work = Work("R", wants.stage, wants.micro_batch)
+        if not played.ready(work):
+            return None
+        level = played.held[place] + table.taken["R", work.stage]
+        if level > table.limits[place]:
+            return None
+        if at[place] and played.busy[place][0]:
+            last = works[at[place] - 1]
+            level -= table.given[last.kind, last.stage]
+        for between in works[at[place] : index[wants]]:
+            level += table.taken[between.kind, between.stage]
+            if level > table.limits[place]:
+                return None
+            level -= table.given[between.kind, between.stage]
+        return work
+
+    while True:
+        for place in played.woken():
+            works = compute[place]
+            if not played.busy[place][0] and at[place] < len(works):
+                work = works[at[place]]
+                if played.ready(work) and played.room(work):
+                    played.start(work)
+                    at[place] += 1
+                    if work.kind == "F" and (work.stage, work.micro_batch) in away:
+                        offloads[place].append(Work("O", work.stage, work.micro_batch))
+            if not played.busy[place][1]:
+                work = reload(place)
+                leaves = offloads[place][0] if offloads[place] and played.ready(offloads[place][0]) else None
+                if work and leaves:
+                    before = works[at[place] : index[reloads[place][0]]]
+                    until = sum(table.seconds[earlier.kind, earlier.stage] for earlier in before)
+                    if until > table.seconds["O", leaves.stage] + table.seconds["R", work.stage]:
+                        work = None
+                work = work or leaves
+                if work:
+                    (reloads[place].pop(0) if work.kind == "R" else offloads[place].popleft())
+                    played.start(work)
+                    host[place].append(work)
+        if not played.advance() or played.now > most:
+            break
+    if any(at[place] < len(works) for place, works in enumerate(compute)):
+        return None
+    order = Order(tuple(map(tuple, compute)), tuple(map(tuple, host)) if any(host) else ())
+    return guarded(layout, order, played.times, costs)

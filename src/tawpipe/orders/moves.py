@@ -1,0 +1,199 @@
+"""Layouts that differ a little from one, and what bounds their time from below, without playing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, product
+from typing import NamedTuple
+
+from tawpipe.orders.ticks import Ticks
+from tawpipe.schedule.pipelines.work import TIMES, BlockTimes
+
+
+class StagePlan(NamedTuple):
+    """A layout's cuts and places."""
+
+    cuts: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def _sums(times: Sequence[int], pace: float = 1) -> list[int]:
+    return list(accumulate((round(time * pace) for time in times), initial=0))
+
+
+class Moves:
+    """Changes of layouts.
+
+    Args:
+        most: stages of all positions.
+    """
+
+    def __init__(self, ticks: Ticks, positions: int, micro_batches: int, most: int) -> None:
+        self.positions, self.micro_batches, self.most, self.travel = positions, micro_batches, most, ticks.travel
+        self.blocks = len(ticks.blocks)
+        kinds = [[round(time(block)) for block in ticks.blocks] for time in map(TIMES.__getitem__, "FIW")]
+        self.forward, self.inputs, self.total = (
+            [_sums(times, pace) for pace in ticks.pace] if ticks.pace else [_sums(times)] * positions
+            for times in (*kinds[:2], [sum(three) for three in zip(*kinds, strict=True)])
+        )
+        """By position the time of so many of the first blocks."""
+
+    @classmethod
+    def of_memory(cls, ticks: Ticks, positions: int, most: int, flying: int) -> Moves:
+        """Changes of layouts whose loads are memory: what is resident, and what so many micro-batches keep."""
+        blocks = tuple(BlockTimes(block.resident + flying * block.kept, 0, 0) for block in ticks.blocks)
+        return cls(replace(ticks, blocks=blocks, pace=()), positions, 1, most)
+
+    def loads(self, plan: StagePlan) -> list[int]:
+        """Time of a micro-batch on every position."""
+        loads, total = [0] * self.positions, self.total
+        for first, end, place in zip(plan.cuts, self._ends(plan), plan.places, strict=True):
+            loads[place] += total[place][end] - total[place][first]
+        return loads
+
+    def bounds(self, plan: StagePlan) -> list[int]:
+        """For every position a time that no order of its works is shorter than.
+
+        Before the first micro-batch comes to a stage, its position has nothing to do but F of earlier stages; after
+        the last one has gone back through it, nothing but I and W of these.
+        """
+        count, travel, places, loads = self.micro_batches, self.travel, plan.places, self.loads(plan)
+        forward, inputs = [0] * self.positions, [0] * self.positions
+        first, bounds = [-1] * self.positions, [0] * self.positions
+        at, tail, before = 0, 0, places[0]
+        tails = []
+        for cut, end, place in zip(plan.cuts, self._ends(plan), places, strict=True):
+            if place != before:
+                hop = travel(before, place)
+                before = place
+                at += hop
+                tail += hop
+            time = at + count * (loads[place] - forward[place])
+            if time > bounds[place]:
+                bounds[place] = time
+            if first[place] < 0:
+                first[place] = at
+            sums = self.forward[place]
+            time = sums[end] - sums[cut]
+            forward[place] += time
+            at += time
+            sums = self.inputs[place]
+            tails.append(tail)
+            tail += sums[end] - sums[cut]
+        tails.append(tail)
+        for stage in range(len(places) - 1, -1, -1):
+            place = places[stage]
+            hop = travel(place, places[stage + 1]) if stage + 1 < len(places) else 0
+            inputs[place] += tails[stage + 1] - tails[stage] - hop
+            time = first[place] + count * (forward[place] + inputs[place]) + tails[stage]
+            if time > bounds[place]:
+                bounds[place] = time
+        return bounds
+
+    def shifts(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
+        """(largest load, plan) of all in which one or two cuts are a block further, and no load reaches the limit."""
+        cuts, places, total = plan.cuts, plan.places, self.total
+        loads, ends = self.loads(plan), self._ends(plan)
+        plans, single = [], []
+        for at in range(1, len(cuts)):
+            for step in (-1, 1):
+                cut = cuts[at] + step
+                if cuts[at - 1] < cut < ends[at]:
+                    gives, takes = (at - 1, at) if step < 0 else (at, at - 1)
+                    block = min(cut, cuts[at])
+                    less, more = places[gives], places[takes]
+                    out, into = (total[place][block + 1] - total[place][block] for place in (less, more))
+                    single.append((at, cut, less, more, out, into))
+        for index, (at, cut, less, more, out, into) in enumerate(single):
+            loads[less] -= out
+            loads[more] += into
+            if (most := max(loads)) < limit:
+                plans.append((most, StagePlan((*cuts[:at], cut, *cuts[at + 1 :]), places)))
+            for other, place, less2, more2, out2, into2 in single[index + 1 :]:
+                loads[less2] -= out2
+                loads[more2] += into2
+                if (most := max(loads)) < limit and other != at and place > (cut if other == at + 1 else 0):
+                    changed = (*cuts[:at], cut, *cuts[at + 1 : other], place, *cuts[other + 1 :])
+                    plans.append((most, StagePlan(changed, places)))
+                loads[less2] += out2
+                loads[more2] -= into2
+            loads[less] += out
+            loads[more] -= into
+        return plans
+
+    def placements(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
+        """The same of all in which a stage goes elsewhere, two change places, one becomes two or two become one."""
+        loads, plans = self.loads(plan), []
+        for less, more, (first, end), (start, stop), changed in self._placed(plan):
+            if len(set(changed.places)) < self.positions:
+                continue
+            here, there = self.total[less], self.total[more]
+            out = here[end] - here[first] - here[stop] + here[start]
+            into = there[end] - there[first] - there[stop] + there[start]
+            loads[less] -= out
+            loads[more] += into
+            if (most := max(loads)) < limit:
+                plans.append((most, changed))
+            loads[less] += out
+            loads[more] -= into
+        return plans
+
+    def _placed(self, plan: StagePlan) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int], StagePlan]]:
+        """(position that gives blocks, that takes them, from and to which, those that come back, plan)."""
+        cuts, places, ends, none = plan.cuts, plan.places, self._ends(plan), (0, 0)
+        for stage, place in enumerate(places):
+            first, end, before, after = cuts[stage], ends[stage], places[:stage], places[stage + 1 :]
+            for other in range(self.positions):
+                if other == place:
+                    continue
+                yield place, other, (first, end), none, StagePlan(cuts, (*before, other, *after))
+                if len(cuts) < self.most:
+                    for cut in range(first + 1, end):
+                        parted = (*cuts[: stage + 1], cut, *cuts[stage + 1 :])
+                        yield place, other, (cut, end), none, StagePlan(parted, (*before, place, other, *after))
+                        yield place, other, (first, cut), none, StagePlan(parted, (*before, other, place, *after))
+            for later in range(stage + 1, len(places)):
+                if (other := places[later]) != place:
+                    swapped = (*before, other, *places[stage + 1 : later], place, *places[later + 1 :])
+                    yield place, other, (first, end), (cuts[later], ends[later]), StagePlan(cuts, swapped)
+            if after:
+                other, fewer = after[0], (*cuts[: stage + 1], *cuts[stage + 2 :])
+                yield place, other, (first, end), none, StagePlan(fewer, (*before, *after))
+                yield other, place, (end, ends[stage + 1]), none, StagePlan(fewer, (*before, place, *after[1:]))
+
+    def balanced(self, plan: StagePlan, enough: float = -1) -> StagePlan:
+        """The cuts moved one or two at a time for as long as the largest load, and then the sum of squares, sink.
+
+        Args:
+            enough: the largest load with which it is over.
+        """
+        while max(loads := self.loads(plan)) > enough:
+            now = max(loads), sum(load * load for load in loads)
+            options = sorted(self.shifts(plan, now[0] + 1))[:40]
+            best = min(
+                (((most, sum(x * x for x in self.loads(option))), option) for most, option in options), default=None
+            )
+            if best is None or best[0] >= now:
+                return plan
+            plan = best[1]
+        return plan
+
+    def starts(self) -> Iterator[StagePlan]:
+        """Balanced plans in which stages go round the positions, or forth and back, with and without a round of single
+        blocks before, which brings work to all positions soon.
+        """
+        size, blocks = self.positions, self.blocks
+        there, back = tuple(range(size)), tuple(range(size - 1, -1, -1))
+        turns = [turn for number in (1, 2, 3) for turn in product((there, back), repeat=number) if turn[0] is there]
+        turns += [(there,) * 4, (there, back) * 2]
+        for turn, ramp in product(turns, ((), there, back)):
+            turned = sum(turn, ())
+            stages = len(ramp) + len(turned)
+            if stages <= min(blocks, self.most):
+                rest = blocks - len(ramp)
+                cuts = *range(len(ramp)), *(len(ramp) + rest * at // len(turned) for at in range(len(turned)))
+                yield self.balanced(StagePlan(cuts, (*ramp, *turned)))
+
+    def _ends(self, plan: StagePlan) -> tuple[int, ...]:
+        return (*plan.cuts[1:], self.blocks)

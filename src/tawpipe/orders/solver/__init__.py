@@ -1,0 +1,1 @@
+"""The solver for orders, and its model."""

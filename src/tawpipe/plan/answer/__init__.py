@@ -1,0 +1,1 @@
+"""What a plan says: longest rows, what is missing, pages."""

@@ -1,0 +1,394 @@
+"""The longest row that every strategy can train on: one document, as many tokens as memory holds.
+
+A schedule does not depend on the length, and what it holds grows with the tokens. So the schedules of a strategy are
+built once, in the settings that need the least memory; memory is added up for one length after another, and only the
+answer is played by the clock. Whether layers compute whole rows or chunks of them is chosen for every strategy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import ceil, isqrt
+from typing import Any
+
+from tawpipe.console import columns, span
+from tawpipe.errors import UserError
+from tawpipe.model.attention.attention_kernel import FIXED
+from tawpipe.plan.cost.feasible import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
+from tawpipe.plan.cost.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
+from tawpipe.plan.cost.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.search.plan import held, of_ranks
+from tawpipe.plan.search.plan_file import settings_of
+from tawpipe.plan.search.refused import in_plain_words
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.settings import DEFAULT
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies.table import find, strategies
+
+POSITIONS = "the model's positions"
+SHORTEST = 2
+"""Tokens of the shortest row that is tried."""
+USUAL = {name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")}
+"""Buffers of a row that leaves room for them."""
+PRECISION = 0.005
+"""Of a length, to which it is found."""
+HIDING_LEAST = 64
+"""Tokens of a row, too short for transfers to hide behind."""
+HIDING_PRECISION = 0.02
+"""The same of the length from which transfers hide, for which steps are played."""
+NEAR = 0.01
+"""Lengths that differ by less count as one."""
+
+
+def limit_of(tokens: int) -> str:
+    """What ends the search where nothing else does."""
+    return f"a limit of {tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row of one strategy.
+
+    Args:
+        tokens: of the row; 0 where none fits, or where the strategy cannot be played, and ``why_not`` says why.
+        binds: what does not allow more: ``DEVICE``, ``HOST``, ``FILES``, ``POSITIONS`` or ``limit_of``.
+        request: for rows of that length.
+        step: with the settings for it.
+    """
+
+    strategy: str
+    tokens: int = 0
+    binds: str = ""
+    request: PlanRequest | None = None
+    step: StepSpec | None = None
+    prediction: Prediction | None = None
+    why_not: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device."""
+        if self.request is None or self.prediction is None:
+            return 0.0
+        of_step = self.tokens * self.request.global_batch
+        return of_step / self.prediction.step_seconds / self.request.topology.world_size
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers, under the names that candidates of a plan have."""
+        prediction = self.prediction
+        return {
+            "strategy": self.strategy,
+            "tokens": self.tokens,
+            "sequence_length": self.tokens,
+            "sequence_chunk": self.step.settings.sequence_chunk if self.step else None,
+            "sequence_ranks": self.step.sequence_ranks if self.step else None,
+            "offloaded_layers": self.step.settings.offloaded_layers if self.step else None,
+            "binds": self.binds,
+            "knobs": settings_of(self.step) if self.step else {},
+            "step_seconds": prediction.step_seconds if prediction else None,
+            "tokens_per_second_per_device": self.tokens_per_second if prediction else None,
+            "peak_gib": prediction.peak_bytes / 2**30 if prediction else None,
+            "memory_gib": {name: size / 2**30 for name, size in prediction.memory.items()} if prediction else None,
+            "host_gib": prediction.needs.host / 2**30 if prediction else None,
+            "files_gib": prediction.needs.files / 2**30 if prediction else None,
+            "why_not": self.why_not,
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        if self.prediction is None or self.step is None:
+            return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
+        prediction, settings = self.prediction, self.step.settings
+        shown = [f"{name} {getattr(settings, name)}" for name in ("look_ahead", "gradient_buffers")]
+        shown += [f"host_homes {settings.host_homes}"] * (settings.host_homes == "state")
+        numbers = (
+            f"{self.tokens:,}",
+            f"{settings.sequence_chunk:,}" if settings.sequence_chunk else "whole",
+            str(self.step.sequence_ranks),
+            f"{settings.offloaded_layers} of {self.step.model.num_layers}",
+            span(prediction.step_seconds),
+            f"{self.tokens_per_second:,.0f}",
+            f"{prediction.peak_bytes / 2**30:.2f}",
+            f"{prediction.needs.host / 2**30:.1f}",
+            f"{prediction.needs.files / 2**30:.1f}",
+        )
+        return self.strategy, *numbers, self.binds, ", ".join(shown)
+
+
+HEAD = (
+    "strategy",
+    "longest row",
+    "chunk",
+    "devices a row",
+    "layers offloaded",
+    "step",
+    "tokens/s/device",
+    "GiB",
+    "host GiB/node",
+    "files GiB/node",
+    "what binds",
+    "settings",
+)
+GIVEN = "One document a row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row of every strategy, the longest first.
+
+    Args:
+        request: for the longest rows that are asked about.
+    """
+
+    request: PlanRequest
+    rows: tuple[LongestRow, ...]
+
+    def __repr__(self) -> str:
+        return f"Longest({self.reason})"
+
+    @classmethod
+    def of(
+        cls, request: PlanRequest, *, ends: str = POSITIONS, tell: Callable[[str], None] = lambda _: None
+    ) -> Longest:
+        """Look at every strategy whose weights travel: pipelines keep several rows at one time, and whole ones.
+
+        Args:
+            request: with micro-batches of one row, and rows as long as may be.
+            ends: what does not allow longer ones.
+            tell: is given a line for every strategy.
+        """
+        rows = []
+        for strategy in strategies().values():
+            if strategy.candidate and Kind.WEIGHT in strategy.travels:
+                rows.append(_longest_of(request, strategy, ends))
+                tell(f"{strategy.name}: {rows[-1].why_not or f'{rows[-1].tokens:,} tokens, then {rows[-1].binds}'}")
+        return cls(request, tuple(sorted(rows, key=lambda row: (-row.tokens, -row.tokens_per_second))))
+
+    @property
+    def best(self) -> LongestRow | None:
+        """The longest row of all; None if none fits."""
+        return self.rows[0] if self.rows and self.rows[0].tokens else None
+
+    @property
+    def fastest(self) -> LongestRow | None:
+        """The fastest of those within ``NEAR`` of the longest."""
+        if self.best is None:
+            return None
+        near = (row for row in self.rows if row.tokens >= self.best.tokens * (1 - NEAR))
+        return max(near, key=lambda row: row.tokens_per_second)
+
+    @property
+    def reason(self) -> str:
+        """A sentence."""
+        best, fastest = self.best, self.fastest
+        if best is None or fastest is None:
+            return f"no strategy can train on a row of {SHORTEST} tokens on these machines"
+        words = f"{best.strategy} has the longest row, {best.tokens:,} tokens; what binds is {best.binds}"
+        assert fastest.prediction is not None
+        seconds = f"{span(fastest.prediction.step_seconds)} a step"
+        if fastest is best:
+            words += f"; within {NEAR:.0%} of that length nothing is faster than its {seconds}"
+        else:
+            words += f"; within {NEAR:.0%} of that length {fastest.strategy} is the fastest, {seconds}"
+        if best.step is not None and best.step.sequence_ranks > 1:
+            words += f"; a row is computed by {of_ranks(self.request, best.step.sequence_ranks)}"
+        return words + ("" if self.request.memory_bytes else "; nobody has said how much memory a device has: --memory")
+
+    @cached_property
+    def hiding(self) -> dict[str, Any]:
+        """Tokens of a row from which what passes between nodes hides: of the fastest of the longest, by the clock, and
+        of one document over a node, or over all devices, by formula. None where it never does or nothing is known;
+        empty where nothing passes.
+        """
+        fastest = self.fastest
+        if fastest is None or self.request.topology.num_nodes == 1:
+            return {}
+        ranks = fastest.step.sequence_ranks if fastest.step else 1
+        asked = self.request.with_ranks(ranks)
+        ways = [_Lean(asked, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
+
+        def played(tokens: int) -> Prediction:
+            fitting = ((way, chunk) for way in ways for chunk in way.chunks if way.fits(tokens, chunk))
+            way, chunk = next(fitting, (ways[-1], ways[-1].chunks[-1]))
+            return predict(asked.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
+
+        return {
+            "strategy": fastest.strategy,
+            "sequence_ranks": ranks,
+            "tokens": hides_from(played, min(HIDING_LEAST, fastest.tokens - 1), fastest.tokens, HIDING_PRECISION),
+            "document_in_a_node": weights_hide_from(self.request),
+            "context_parallelism": keys_hide_from(self.request),
+        }
+
+    @property
+    def hides(self) -> str:
+        """``hiding`` as a sentence; empty where nothing passes between nodes."""
+        hiding, topology = self.hiding, self.request.topology
+        if not hiding:
+            return ""
+        tokens, node, everywhere = (hiding[name] for name in ("tokens", "document_in_a_node", "context_parallelism"))
+        words = f"what passes between nodes hides under {hiding['strategy']} "
+        devices = "a device" if hiding["sequence_ranks"] == 1 else f"over {hiding['sequence_ranks']} devices"
+        words += f"from rows of {tokens:,} tokens {devices} on" if tokens else "at no length that fits"
+        words += f" (less than {EXPOSED:.0%} of a step waits for it, by the clock)"
+        if node is not None:
+            words += "; by formula, weights hide behind one document over "
+            words += f"the {topology.local_size} devices of a node from {node:,.0f} tokens on"
+        if everywhere is not None:
+            words += "; by formula," if node is None else ", and"
+            words += f" context parallelism over all {topology.world_size} devices from {everywhere:,.0f} on"
+        return words
+
+    @property
+    def memory(self) -> str:
+        """A sentence on the memory of the longest row, part by part; empty if there is none."""
+        best = self.best
+        return held(self.request, best.prediction.needs) if best is not None and best.prediction else ""
+
+    def table(self) -> Iterator[str]:
+        """Lines of text, in columns."""
+        return columns([HEAD, *(row.cells() for row in self.rows)], words=2)
+
+    def json_text(self) -> str:
+        rows = [row.as_json() for row in self.rows]
+        content = {"longest": rows, "reason": self.reason, "hides_from": self.hiding or None}
+        return json.dumps(content, indent=1, allow_nan=False)
+
+
+def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """The longest row that fits, within ``PRECISION``; a very long one is of a length for which the fastest kernel of
+    attention computes, at less than a hundredth of its tokens.
+
+    >>> longest_that(lambda tokens: tokens <= 1000, 2, 1 << 24) in range(994, 1001)
+    True
+    >>> longest_that(lambda tokens: tokens <= 177_682, 2, 1 << 24) % FIXED
+    0
+
+    Args:
+        least: a length that fits.
+        most: one that does not.
+    """
+    while most - least > max(1, least * PRECISION):
+        middle = max(isqrt(least * most), least + 1)  # lengths differ by orders of magnitude: halve their ratio
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least - least % FIXED * (least >= 100 * FIXED)
+
+
+def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    """The longest row; with homes in the host's memory, if none fits otherwise."""
+    rows = (_with_homes(request.with_homes(level), strategy, ends) for level in request.levels)
+    first = next(rows)
+    return first if first.tokens else next((row for row in rows if row.tokens), first)
+
+
+def _with_homes(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    """The same with homes where the request says: by one device, or if that makes it longer by all of a node."""
+    alone = _by_ranks(request, strategy, ends)
+    if not request.sets or "sequence_ranks" in strategy.refusals or alone.binds == ends:
+        return alone
+    shared = _by_ranks(request.with_ranks(request.sets[-1]), strategy, ends)
+    return shared if alone.tokens < shared.tokens * (1 - NEAR) else alone
+
+
+def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    """The same with as many ranks to a row as the request says."""
+    try:
+        lean = _Lean(request, strategy)
+        if why := unplayed(request, lean.step(0)):
+            return LongestRow(strategy.name, why_not=why)
+        tokens, chunk, binds = lean.longest(ends)
+        if not tokens:
+            why = shortage(request, lean.needs(SHORTEST, lean.fewest(SHORTEST, 0)[0], 0))
+            return LongestRow(strategy.name, binds=binds, why_not=f"{SHORTEST} tokens need {why}")
+        asked, step = request.with_length(tokens), lean.step(lean.fewest(tokens, chunk)[0], chunk)
+        usual = with_settings(step, **USUAL)
+        if binds != DEVICE and fits(asked, memory_quickly(asked, usual)):
+            step = usual
+        return LongestRow(strategy.name, tokens, binds, asked, step, predict(asked, step))
+    except UserError as error:
+        return LongestRow(strategy.name, why_not=in_plain_words(error))
+
+
+class _Lean:
+    """A strategy in the settings that need the least memory, or with more buffers, for rows of any length."""
+
+    def __init__(self, request: PlanRequest, strategy: Strategy, buffers: Mapping[str, int] = LEAN) -> None:
+        self.request = request
+        self.layers = {
+            bool(chunk): request.model.num_layers if relieved(request, strategy, chunk=chunk) else 0 for chunk in (0, 1)
+        }
+        """The most that can be offloaded, of whole rows and of rows in chunks."""
+        given = request.settings.sequence_chunk
+        self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
+        """What may be computed at one time: whole rows (0) first, then chunks, the largest first."""
+        settings = replace(request.settings, strategy=strategy.name, recompute="full", **{**LEAN, **buffers})
+        self._first = request.step(settings, strategy)
+        self.schedule = cache(self._schedule)
+        self.needs = cache(self._needs)
+
+    def step(self, offloaded: int, chunk: int = 0) -> StepSpec:
+        return with_settings(self._first, offloaded_layers=offloaded, **self.request.in_chunks(chunk))
+
+    def _schedule(self, offloaded: int, chunk: int) -> Schedule:
+        if chunk and chunk != self.chunks[-1]:
+            return resized(self.schedule(offloaded, self.chunks[-1]), self.step(offloaded, chunk))
+        return short_schedule(self.request, self.step(offloaded, chunk))
+
+    def _needs(self, tokens: int, offloaded: int, chunk: int) -> Needs:
+        return memory_of(self.request.with_length(tokens), self.schedule(offloaded, chunk))
+
+    def lacking(self, tokens: int, offloaded: int, chunk: int) -> list[str]:
+        """Which memory does not suffice for rows of a length, with so many layers' inputs outside of the device."""
+        return lacking(self.request, self.needs(tokens, offloaded, chunk))
+
+    def fewest(self, tokens: int, chunk: int) -> tuple[int, str]:
+        """The fewest layers that have to be offloaded for rows of a length, and which memory does not suffice even
+        then, if any.
+        """
+        few, enough = 0, self.layers[bool(chunk)]
+        if DEVICE not in (over := self.lacking(tokens, 0, chunk)):
+            return 0, "".join(over[:1])
+        if DEVICE in self.lacking(tokens, enough, chunk):
+            return enough, DEVICE
+        none, all_ = (self.needs(tokens, offloaded, chunk).device for offloaded in (few, enough))
+        guess, stride = ceil(enough * (none - self.request.memory_bytes) / (none - all_)), 1  # layers save about alike
+        while enough - few > 1:  # every number tried is a schedule to build
+            guess = min(max(guess, few + 1), enough - 1)
+            if DEVICE in self.lacking(tokens, guess, chunk):
+                few, guess = guess, guess + stride
+            else:
+                enough, guess = guess, guess - stride
+            stride *= 2
+        return enough, next(iter(self.lacking(tokens, enough, chunk)), "")
+
+    def fits(self, tokens: int, chunk: int) -> bool:
+        some = any(not self.lacking(tokens, offloaded, chunk) for offloaded in (self.layers[bool(chunk)], 0))
+        return some or not self.fewest(tokens, chunk)[1]
+
+    def longest(self, ends: str) -> tuple[int, int, str]:
+        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do. Beside them the
+        chunk: the largest with which a row is about as long as with the smallest.
+
+        Args:
+            ends: what does not allow more than the request has.
+        """
+        most = self.request.sequence_length
+        for chunk in self.chunks:
+            if self.fits(most, chunk):
+                return most, chunk, ends
+        smallest = dict.fromkeys((self.chunks[-1], self.chunks[0]))  # of a row about as long as a chunk, which is less?
+
+        def fits(tokens: int) -> bool:
+            return any(self.fits(tokens, chunk) for chunk in smallest)
+
+        if most <= SHORTEST or not fits(SHORTEST):
+            return 0, 0, self.fewest(SHORTEST, 0)[1]
+        low = longest_that(fits, SHORTEST, most)
+        near = max(SHORTEST, ceil(low * (1 - NEAR)))
+        chunk = next(chunk for chunk in (*self.chunks, *smallest) if self.fits(near, chunk))
+        if not self.fits(low, chunk):
+            low = longest_that(lambda tokens: self.fits(tokens, chunk), near, low)
+        return low, chunk, self.fewest(low + max(2, ceil(2 * low * PRECISION)), chunk)[1]

@@ -1,0 +1,72 @@
+"""Coding without loss in a plan: what it makes of a step, and why it was chosen or left off.
+
+How many bits it needs depends on numbers that no plan has seen: what is said is right where the learning rate's usual
+bits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tawpipe.console import span
+from tawpipe.errors import UserError
+from tawpipe.plan.answer.remedy import options_of
+from tawpipe.plan.cost.feasible import QUICK_PLAYED, fits, plays, with_settings
+from tawpipe.plan.cost.predict import memory_quickly, predict
+from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.plan.search.candidate import GAIN, Candidate
+from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.refine import CODING_GAIN, codings, why_not_coded
+
+
+def without_loss(plan: Plan) -> Iterator[str]:
+    """A sentence on what coding makes of a plan, or would make; none where nothing that can be coded passes a link."""
+    chosen, request = plan.chosen, plan.request
+    if chosen is None or chosen.step is None or request.topology.num_nodes == 1:
+        return
+    bits = f"a change of a weight taken for {8 * request.widths.change:.2g} bits"
+    usual = {name: "none" for option in codings(request) for name in option}
+    plain = with_settings(chosen.step, **usual)
+    if plain != chosen.step:
+        seconds, words = span(predict(request, plain).step_seconds), " ".join(options_of(chosen.step, plain))
+        yield f"chosen, as no number changes with it: {words}; without it a step takes {seconds} ({bits})"
+        return
+    ways = list(_coded(request, chosen, plan.candidates))
+    if not ways:
+        return
+    seconds, without, words = min(ways)
+    if seconds < chosen.seconds * (1 - GAIN):
+        spared = f"a plan chooses it where the best step is {CODING_GAIN:.0%} shorter with it"
+        took = f"{span(seconds)} a step instead of {span(chosen.seconds)} ({bits})"
+        yield f"no number changes with {words}: {took}; {why_not_coded(request) or spared}"
+    elif seconds >= without * (1 - GAIN):
+        yield (
+            f"exact weights and gradients are left off: a step would take {span(seconds)} instead of {span(without)}, "
+            "as coding takes as long as the link that it spares, or computing hides both"
+        )
+
+
+def _coded(
+    request: PlanRequest, chosen: Candidate, others: tuple[Candidate, ...]
+) -> Iterator[tuple[float, float, str]]:
+    """Seconds of what was chosen, and of the fastest other whose copies of weights stay, with something coded; seconds
+    without, and settings.
+    """
+    kept = [
+        other
+        for other in others
+        if other is not chosen and other.step is not None and not other.step.strategy.why_not_exact(other.step)
+    ]
+    for candidate in (chosen, *sorted(kept, key=lambda other: other.seconds)[:1]):
+        step = candidate.step
+        if not candidate.fits or step is None or plays(request, step) > QUICK_PLAYED // 2:  # each takes seconds
+            continue
+        asked = request.with_homes(step.settings.host_homes or "none")
+        for option in codings(request):
+            try:
+                other, usual = with_settings(step, **option), asked.step(asked.settings)
+            except UserError:  # not for this strategy
+                continue
+            if fits(asked, memory_quickly(asked, other)):
+                words = " ".join(options_of(other, usual))
+                yield predict(asked, other).step_seconds, candidate.seconds, words

@@ -1,0 +1,51 @@
+"""Seconds that coding without loss takes of a core or device, for a plan: measured on numbers as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tawpipe.runtime.transport.exact import best_form, changes, decode_change, encode_change
+from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
+from tawpipe.schedule.spec import coded_room
+from tawpipe.simulate import CodingTimes
+
+ELEMENTS = 1 << 19
+"""That are coded to measure it."""
+CHANGED = 3e-4 / 0.02
+"""A weight's change in a step, relative to weights, as at a learning rate of 3e-4."""
+COUNT_BYTES, CHANGE_BYTES = 60, 100
+"""Bytes of a device's memory that pass for a weight while it is compared, and while its change is written or read."""
+
+
+def estimated(bytes_per_s: float) -> CodingTimes:
+    """On a GPU whose memory has this rate, where no gradients are coded."""
+    each = CHANGE_BYTES / bytes_per_s
+    return CodingTimes(COUNT_BYTES / bytes_per_s, (each, each))
+
+
+def measured(device: torch.device, seconds: Callable[[Callable[[], object]], float]) -> CodingTimes:
+    """On a device, of numbers as in training.
+
+    Args:
+        seconds: runs something a few times, and says how long it takes.
+    """
+    dice = torch.Generator().manual_seed(0)
+    weights = torch.randn(ELEMENTS, generator=dice)
+    copy = weights.bfloat16().to(device)
+    home = (weights + CHANGED * torch.randn(ELEMENTS, generator=dice)).bfloat16().to(device)
+    form = best_form(changes(home, copy).tolist(), ELEMENTS)
+    message = torch.empty(form.message_bytes(ELEMENTS), dtype=torch.uint8, device=device)
+    count = partial(changes, home, copy), partial(encode_change, home, copy, form, message)
+    of_weights = [seconds(run) / ELEMENTS for run in (*count, partial(decode_change, message, form, copy))]
+    of_gradients = [0.0, 0.0]
+    if device.type == "cpu":  # elsewhere nothing codes them
+        each = torch.randn(4, ELEMENTS, generator=dice) * torch.randn(4, ELEMENTS, generator=dice)
+        total, message = each.bfloat16().float().sum(0), torch.empty(coded_room(ELEMENTS, 4), dtype=torch.uint8)
+        of_gradients = [
+            seconds(run) / ELEMENTS
+            for run in (partial(encode_gradient, total, message), partial(decode_gradient, message, total))
+        ]
+    return CodingTimes(of_weights[0], (of_weights[1], of_weights[2]), (of_gradients[0], of_gradients[1]))

@@ -1,0 +1,1 @@
+"""What there is: devices, links, their speeds."""

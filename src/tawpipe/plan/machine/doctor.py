@@ -1,0 +1,216 @@
+"""The machine and the rates of its links: for a terminal, and as the topology file that plans and runs read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+from tawpipe.console import Console
+from tawpipe.environment import LaunchEnvironment
+from tawpipe.errors import RunError
+from tawpipe.job_limits import memory_left, processors
+from tawpipe.model.files.missing import kernel_packages
+from tawpipe.plan.machine.machine import Machine, load_machine, save_machine
+from tawpipe.plan.machine.probe import Probe, free_memory, probe
+from tawpipe.runtime.world import World, connect
+
+PACKAGES = ("tawpipe", "torch", "transformers", "tokenizers", "datasets", "safetensors")
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_DEBUG",
+)
+INTERFACES = Path("/sys/class/net")
+LEAST = 10_000_000
+"""Bytes sent while links were measured, below which that was not the traffic."""
+FAR_BELOW = 0.6
+"""Share of what a card claims, below which what was measured is odd."""
+
+
+def examine(out: Path | None, *, device: str) -> None:
+    """Say on rank 0 what is here, and measure the links; call on all processes that a launcher started.
+
+    Args:
+        out: the topology file to write.
+    """
+    world = connect(device=device)
+    console = Console(world.rank)
+    console.plan(list(software()), title="software")
+    console.plan(list(_machine(world)), title="machine")
+    console.plan([(name, os.environ[name]) for name in VARIABLES if name in os.environ], title="launcher")
+    console.topology(str(world.nodes))
+    before = sent_bytes()
+    links = probe(world)
+    console.plan([*_links(links), *_interfaces(world, before, links)], title="links")
+    if links.machine.device_of:
+        console.plan(list(_devices(links.machine)), title="devices")
+    if links.loopback:
+        console.line(f"note: {links.loopback}")
+    for finding in links.findings:
+        console.line(f"odd: {finding}")
+    if world.size == 1:
+        console.line("links are measured by several processes: tawpipe doctor --nproc 2, or on every machine torchrun")
+    if world.rank == 0 and out is not None:
+        notes = [f"{world.nodes}, measured by tawpipe doctor", links.loopback, *links.findings]
+        save_machine(links.machine, out, notes="\n".join(filter(None, notes)))
+    console.line(f"wrote {out}" if out else "--out FILE keeps this for tawpipe plan --topology FILE")
+    world.leave()
+
+
+def probe_machine(device: str) -> Machine | None:
+    """The machines that this process was started on, measured, by processes that are started for it if it is alone;
+    None on all ranks but the first.
+    """
+    if LaunchEnvironment.read(os.environ) is not None:
+        world = connect(device=device)
+        machine = probe(world).machine
+        world.leave()
+        return machine if world.rank == 0 else None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "topology.yaml"
+        command = [sys.executable, "-m", "tawpipe", "doctor", "--out", str(file), "--device", device]
+        if code := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise RunError(f"the links could not be measured: tawpipe doctor ended with {code}")
+        return load_machine(file)
+
+
+def software() -> Iterator[tuple[str, str]]:
+    """Versions of what a run needs."""
+    yield "python", platform.python_version()
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"
+    yield from kernel_packages()
+    if torch.cuda.is_available():
+        yield "CUDA", str(torch.version.cuda)
+        yield "NCCL", ".".join(map(str, nccl.version()))
+
+
+def _machine(world: World) -> Iterator[tuple[str, str]]:
+    """Devices and memory of this machine."""
+    if world.device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / 2**30:.1f} GiB"
+            yield (
+                f"GPU {index}",
+                f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}",
+            )
+    else:
+        yield "device", f"CPU, {processors()} of {os.cpu_count()} processors"
+    free = free_memory(left := memory_left())
+    limited = ", within the limits of this job's control groups" if left <= free else ""
+    yield "free memory", f"{free / 2**30:.1f} GiB{limited}"
+    yield (
+        "shared memory",
+        f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB" if Path("/dev/shm").is_dir() else "none",
+    )
+    yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
+
+
+def _devices(machine: Machine) -> Iterator[tuple[str, str]]:
+    """What every process computes with, where devices differ."""
+    for device in dict.fromkeys(machine.device_of):
+        ranks = [str(rank) for rank, other in enumerate(machine.device_of) if other == device]
+        memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
+        yield f"ranks {', '.join(ranks)}", f"{device.name}, speed {device.speed:.3g}{memory}"
+
+
+def _links(links: Probe) -> Iterator[tuple[str, str]]:
+    """Rate and latency of every kind of link, and what each node reaches."""
+    machine = links.machine
+    for name, link, several in (
+        ("inside a node", machine.inside, max(machine.nodes) > 1),
+        ("between nodes", machine.between, len(machine.nodes) > 1),
+        ("to the host", machine.host, machine.device.name != "CPU"),
+    ):
+        if several:
+            rate = f"{link.bytes_per_s / 1e9:.3g} GB/s ({link.bytes_per_s * 8 / 1e9:.3g} Gbit/s)"
+            words = [
+                rate,
+                f"{link.latency_s * 1e6:.0f} us",
+                "one for all devices of a node" if link.shared else "one per device",
+            ]
+            words += [] if link.full_duplex else ["both directions together"]
+            yield name, ", ".join(words)
+    for node, rates in enumerate(links.rates):
+        yield f"node {node}", f"sends {rates.sent * 8 / 1e9:.3g}, receives {rates.received * 8 / 1e9:.3g} Gbit/s"
+    if not links.rates and max(machine.nodes) == 1:
+        yield "links", "none: a single process"
+
+
+def _interfaces(world: World, before: Mapping[str, int], links: Probe) -> Iterator[tuple[str, str]]:
+    """What every machine's traffic to the others took; call on all ranks.
+
+    Args:
+        before: what interfaces here had sent before links were measured.
+    """
+    machines = world.machines
+    if machines.num_nodes == 1:
+        return
+    said = world.gather_texts(used_between(before, sent_bytes(), links.machine.between.bytes_per_s))
+    for number, ranks in enumerate(machines.nodes):
+        if words := said[ranks[0]]:
+            yield f"machine {number} uses", words
+
+
+def sent_bytes(root: Path = INTERFACES) -> dict[str, int]:
+    """Bytes that every interface has sent, but for the loopback; none where no Linux counts them."""
+    counts = {}
+    for path in sorted(root.glob("*/statistics/tx_bytes")):
+        with suppress(OSError, ValueError):
+            counts[path.parent.parent.name] = int(path.read_text())
+    return {name: count for name, count in counts.items() if name != "lo"}
+
+
+def claimed(name: str, root: Path = INTERFACES) -> float:
+    """Bytes per second that an interface's card claims to carry, 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        return max(0, int((root / name / "speed").read_text())) * 1e6 / 8
+    return 0.0
+
+
+def used_between(before: Mapping[str, int], after: Mapping[str, int], reached: float, root: Path = INTERFACES) -> str:
+    """The interface that sent most meanwhile, in words; empty if nothing is known.
+
+    Args:
+        reached: bytes per second that were measured.
+    """
+    grown = {name: count - before.get(name, count) for name, count in after.items()}
+    if not grown:
+        return ""
+    name = max(grown, key=grown.__getitem__)
+    if grown[name] < LEAST:
+        return "no interface that the system counts: RDMA, as over InfiniBand, passes it by"
+    rate = claimed(name, root)
+    if not rate:
+        return f"{name}, whose card does not say what it carries"
+    words = f"{name}, whose card claims {rate * 8 / 1e9:.3g} Gbit/s"
+    if reached < FAR_BELOW * rate:
+        words += f": {reached * 8 / 1e9:.3g} are reached"
+    fastest = max(after, key=lambda other: claimed(other, root))
+    if claimed(fastest, root) > rate:
+        words += f"; {fastest} claims more (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+    return words

@@ -1,0 +1,99 @@
+"""How fast the devices of some processes compute, beside each other; and the clock by which links are measured, too.
+
+Devices of one kind count as equally fast, by their median: what a single one lacks for a moment is no reason to deal it
+less.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tawpipe.job_limits import processors
+from tawpipe.plan.machine.machine import Machine
+from tawpipe.runtime.dtype import computes_in_bfloat16
+from tawpipe.runtime.world import World
+
+PRODUCT = 512, 4096
+"""Rows of a square matrix by which a CPU's speed is measured, and a GPU's."""
+SECONDS, MOST_TIMES = 0.1, 100
+"""For which products are made, several times; at most so many."""
+AS_FAST, SLOW = 0.95, 1.15
+"""Kinds of devices whose speeds are so near are as fast; a device so many times as slow as its kind is named."""
+
+
+def speeds_measured(machine: Machine, world: World) -> tuple[Machine, list[str]]:
+    """The machine with the speeds of its kinds of devices, and what is odd; call on all ranks. Processors are not
+    measured where all are of one kind: their processes share them.
+    """
+    kinds = world.gather_texts(kind_of(world.device))
+    if world.device.type != "cuda" and len(set(kinds)) == 1:
+        return machine, []
+    return with_speeds(machine, kinds, world.gather_numbers(products_per_s(world)))
+
+
+def kind_of(device: torch.device) -> str:
+    """A word that is the same for devices that are expected to be alike."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # not Linux, or not told
+        model = platform.machine()
+    return f"{model}, {processors()}"
+
+
+def products_per_s(world: World) -> float:
+    """Products of two matrices that this rank's device computes in a second, while all others compute as many."""
+    device, cuda = world.device, world.device.type == "cuda"
+    dtype = torch.bfloat16 if cuda and computes_in_bfloat16(device) else torch.float32
+    factors = torch.ones(2, *[PRODUCT[cuda]] * 2, dtype=dtype, device=device)
+
+    def multiply() -> torch.Tensor:
+        return factors[0] @ factors[1]
+
+    times = int(min(MOST_TIMES, max(1, SECONDS / max(1e-6, min(timed(multiply, device) for _ in range(3))))))
+    world.barrier()
+    return 1 / max(1e-9, statistics.median(timed(multiply, device, times) for _ in range(3)))
+
+
+def with_speeds(machine: Machine, kinds: Sequence[str], rates: Sequence[float]) -> tuple[Machine, list[str]]:
+    """The machine with the speed of every kind of device, and sentences on devices that are slower than their kind.
+
+    Args:
+        kinds, rates: of every rank.
+    """
+    of_kind = {kind: statistics.median(rates[r] for r, other in enumerate(kinds) if other == kind) for kind in kinds}
+    fastest = max(of_kind.values())
+    speeds = {kind: round(rate / fastest, 3) if rate < fastest * AS_FAST else 1.0 for kind, rate in of_kind.items()}
+    devices = tuple(replace(each, speed=speeds[kind]) for each, kind in zip(machine.device_of, kinds, strict=False))
+    notes = [
+        f"rank {rank} computes {of_kind[kind] / rate:.2g} times as long as other devices of its kind ({kind})"
+        for rank, (kind, rate) in enumerate(zip(kinds, rates, strict=True))
+        if rate * SLOW < of_kind[kind]
+    ]
+    return replace(machine, device=devices[0] if devices else machine.device, device_of=devices), notes
+
+
+def timed(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Seconds of a run, of some in a row. On a GPU between two events of the present stream, which waits for them."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - begin) / times
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / times

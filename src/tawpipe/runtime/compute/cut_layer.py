@@ -1,0 +1,100 @@
+"""A layer in chunks of tokens, or on the tokens of one rank of a set: forward, backward, and keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.model.attention.chunked import KeyStore
+from tawpipe.runtime.compute.activations import ROWS, DeviceBatch
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.chunks import KeptAttention, LayerInChunks, spans_of
+from tawpipe.runtime.compute.randomness import seed_of
+from tawpipe.runtime.compute.repeated import compare, expect_unchanged
+from tawpipe.runtime.compute.rows import OnDevice, Rows
+from tawpipe.runtime.compute.sets import LayerInSet
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import KEPT, OUTSIDE, Buffer, context, input_gradient, key_gradients, keys
+
+
+def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
+    """The output where its buffer says: neither it nor the input need be on the device."""
+    source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, given)
+    if isinstance(layer, LayerInSet):
+        layer.gather(blocks.held.keys[keys(action.micro_batch, action.block)])
+    target = next(buffer for buffer in action.writes if buffer.kind in ROWS)
+    kept = None
+    if buffer := next((buffer for buffer in action.writes if buffer.kind in KEPT), None):
+        blocks.held.kept[buffer] = kept = KeptAttention(partial(_make_rows, blocks, buffer), source.shape[1])
+    output = _make_rows(blocks, target, "", source.shape, source.dtype)
+    blocks.held.inputs[target] = output.tensor if isinstance(output, OnDevice) else output
+    layer.forward(source, output, kept)
+    if before is not None:
+        again = layer.outputs(source)
+        spans = spans_of(source.shape[1], layer.size)
+        for first, (_, second) in zip(output.read(spans), again, strict=True):
+            compare(blocks, action, first, second)
+        expect_unchanged(blocks, action, before)
+
+
+def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor:
+    """The gradient of the input, if it is ``wanted``, in the place of the output's."""
+    m, b = action.micro_batch, action.block
+    gradient = blocks.held.gradients[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
+    kept: Any = next((blocks.held.kept[buffer] for buffer in action.reads if buffer.kind in KEPT), None)
+    source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, given)
+    if isinstance(layer, LayerInSet):
+        layer.gather(blocks.held.keys[keys(m, b)])
+    layer.backward(source, gradient, wanted=wanted, kept=kept)
+    if isinstance(layer, LayerInSet):
+        sums = [(part, torch.empty_like(part[0])) for part in layer.key_gradients()]
+        blocks.held.key_gradients[key_gradients(m, b)] = sums
+    return gradient
+
+
+def make_keys(blocks: Blocks, action: Action, given: StepInput) -> None:
+    """This rank's keys and values."""
+    blocks.held.keys[action.writes[0]] = _in_set(blocks, action, given).keys(rows_of(blocks.input(action)))
+
+
+def keys_backward(blocks: Blocks, action: Action, given: StepInput) -> None:
+    """Propagate the gradients of this rank's keys and values to the weights and to the input's."""
+    m, b = action.micro_batch, action.block
+    gradient = blocks.held.gradients[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
+    source, sums = rows_of(blocks.input(action)), [total for _, total in blocks.held.key_gradients[key_gradients(m, b)]]
+    _in_set(blocks, action, given).keys_backward(source, sums, gradient)
+
+
+def rows_of(held: Tensor | Rows) -> Rows:
+    """What is held as rows, wherever it is."""
+    return OnDevice(held) if isinstance(held, Tensor) else held
+
+
+def _make_rows(blocks: Blocks, target: Buffer, part: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
+    if target.kind in OUTSIDE:
+        return blocks.places.of(target, shape, dtype, part)
+    return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=blocks.chain.device))
+
+
+def _layer(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> LayerInChunks:
+    state, seed, dealt = blocks.state(action), blocks.seed(action, given), held.dealt
+    ranks, place = (dealt.ranks, dealt.place) if dealt else (1, 0)
+
+    def draw(number: int, run: Callable[[], Tensor]) -> Tensor:
+        return blocks.random.run(state, seed_of(seed, number * ranks + place + 1), run)
+
+    if dealt is None:
+        return LayerInChunks(blocks.chain, action.block, held.calls, blocks.sequence_chunk, draw)
+    size, store = blocks.sequence_chunk or dealt.most, KeyStore(1, sum(dealt.lengths))
+    return LayerInSet(blocks.chain, action.block, held.calls, size, draw, dealt, store)
+
+
+def _in_set(blocks: Blocks, action: Action, given: StepInput) -> LayerInSet:
+    layer = _layer(blocks, action, blocks.held.batches[context(action.micro_batch)], given)
+    assert isinstance(layer, LayerInSet)
+    return layer

@@ -1,0 +1,74 @@
+"""The embedding's side of a model on one micro-batch: it brings the micro-batch to the device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from tawpipe.errors import RunError
+from tawpipe.model.batch import tokens_of
+from tawpipe.runtime.compute.activations import ROWS, DeviceBatch
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.chunks import spans_of
+from tawpipe.runtime.compute.repeated import check_new
+from tawpipe.runtime.compute.sliced import calls_of
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient
+
+
+def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tensor] | None) -> None:
+    """No graph, except where the backward pass can use it without weights."""
+    chain, m = blocks.chain, action.micro_batch
+    block = blocks.spec.blocks[action.block]
+    keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
+    whole, dealt = blocks.dealt(given, m)
+    batch = whole.to(chain.device)  # in the lane's stream
+    if (blocks.sequence_chunk or dealt) and not chain.along_tokens:
+        chain.find_tokens()
+    with torch.set_grad_enabled(keep), saved_tensors_hooks(partial(_check_saved, blocks), lambda tensor: tensor):
+        hidden, calls = blocks.drawing(action, given, lambda: chain.embed(batch))
+    check_new(blocks, action, given, before, hidden, lambda: chain.embed(batch)[0])
+    if (part := given.slices.get(m)) is not None:
+        calls = blocks.drawing(action, given, lambda: calls_of(blocks, given, m, part))
+    local = batch.tokens_at(dealt.own) if dealt else batch
+    with torch.set_grad_enabled(keep):
+        hidden = tokens_of(hidden, dealt.own) if dealt else hidden
+    edge = get_gradient_edge(hidden) if keep else None
+    if context(m) in action.writes:
+        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, edge, part)
+    _keep_rows(blocks, next(buffer for buffer in action.writes if buffer.kind in ROWS), hidden.detach())
+
+
+def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
+    """Propagate through the graph that was kept, or through one computed again."""
+    arriving = blocks.held.gradients[input_gradient(action.micro_batch, action.block + 1)]
+    with torch.enable_grad():
+        if held.embedded is not None:
+            graph, held.embedded = held.embedded, None
+        else:
+            output = blocks.drawing(action, given, lambda: blocks.chain.embed(held.batch))[0]
+            graph = get_gradient_edge(tokens_of(output, held.dealt.own) if held.dealt else output)
+        torch.autograd.backward(graph, arriving)
+
+
+def _keep_rows(blocks: Blocks, target: Buffer, hidden: Tensor) -> None:
+    """Hold an activation where its buffer says."""
+    if target.kind is not Kind.OFFLOADED:
+        blocks.held.inputs[target] = hidden
+        return
+    blocks.held.inputs[target] = rows = blocks.places.of(target, hidden.shape, hidden.dtype)
+    for span in spans_of(hidden.shape[1], blocks.sequence_chunk):
+        rows.write(span, hidden[:, span])
+    rows.settle()
+
+
+def _check_saved(blocks: Blocks, saved: Tensor) -> Tensor:
+    """Refuse a graph of the embedding side that holds weights: its backward pass comes when these have gone."""
+    place = saved.untyped_storage().data_ptr()
+    if any(place == flat.untyped_storage().data_ptr() for flat in blocks.bound.values()):
+        raise RunError("the embedding side keeps weights for its backward pass, which discovery has not seen")
+    return saved

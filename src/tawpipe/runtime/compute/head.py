@@ -1,0 +1,76 @@
+"""The head with its loss, chunk by chunk of positions: the logits of a whole row never exist."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
+from tawpipe.runtime.compute.activations import DeviceBatch
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.measures import Head
+from tawpipe.runtime.compute.repeated import check_head
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import loss
+
+
+def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
+    """The loss of an evaluation."""
+    hidden, m = blocks.input(action), action.micro_batch
+    check_head(blocks, action, given, hidden)
+    whole, dealt = blocks.dealt(given, m)
+    on_host = whole.tokens_at(dealt.own) if dealt else whole
+    head = given.measure.head(blocks.chain, on_host, m) if given.measure else None
+    with torch.no_grad(), blocks.random.seeded(blocks.seed(action, given)):
+        blocks.held.losses[loss(m)] = loss_in_chunks(
+            blocks.chain, hidden, held.local, None, given.scale, blocks.chunk_tokens, head
+        )
+
+
+def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
+    """The loss of a training step; the gradient of the input, if it is ``wanted``."""
+    hidden = blocks.input(action)
+    gradient = torch.empty_like(hidden) if wanted else None
+    check_head(blocks, action, given, hidden)
+    with torch.enable_grad(), blocks.random.seeded(blocks.seed(action, given)):
+        blocks.held.losses[loss(action.micro_batch)] = loss_in_chunks(
+            blocks.chain, hidden, held.local, gradient, given.scale, blocks.chunk_tokens
+        )
+    return gradient
+
+
+def loss_in_chunks(
+    chain: Chain,
+    hidden: Tensor,
+    batch: MicroBatch,
+    gradient: Tensor | None,
+    scale: float,
+    chunk_tokens: int,
+    head: Head | None = None,
+) -> Tensor:
+    """The summed loss of one micro-batch, chunk by chunk of positions; where gradients are on also its gradient times
+    ``scale``.
+
+    Args:
+        head: takes the place of the chain's.
+    """
+    rows, length = hidden.shape[:2]
+    step = max(1, chunk_tokens // rows)
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    training = torch.is_grad_enabled()
+    for begin in range(0, length, step):
+        cut = slice(begin, min(begin + step, length))
+        part = hidden[:, cut].detach()
+        if training:
+            part.requires_grad_(gradient is not None)
+        labels = batch.labels[:, cut]
+        summed = head(part, labels, cut) if head else chain.head(part, labels)
+        if training:
+            torch.autograd.backward(summed, torch.full_like(summed, scale))
+            if gradient is not None:
+                assert part.grad is not None
+                gradient[:, cut] = part.grad
+        total += summed.detach()
+    return total

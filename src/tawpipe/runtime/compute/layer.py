@@ -1,0 +1,84 @@
+"""A layer on whole rows: forward, and backward in one part or in two."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from tawpipe.model.stubs import LayerCall
+from tawpipe.runtime.compute.activations import READ, SAVED, LayerGraph
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import Kind, block_input, input_gradient, linear
+
+
+def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
+    """A layer's output; what the action writes besides is what its backward pass starts from."""
+    b, m, held = action.block, action.micro_batch, blocks.held
+    layer = partial(blocks.chain.layer, b, calls=calls)
+    kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
+    if kept is None and not _keeps(action, given):
+        with torch.no_grad():
+            return blocks.drawing(action, given, lambda: layer(hidden))
+    leaf, saved = hidden.detach().requires_grad_(b > blocks.spec.first_backward), Saved()
+    deferred = blocks.defers(b) if blocks.split_backward else None
+    layer = deferred.around(layer) if deferred else layer
+    if kept is None or kept.kind is Kind.GRAPH:
+        units = blocks.spec.blocks[b].units
+        output = blocks.drawing(action, given, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
+        if kept is None:  # the input stays for the backward pass anyway; now with what it gave
+            held.inputs[block_input(m, b)] = LayerGraph(leaf, get_gradient_edge(output), deferred)
+            return output.detach()
+    else:
+        again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, given))
+        output = blocks.drawing(action, given, lambda: keep_attention(layer, leaf, again=again, saved=saved))
+    # Not the output: its memory belongs to the next block's input, and goes with that.
+    held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls[b - 1]))
+    return output.detach()
+
+
+def backward(
+    blocks: Blocks, action: Action, calls: tuple[LayerCall, ...], given: StepInput, *, wanted: bool
+) -> Tensor | None:
+    """Propagate through the graph that was kept, or through one computed again; the gradient of the input, if it is
+    ``wanted``. BACKWARD_INPUT: but for the products with weights, and what these are computed from is held.
+    """
+    m, b, held = action.micro_batch, action.block, blocks.held
+    arriving = held.gradients[input_gradient(m, b + 1)]
+    source = next(buffer for buffer in action.reads if buffer.kind in READ)
+    kept = held.tables[source.kind][source]
+    with torch.enable_grad():
+        if isinstance(kept, LayerGraph):
+            leaf, graph, deferred = kept.leaf, kept.edge, kept.deferred
+            kept.forget()
+        else:
+            leaf, deferred = kept.detach().requires_grad_(wanted), None
+            layer = partial(blocks.chain.layer, b, calls=calls)
+            if action.op is Op.BACKWARD_INPUT:
+                deferred = blocks.defers(b)
+                layer = deferred.around(layer)
+            graph = get_gradient_edge(blocks.drawing(action, given, partial(layer, leaf)))
+        torch.autograd.backward(graph, arriving)
+    if action.op is Op.BACKWARD_INPUT:
+        assert deferred is not None
+        held.deferred[linear(m, b)] = deferred
+    elif deferred is not None:
+        deferred.run(blocks.chain.gradient_of)
+    return leaf.grad
+
+
+def _keeps(action: Action, given: StepInput) -> bool:
+    """True if a layer that would compute all again keeps it for this micro-batch."""
+    stays = block_input(action.micro_batch, action.block) not in action.frees and given.seed is not None
+    return stays and action.block in given.kept.get(action.micro_batch, ())
+
+
+def _alone(saved: Saved, output: Tensor, call: LayerCall) -> Saved:
+    """Those tensors whose memory is of this layer and micro-batch alone: what the layer is called with stays."""
+    shared = {tensor.untyped_storage()._cdata for tensor in (output, *call.tensors)}
+    return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in shared]

@@ -1,0 +1,163 @@
+"""Activations that move: to another rank, and between the device and the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.compute.activations import ROWS, LayerGraph, WaitingGraph
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.chunks import spans_of
+from tawpipe.runtime.compute.rows import GrowingRoom
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.transport.transport import Transport
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import Buffer, Kind
+from tawpipe.schedule.sizes.footprint import TRAVELLING
+
+ALIGNED = 512
+"""Bytes at multiples of which storages begin in the host's memory."""
+
+
+def room_for(blocks: Blocks, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+    """Memory for the activations that an EXCHANGE receives."""
+    rooms, width, dtype, device = dict[Buffer, Tensor](), blocks.chain.width, blocks.chain.dtype, blocks.chain.device
+    for buffer in action.writes:
+        rooms[buffer] = torch.empty((*blocks.shape(given, buffer.at[0]), width), dtype=dtype, device=device)
+    return rooms
+
+
+def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInput) -> None:
+    """An EXCHANGE of activations, in the lane of a direction between two ranks."""
+    on_cuda, tensors = blocks.chain.device.type == "cuda", dict[Buffer, Tensor]()
+    under_way = blocks.under_way[action.lane]
+    if len(under_way) == TRAVELLING:
+        under_way.popleft().synchronize()
+    for transfer in action.transfers:
+        (m, block), width = transfer.buffer.at, blocks.chain.width
+        shape, dtype = (*blocks.shape(given, m), width), blocks.chain.dtype
+        if transfer.send:
+            held = blocks.held.tables[transfer.buffer.kind][transfer.buffer]
+            if tuple(held.shape) != shape or held.dtype != dtype:
+                name = f"{blocks.chain.block_name(block - 1)} of {blocks.chain.name}"
+                expected = f"hidden states {shape} in {dtype} where a stage ends; or a strategy whose weights travel"
+                raise UserError(name, f"{tuple(held.shape)} in {held.dtype}", expected)
+            tensors[transfer.buffer] = held.contiguous()
+    if transport.ahead is None:
+        tensors |= room_for(blocks, action, given)
+    tensors |= transport.exchange(action, tensors)
+    for transfer in action.transfers:
+        table = blocks.held.tables[transfer.buffer.kind]
+        if not transfer.send:
+            table[transfer.buffer] = tensors[transfer.buffer]
+        held = table.pop(transfer.buffer) if transfer.send else tensors[transfer.buffer]
+        if on_cuda:  # or its memory would be given away before the other lane has read it
+            held.record_stream(torch.cuda.current_stream() if transfer.send else blocks.stream)
+    if on_cuda:
+        under_way.append(torch.cuda.current_stream().record_event())
+
+
+def copy(blocks: Blocks, action: Action, *, to_host: bool) -> None:
+    """Copy what a block's backward pass starts from between the device and the host: its input, which is a tensor, or
+    what it keeps instead.
+    """
+    if action.reads[0].kind not in ROWS:
+        move(blocks, action, to_host=to_host)
+        return
+    source: Any = blocks.held.inputs[action.reads[0]]
+    target = action.writes[0]
+    if target.kind is Kind.INPUT:  # back to where any input is
+        room = torch.empty(source.shape, dtype=source.dtype, device=blocks.chain.device)
+    else:
+        room = place(blocks, target, source.shape, source.dtype, to_host=to_host)
+    blocks.held.inputs[target] = room.copy_(source, non_blocking=True)
+    if blocks.chain.device.type == "cuda" and action.frees:
+        (source if to_host else room).record_stream(torch.cuda.current_stream() if to_host else blocks.stream)
+    blocks.held.free(action)
+
+
+def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
+    """Let what a layer keeps wait in the host's memory, or bring it back: its graph stays where it is, and finds the
+    same numbers in other memory.
+    """
+    source, target = (next(x for x in side if x.kind is not Kind.TURN) for side in (action.reads, action.writes))
+    kept = blocks.held.kept[source]
+    if to_host:
+        assert isinstance(kept, LayerGraph)
+        kept = _leave(kept, _room(blocks, target, torch.uint8, to_host=True))
+    else:
+        assert isinstance(kept, WaitingGraph)
+        kept = _return(kept, blocks)
+    blocks.held.kept[target] = kept
+    blocks.held.free(action)
+
+
+def _leave(graph: LayerGraph, room: GrowingRoom) -> WaitingGraph:
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in (graph.leaf, *graph.saved):
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    storages, end = [], 0
+    for tensors in by_storage.values():
+        begin, end = end, end + tensors[0].untyped_storage().nbytes()
+        storages.append((begin, end, tuple((t, t.shape, t.stride(), t.storage_offset()) for t in tensors)))
+        end = -(-end // ALIGNED) * ALIGNED
+    memory = room.of((end,))
+    for begin, end, tensors in storages:
+        first = tensors[0][0]
+        here = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+        memory[begin:end].copy_(here, non_blocking=True)
+        if here.is_cuda:
+            here.record_stream(torch.cuda.current_stream())
+        for tensor, *_ in tensors:
+            tensor.data = tensor.new_empty(0)
+    return WaitingGraph(graph, memory, tuple(storages))
+
+
+def _return(waiting: WaitingGraph, blocks: Blocks) -> LayerGraph:
+    for begin, end, tensors in waiting.storages:
+        back = torch.empty(end - begin, dtype=torch.uint8, device=blocks.chain.device)
+        back.copy_(waiting.memory[begin:end], non_blocking=True)
+        if back.is_cuda:  # or its memory would be given away before the other lane has read it
+            back.record_stream(blocks.stream)
+        for tensor, size, stride, offset in tensors:
+            tensor.data = tensor.new_empty(0).set_(back.untyped_storage(), offset, size, stride)
+    return waiting.graph
+
+
+def place(blocks: Blocks, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
+    """Where an input waits or comes back."""
+    return _room(blocks, target, dtype, to_host=to_host).of(shape)
+
+
+def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> GrowingRoom:
+    key = target, dtype
+    if key not in blocks.rooms:
+        pinned = to_host and blocks.chain.device.type == "cuda"
+        blocks.rooms[key] = GrowingRoom(dtype, "cpu" if to_host else blocks.chain.device, pinned=pinned)
+    return blocks.rooms[key]
+
+
+def make_places(
+    blocks: Blocks, program: Iterable[Action], given: StepInput, dtype: torch.dtype, tokens: int = 0
+) -> None:
+    """Allocate the places of inputs that wait in the host's memory, before a step: to pin memory halts the thread
+    that issues all lanes, until what it has issued is over. A model whose hidden states are not [rows, S, hidden
+    size] in ``dtype`` gets its places when they are first needed.
+
+    Args:
+        tokens: of a micro-batch at most, where steps are not alike; 0 where they are.
+    """
+    width = blocks.chain.config.get_text_config().hidden_size
+    shapes = {m: (1, tokens, width) if tokens else (*blocks.shape(given, m), width) for m in given.micro_batches}
+    for action in program:
+        if action.op in (Op.OFFLOAD, Op.RELOAD) and action.reads[0].kind in ROWS:
+            room = _room(blocks, action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)
+            room.reserve(shapes[action.micro_batch])
+        for buffer in action.writes:
+            if buffer.kind is Kind.OFFLOADED and action.op is Op.FORWARD:
+                shape = shapes[action.micro_batch]
+                blocks.places.reserve(buffer, shape, dtype, spans_of(shape[1], blocks.sequence_chunk))

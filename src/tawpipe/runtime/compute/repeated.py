@@ -1,0 +1,72 @@
+"""A block that runs for the first time runs twice: what it gives may depend on nothing but what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.compute.blocks import Blocks
+from tawpipe.runtime.compute.randomness import seed_of
+from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.schedule.actions import Action
+
+
+def sums_when_new(blocks: Blocks, action: Action) -> list[Tensor] | None:
+    """Sums over the bits of a block's weights, if it runs for the first time."""
+    if blocks.state(action) in blocks.repeated:
+        return None
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flats = [blocks.bound[unit] for unit in blocks.spec.blocks[action.block].units]
+    return [flat.view(integers[flat.itemsize]).sum() for flat in flats]
+
+
+def check_head(blocks: Blocks, action: Action, given: StepInput, hidden: Tensor) -> None:
+    """``Chain.check_head`` when the head is new, with random numbers that nothing else draws."""
+    state = blocks.state(action)
+    if state not in blocks.repeated:
+        blocks.repeated.add(state)
+        with blocks.random.seeded(seed_of(blocks.seed(action, given), 1)):
+            blocks.chain.check_head(hidden)
+
+
+@torch.no_grad()
+def check_new(
+    blocks: Blocks,
+    action: Action,
+    given: StepInput,
+    before: list[Tensor] | None,
+    first: Tensor,
+    forward: Callable[[], Tensor],
+) -> None:
+    """Run a block once more when it is new: what it gives may depend on nothing but what it is given.
+
+    Args:
+        before: the block's ``sums_when_new``.
+        first: what it has given.
+    """
+    if before is not None:
+        compare(blocks, action, first, blocks.drawing(action, given, forward))
+        expect_unchanged(blocks, action, before)
+
+
+def expect_unchanged(blocks: Blocks, action: Action, before: list[Tensor]) -> None:
+    if any(old != new for old, new in zip(before, sums_when_new(blocks, action) or (), strict=True)):
+        expected = "its forward pass changes weights in place, which only the optimizer may do"
+        raise UserError("model", blocks.name(action), expected)
+    blocks.repeated.add(blocks.state(action))
+
+
+def compare(blocks: Blocks, action: Action, first: Tensor, second: Tensor) -> None:
+    # Some kernels of GPUs add in any order.
+    limit = torch.finfo(first.dtype).eps if first.is_cuda else 0.0
+    reach = limit * float(first.abs().nan_to_num().max())
+    if not torch.allclose(first, second, rtol=limit, atol=reach, equal_nan=True):
+        raise UserError(
+            "model",
+            blocks.name(action),
+            "run twice on the same input it gives two results, so its gradients would belong to neither: it keeps "
+            "state from call to call, or draws random numbers elsewhere than from torch's default generators",
+        )

@@ -1,0 +1,1 @@
+"""Where parameters, gradients and optimizer states live, and how they are updated."""

@@ -1,0 +1,1 @@
+"""How weights, gradients and activations move between processes."""

@@ -1,0 +1,185 @@
+"""Gradients, coded without loss: their exponents in 4 bits, and nothing of the zeros that sums of few numbers end in.
+
+Exponents of gradients lie near one another, and a sum of few bf16 numbers in fp32 ends in zeros. So a message gives
+every element its sign with its leading digits in one, two or three bytes, and in 4 bits its exponent: one of 14 that
+follow each other, or none, which is zero. What that does not say comes whole in a list behind. Where this is not
+shorter, all do. So the length of a message is known only when it is made, and depends on nothing else.
+
+Nearly all is done with bytes, by numpy, whose operations on these take less than torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tawpipe.runtime.transport.compression import Rooms
+from tawpipe.schedule.spec import CODED_HEADER
+
+Bytes = NDArray[np.uint8]
+Array = NDArray[np.integer[Any]]
+ESCAPE = 15
+"""The code of an exponent whose element is in the list."""
+WINDOW = 14
+SLICE = 1 << 18
+"""Elements that are worked on at one time: what a core's caches hold."""
+SAMPLE = 1 << 11
+"""Elements by which the form of a message is chosen."""
+_ROOMS = Rooms()
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def encode_gradient(values: Tensor, out: Tensor) -> int:
+    """Write a message; how many bytes of ``out`` it has.
+
+    Args:
+        values: bf16 or fp32 [n], on a CPU.
+        out: uint8 [coded_room(n, bytes of an element)].
+    """
+    count, width, message = values.numel(), values.itemsize, out.numpy()
+    bits = values.view(_BITS[width]).numpy()
+    kept, lowest = _form(bits)
+    begin = _list_begins(count, kept)
+    if begin >= CODED_HEADER + count * width:  # of very few
+        kept = 0
+    codes, planes, rest = _parts(message, count, kept)
+    room, used = rest[: rest.size // width * width].view(bits.dtype), 0
+    for at in range(0, count, SLICE) if kept else ():
+        given, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+        code, bytes_of = _codes(given, lowest, kept)
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=_room("mask", code.size, torch.bool)))
+        if begin + (used + far.size) * width >= CODED_HEADER + count * width:
+            kept = 0
+            break
+        np.take(given, far, out=room[used : used + far.size])
+        used += far.size
+        packed = codes[at // 2 : at // 2 + half]
+        np.copyto(packed, code[:half])
+        last = code[half:]
+        last *= np.uint8(16)
+        packed[: last.size] |= last
+        for plane, some in zip(planes, bytes_of, strict=True):
+            plane[at : at + SLICE] = some
+    message[:CODED_HEADER].view(np.int32)[:] = kept, lowest
+    if kept:
+        return begin + used * width
+    message[CODED_HEADER : CODED_HEADER + count * width].view(bits.dtype)[:] = bits
+    return CODED_HEADER + count * width
+
+
+def decode_gradient(message: Tensor, out: Tensor) -> None:
+    """Read a message into ``out``, bf16 or fp32 [n].
+
+    Args:
+        message: of ``encode_gradient``; what is behind it is not looked at.
+    """
+    count, width = out.numel(), out.itemsize
+    bits, whole = out.view(_BITS[width]).numpy(), message.numpy()
+    kept, lowest = whole[:CODED_HEADER].view(np.int32).tolist()
+    codes, planes, rest = _parts(whole, count, kept)
+    room, taken = rest[: rest.size // width * width].view(bits.dtype), 0
+    if not kept:
+        bits[:] = room[:count]
+        return
+    for at in range(0, count, SLICE):
+        target, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+        packed = codes[at // 2 : at // 2 + half]
+        code = _room("code", 2 * half)
+        np.bitwise_and(packed, 15, out=code[:half])
+        np.right_shift(packed, 4, out=code[half:])
+        code = code[: target.size]
+        first, *more = (plane[at : at + SLICE] for plane in planes)
+        exponent, mask = _room("exponent", code.size), _room("mask", code.size, torch.bool)
+        np.add(code, np.uint8(lowest - 1), out=exponent)
+        exponent *= np.not_equal(code, 0, out=mask)
+        top, some = _room("top", code.size, torch.int16), _room("some", code.size, torch.int16)
+        digits = _room("digits", code.size)
+        np.left_shift(_into(top, exponent), 7, out=top)
+        top |= np.bitwise_and(first, 0x7F, out=digits)
+        np.left_shift(_into(some, np.bitwise_and(first, 0x80, out=digits)), 8, out=some)
+        top |= some
+        _into(target, top)
+        wide = _room("wide", code.size, _BITS[width])
+        for plane in more:
+            target <<= 8
+            target |= _into(wide, plane)
+        target <<= 8 * (width - 1 - kept)
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=mask))
+        target[far] = room[taken : taken + far.size]
+        taken += far.size
+
+
+def _form(bits: Array) -> tuple[int, int]:
+    """How many bytes of an element's sign and digits are said, 0 where it comes whole; and the lowest exponent of the
+    window. By a sample.
+    """
+    some, width = np.ascontiguousarray(bits[:: bits.size // SAMPLE | 1]), bits.itemsize
+    exponents = (some >> (8 * width - 9)).astype(np.uint8)
+    often = np.cumsum(np.bincount(exponents, minlength=256))
+    lowest = 1 + int((often[WINDOW:] - often[:-WINDOW]).argmax())
+    far, best, fewest = _codes(some, lowest, width - 1)[0] == ESCAPE, 0, 8.0 * width
+    for kept in range(1, width):
+        dropped = some & ((1 << 8 * (width - 1 - kept)) - 1)
+        size = 4 + 8 * kept + 8 * width * np.count_nonzero(far | (dropped != 0)) / some.size
+        if size < fewest:
+            best, fewest = kept, size
+    return best, lowest
+
+
+def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
+    """Codes of exponents, uint8 [n]; and the bytes that are said of every element, sign and leading digits first."""
+    width, count = bits.itemsize, bits.size
+    top = bits if width == 2 else _into(_room("top", count, torch.int16), _shifted(bits, 16))
+    high, low = _into(_room("high", count), _shifted(top, 8)), _into(_room("low", count), top)
+    exponent, code, mask = _room("exponent", count), _room("code", count), _room("mask", count, torch.bool)
+    np.add(high, high, out=exponent)
+    exponent |= np.right_shift(low, 7, out=code)
+    np.subtract(exponent, np.uint8(lowest), out=code)  # what is below the lowest becomes large
+    torch.from_numpy(code).clamp_max_(WINDOW)  # numpy's takes ten times as long
+    code += np.uint8(1)
+    code *= np.not_equal(exponent, 0, out=mask)
+    if dropped := width - 1 - kept:
+        rest = _into(_room("rest", count, torch.int16 if dropped == 2 else torch.uint8), bits)
+        np.multiply(np.not_equal(rest, 0, out=mask), np.uint8(ESCAPE), out=exponent)
+        code |= exponent
+    high &= 0x80
+    low &= 0x7F
+    low |= high
+    more = (_into(_room(f"byte {place}", count), _shifted(bits, 8 * (width - place))) for place in range(3, kept + 2))
+    return code, [low, *more]
+
+
+def _shifted(bits: Array, places: int) -> Array:
+    """To the right; good until the next call with this type."""
+    out = _room("shifted", bits.size, torch.int16 if bits.itemsize == 2 else torch.int32)
+    return np.right_shift(bits, places, out=out)
+
+
+def _into(out: Any, values: Array) -> Any:
+    """``out`` with the values, of which it takes as many bits as it has."""
+    np.copyto(out, values, casting="unsafe")
+    return out
+
+
+def _room(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
+    return _ROOMS.take(name, count, dtype).numpy()
+
+
+def _parts(message: Bytes, count: int, kept: int) -> tuple[Bytes, list[Bytes], Bytes]:
+    """Codes, planes of bytes and what is behind them; each begins at a multiple of four bytes."""
+    codes, end = message[CODED_HEADER:][: (count + 1) // 2], _list_begins(count, kept)
+    begins = (end - place * _aligned(count) for place in range(kept, 0, -1))
+    return codes, [message[begin : begin + count] for begin in begins], message[end:]
+
+
+def _list_begins(count: int, kept: int) -> int:
+    """Bytes before the list of a message."""
+    return CODED_HEADER + (_aligned((count + 1) // 2) + kept * _aligned(count) if kept else 0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4

@@ -1,0 +1,488 @@
+"""Transport: moves buffers between ranks with torch.distributed.
+
+One process group per lane and group, made eagerly, because a communicator runs its operations in the order in which
+they were issued and two lanes must not share one; and warmed with every operation that a schedule will do on it
+(warm_up.py). The calls here block the calling
+lane thread on the CPU and order the current stream on CUDA; they are made inside a lane.
+
+In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the
+other side compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here
+by name.
+
+Where an action says so, numbers travel in 8 bits (compression.py). A gathered unit is then the same on all ranks, the
+owner of a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
+Or gradients travel coded without loss (exact_gradients.py), on gloo, which takes a message that is shorter than the
+room for it: nobody has to know how long it is before it is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tawpipe.runtime.memory import taken_outside_torch
+from tawpipe.runtime.transport.ahead import Ahead, TransportError, compare_headers
+from tawpipe.runtime.transport.compression import Scratch, Sent, decode, encode
+from tawpipe.runtime.transport.exact import NOTHING, WHOLE, ChangeForm, decode_change, encode_change
+from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
+from tawpipe.runtime.transport.warm_up import few_numbers, first_uses
+from tawpipe.runtime.world import set_group_timeout
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.spec import CODED_PART, coded_rooms
+from tawpipe.schedule.step import Schedule
+from tawpipe.topology import Topology
+
+__all__ = ["Transport", "TransportError", "needed_groups"]
+
+# torch 2.13 renamed these; 2.11 has only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+FAR_BLOCKS, NEAR_BLOCKS = (2, 4), 16
+"""Blocks of a kernel of NCCL, each of which takes a multiprocessor, also while it waits for a peer: the least and the
+most where the link between nodes is the limit, or activations go from stage to stage; those of others inside a node."""
+BLOCK_BYTES_PER_S = 10e9
+"""Rate at which one block fills a link between nodes."""
+BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+
+UNUSED_TAG = 1 << 28
+"""Tag that no message has: those of ``Ahead`` begin at twice that."""
+
+
+def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
+    """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on. None of one
+    rank, which is its own sum.
+    """
+    pairs = set()
+    for schedule in schedules:
+        if schedule.topology.world_size == 1:
+            continue
+        for program in schedule.programs:
+            for action in program:
+                if action.group:
+                    pairs.add((action.lane, action.group))
+    return sorted(pairs)
+
+
+def uses_nccl(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def far_blocks(bytes_per_s: float) -> int:
+    """Blocks that fill a device's share of a link between nodes; the most where its rate is not known (0).
+
+    >>> far_blocks(3e9), far_blocks(25e9), far_blocks(50e9), far_blocks(0)
+    (2, 3, 4, 4)
+    """
+    least, most = FAR_BLOCKS
+    return min(most, max(least, math.ceil(bytes_per_s / BLOCK_BYTES_PER_S))) if bytes_per_s else most
+
+
+def nccl_options(timeout: timedelta, blocks: int) -> Any:
+    """Options of a group whose transfers run beside large kernels: a stream of high priority, so that they need not
+    wait for one to end, and few blocks, which keep multiprocessors from computing for as long as a transfer takes.
+    What a user has set for NCCL's blocks stays.
+
+    Args:
+        blocks: at most.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    if not any(name in os.environ for name in BLOCKS_VARIABLES):
+        options.config.min_ctas, options.config.max_ctas = 1, blocks
+    return options
+
+
+def splits(device: torch.device) -> bool:
+    """True if torch makes all groups of a lane with one split of the communicator of all ranks. ``new_group`` takes one
+    for each of them, of all ranks. Earlier releases cannot say which backend of a group of two is split, and give the
+    options of the one to the other.
+    """
+    split, everyone = getattr(dist, "split_group", None), dist.group.WORLD
+    if split is None or "backend" not in inspect.signature(split).parameters or everyone is None:
+        return False
+    return everyone.bound_device_id is not None and everyone._get_backend(device).supports_splitting
+
+
+def make_group(
+    every: Sequence[Sequence[int]], rank: int, device: torch.device, *, timeout: timedelta, blocks: int, name: str
+) -> dist.ProcessGroup:
+    """This rank's one of some groups, warmed with a sum. Call on all ranks, alike.
+
+    Args:
+        every: the members of each; every rank is in one.
+        blocks: of NCCL's kernels, at most.
+    """
+    joined, nccl = None, uses_nccl(device)
+    if nccl and splits(device):
+        split = [list(members) for members in every]
+        options = nccl_options(timeout, blocks)
+        joined = dist.split_group(
+            split_ranks=split, timeout=timeout, pg_options=options, group_desc=name, backend="cuda:nccl"
+        )
+    else:
+        for members in every:  # every rank makes every group, in one order
+            group = dist.new_group(
+                list(members),
+                timeout=timeout,
+                backend="nccl" if nccl else "gloo",
+                pg_options=nccl_options(timeout, blocks) if nccl else None,
+                group_desc=name,
+                device_id=device if nccl else None,
+            )
+            if rank in members:
+                joined = group
+    assert isinstance(joined, dist.ProcessGroup)
+    dist.all_reduce(torch.zeros(1, device=device), group=joined)
+    return joined
+
+
+class Transport:
+    """The groups of one rank and the operations on them.
+
+    Args:
+        schedules: all schedules that will run; their groups are made now.
+        device: where the buffers are. CUDA uses NCCL, everything else gloo.
+        strict: check sequence number and action of every message.
+        timeout: after which an operation fails.
+        far_bytes_per_s: of a device's share of the link between nodes; 0 where it was not measured.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        schedules: Iterable[Schedule],
+        *,
+        device: torch.device,
+        strict: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        far_bytes_per_s: float = 0.0,
+    ) -> None:
+        self.topology, self.rank, self.device, self.strict = topology, rank, device, strict
+        self._nccl, self._far_blocks = uses_nccl(device), far_blocks(far_bytes_per_s)
+        self.group_bytes: dict[tuple[Lane, str], int] = {}
+        """Of a GPU that NCCL has taken for each group, its first uses included; empty without one."""
+        self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
+        self._sequence: dict[tuple[Lane, str], int] = {}
+        self._scratch = {lane: Scratch(device) for lane in Lane}
+        self.ahead = None if self._nccl else Ahead(topology, rank, self._groups, strict=strict)
+        """What is done in two parts, the first before its lane comes to it; None where messages have no tags."""
+        self.gradients_sent = Sent()
+        """Those that travel coded without loss."""
+        if topology.world_size == 1:
+            return
+        self.set_timeout(timeout)
+        schedules = list(schedules)
+        before = self._taken()
+        for key in needed_groups(schedules):
+            self._groups[key] = self._make(key, schedules, timeout)
+            self._sequence[key] = 0
+            before = self._weigh(key, before)
+        for key, actions in groupby(first_uses(schedules, rank), lambda action: (action.lane, action.group)):
+            for action in actions:
+                buffers = few_numbers(action, topology, rank, device)
+                (self.exchange if action.op is Op.EXCHANGE else self.collective)(action, buffers)
+            before = self._weigh(key, before)
+
+    def _taken(self) -> int:
+        return taken_outside_torch(self.device) if self._nccl else 0
+
+    def _weigh(self, key: tuple[Lane, str], before: int) -> int:
+        """Note what a group has taken since there were ``before`` bytes in use; those that are now."""
+        now = self._taken()
+        if self._nccl:
+            self.group_bytes[key] = self.group_bytes.get(key, 0) + max(0, now - before)
+        return now
+
+    def _make(self, key: tuple[Lane, str], schedules: Sequence[Schedule], timeout: timedelta) -> dist.ProcessGroup:
+        lane, name = key
+        mine = self.topology.group(name, self.rank)
+        assert list(mine) == sorted(mine), "torch numbers the members of a group in the order of their ranks"
+        if name == "world":
+            every = [mine]
+        elif name == "node":
+            every = list(self.topology.nodes)
+        elif name == "rail":
+            every = [self.topology.rail(i) for i in range(self.topology.local_size)]
+        else:
+            every = list(dict.fromkeys(self.topology.group(name, rank) for rank in range(self.topology.world_size)))
+        stages = any(
+            transfer.buffer.is_activation
+            for schedule in schedules
+            for program in schedule.programs
+            for action in program
+            if (action.lane, action.group) == key
+            for transfer in action.transfers
+        )
+        blocks = FAR_BLOCKS[1] if stages else self._far_blocks if self._far(name) else NEAR_BLOCKS
+        return make_group(every, self.rank, self.device, timeout=timeout, blocks=blocks, name=f"{lane} {name}")
+
+    def _far(self, group: str) -> bool:
+        """True if a group has members in several nodes."""
+        return len({self.topology.node_of(member) for member in self.topology.group(group, self.rank)}) > 1
+
+    def close(self) -> None:
+        """Leave every group. Call on all ranks, with nothing under way."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def abort(self) -> None:
+        """Break all connections: what waits for a message, here or at a peer, ends with an error."""
+        for group in self._groups.values():
+            if self._nccl:
+                group.abort()
+            elif (size := group.size()) > 1:
+                # gloo has no other way: it closes a group's connections when a wait has taken too long.
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], (group.rank() + 1) % size, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of every group: long for the first step, short after it."""
+        if self.ahead is not None:
+            self.ahead.timeout = timeout
+        for group in self._groups.values():
+            set_group_timeout(timeout, group)
+
+    # operations, in the lane of their action
+
+    def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        """Run a COLLECTIVE. ``buffers`` holds the tensors that the action names, cut to the sizes that travel."""
+        if self.ahead is not None and self.ahead.does(action):
+            self.ahead.collective(action, buffers)
+            return
+        key = (action.lane, action.group)
+        group = self._groups[key]
+        if self.strict:
+            self._check_collective(key, action)
+        if action.compression == "exact":
+            self._coded_sum(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
+        elif action.compression:
+            self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
+        elif action.collective in ("all_gather", "reduce_scatter"):
+            self._apart(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
+        else:
+            buffer = buffers[(action.writes or action.reads)[0]]
+            if action.collective == "all_reduce":
+                self._wait(dist.all_reduce(buffer, group=group, async_op=True))
+            elif action.collective == "reduce":
+                self._wait(dist.reduce(buffer, action.root, group=group, async_op=True))
+            else:
+                assert action.collective == "broadcast", action
+                self._wait(dist.broadcast(buffer, action.root, group=group, async_op=True))
+
+    def together(self, action: Action, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Run an all_gather or a reduce_scatter of each of some (source, target) instead of on buffers."""
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        for source, target in pairs:
+            self._whole(action, source, target)
+
+    def _whole(self, action: Action, source: Tensor, target: Tensor) -> None:
+        """Run an all-gather or a reduce-scatter of which nothing has begun."""
+        if self.ahead is not None:
+            self.ahead.ring(action, source, target)
+        else:
+            self._apart(action, source, target, self._groups[action.lane, action.group])
+
+    def _apart(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        run = _all_gather if action.collective == "all_gather" else _reduce_scatter
+        self._wait(run(target, source, group=group, async_op=True))
+
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
+        """Run an EXCHANGE: all its parts at once; it ends with the slowest. What it has received is returned, which
+        ``buffers`` need not hold if the receives were posted ahead.
+        """
+        if self.ahead is not None and self.ahead.does(action):
+            return self.ahead.exchange(action, buffers)
+        key = (action.lane, action.group)
+        group = self._groups[key]
+        if self.strict:
+            self._check_exchange(key, action)
+        messages = [buffers[t.buffer] for t in action.transfers]
+        if action.compression:
+            plain, messages = (
+                messages,
+                self._scratch[action.lane].take([message.numel() for message in messages], action.compression),
+            )
+            for t, values, message in zip(action.transfers, plain, messages, strict=True):
+                if t.send:
+                    encode(values, action.compression, message)
+        operations = [
+            dist.P2POp(dist.isend if t.send else dist.irecv, message, t.peer, group)
+            for t, message in zip(action.transfers, messages, strict=True)
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            self._wait(work)
+        if action.compression:
+            for t, message in zip(action.transfers, messages, strict=True):
+                if not t.send:
+                    decode(message, action.compression, buffers[t.buffer])
+        return {t.buffer: buffers[t.buffer] for t in action.transfers if not t.send}
+
+    def all_reduce(self, action: Action, values: Tensor) -> None:
+        """Sum a few ``values`` over the action's group, in place."""
+        if self.topology.world_size > 1:
+            self._of_all(action, values, dist.ReduceOp.SUM)
+
+    def largest(self, action: Action, values: Tensor) -> None:
+        """The largest of every number over the action's group, in place of a few ``values``."""
+        self._of_all(action, values, dist.ReduceOp.MAX)
+
+    def _of_all(self, action: Action, values: Tensor, reduction: Any) -> None:
+        if self.ahead is not None:
+            every = self.ahead.every(action, values)
+            torch.sum(every, 0, out=values) if reduction == dist.ReduceOp.SUM else torch.amax(every, 0, out=values)
+            return
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        self._wait(dist.all_reduce(values, reduction, group=self._groups[key], async_op=True))
+
+    def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
+        """Run an all_gather of changes: every member's part of ``copy`` becomes its ``home``.
+
+        Args:
+            form: alike on all members.
+        """
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        if form.bits == NOTHING:
+            return
+        if form.bits == WHOLE:
+            self._whole(action, home, copy)
+            return
+        members = self.topology.group(action.group, self.rank)
+        size, here, each = len(members), members.index(self.rank), form.message_bytes(home.numel())
+        pieces = copy.view(size, -1)
+        mine, *theirs = self._scratch[action.lane].room([each] * (1 + size))
+        encode_change(home, pieces[here], form, mine)
+        self._gather_messages(mine, size, self._groups[key])
+        for at, (piece, message) in enumerate(zip(pieces, theirs, strict=True)):
+            if at == here:
+                piece.copy_(home)
+            else:
+                decode_change(message, form, piece)
+
+    def _gather_messages(self, mine: Tensor, size: int, group: dist.ProcessGroup) -> None:
+        """An all_gather into the room behind a message."""
+        together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
+        self._wait(_all_gather(together, mine, group=group, async_op=True))
+
+    def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        """An all-gather, or a reduce-scatter in which everyone sends every other its piece."""
+        members = self.topology.group(action.group, self.rank)
+        size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
+        stripe = min(source.numel(), target.numel())
+        if action.collective == "all_gather":
+            mine, *all_of_them = scratch.take([stripe] * (1 + size), action.compression)
+            encode(source, action.compression, mine)
+            self._gather_messages(mine, size, group)
+            for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
+                decode(message, action.compression, piece)
+            return
+        pieces = source.view(size, -1)
+        messages = scratch.take([stripe] * (2 * size), action.compression)
+        leaving, arriving = messages[:size], messages[size:]
+        for piece, message in zip(pieces, leaving, strict=True):
+            encode(piece, action.compression, message)
+        others = [(i, member) for i, member in enumerate(members) if i != here]
+        operations = [dist.P2POp(dist.isend, leaving[i], member, group) for i, member in others]
+        operations += [dist.P2POp(dist.irecv, arriving[i], member, group) for i, member in others]
+        for work in dist.batch_isend_irecv(operations):
+            self._wait(work)
+        target.zero_()
+        for i, message in enumerate(arriving):
+            if i == here:
+                target.add_(pieces[here])
+            else:
+                decode(message, action.compression, target, add=True)
+
+    def _coded_sum(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        """A reduce-scatter round a ring, in the order of additions of ``Ahead``'s. Its messages are coded part by part:
+        while some travel, the next are made.
+        """
+        members = self.topology.group(action.group, self.rank)
+        size, here = len(members), members.index(self.rank)
+        left, right = members[here - 1], members[(here + 1) % size]
+        parts, pieces = target.split(CODED_PART), [piece.split(CODED_PART) for piece in source.view(size, -1)]
+        rooms = self._scratch[action.lane].room(2 * coded_rooms(target.numel(), target.itemsize))
+        arriving, leaving = rooms[: len(parts)], rooms[len(parts) :]
+        coming = [dist.irecv(room, left, group=group) for room in arriving]
+        going: list[dist.Work | None] = [None] * len(parts)
+        for hop in range(size):
+            for place, part in enumerate(parts):
+                values = pieces[here - hop - 1][place]
+                if hop:
+                    self._wait(coming[place])
+                    decode_gradient(arriving[place], part)
+                    values = part.add_(values)
+                if hop == size - 1:
+                    continue
+                if hop:
+                    coming[place] = dist.irecv(arriving[place], left, group=group)
+                    self._wait(going[place])
+                used = encode_gradient(values, leaving[place])
+                going[place] = dist.isend(leaving[place][:used], right, group=group)
+                self.gradients_sent.add(used, values.nbytes)
+        for work in going:
+            self._wait(work)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None
+        if self.ahead is None:
+            work.wait()  # with a limit it would halt the issuing thread
+        else:
+            work.wait(self.ahead.timeout)
+
+    # strict mode
+
+    def _header(self, key: tuple[Lane, str], text: str) -> Tensor:
+        self._sequence[key] += 1
+        return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
+
+    def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
+        about = f"b{action.block} m{action.micro_batch} u{action.unit} r{action.root}"
+        text = f"{action.op} {action.collective} {about} {action.compression}"
+        mine = self._header(key, text)
+        members = self.topology.group(action.group, self.rank)
+        all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)
+        self._wait(_all_gather(all_headers, mine, group=self._groups[key], async_op=True))
+        for member, theirs in zip(members, all_headers.view(-1, 2), strict=True):
+            compare_headers(mine, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
+
+    def _check_exchange(self, key: tuple[Lane, str], action: Action) -> None:
+        group = self._groups[key]
+        checks, works = [], []
+        for t in action.transfers:
+            pair = (self.rank, t.peer) if t.send else (t.peer, self.rank)
+            counter = (key[0], f"{pair[0]}>{pair[1]}")
+            self._sequence.setdefault(counter, 0)
+            about = str(t.buffer) if t.buffer.is_activation else f"u{t.unit}"
+            mine = self._header(counter, f"{about} {action.compression}")
+            if t.send:
+                works.append(dist.isend(mine, t.peer, group=group))
+            else:
+                theirs = torch.empty_like(mine)
+                works.append(dist.irecv(theirs, t.peer, group=group))
+                checks.append((mine, theirs, f"{t} on {key[0]}"))
+        for work in works:
+            self._wait(work)
+        for check in checks:
+            compare_headers(*check)

@@ -1,0 +1,1 @@
+"""Time limits, stalled ranks, injected faults and recordings."""

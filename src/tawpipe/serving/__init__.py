@@ -1,0 +1,1 @@
+"""Generation and the service. Training reaches it through one door, ``Pipeline.generate``."""

@@ -1,0 +1,218 @@
+"""What a rank computes in laps: passes through its stage, and the messages by which they go on to the next.
+
+Stages know of a pass what the header of its message says, which stands in front of the hidden states; only the first
+one meets who holds the requests. Messages have the length that their pass needs: receives are posted before that is
+known, with room for the longest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.compute.step_input import LapInput
+from tawpipe.runtime.transport.compression import decode, encode
+from tawpipe.runtime.transport.transport import Transport
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, ids
+from tawpipe.schedule.sizes.footprint import TRAVELLING
+from tawpipe.schedule.spec import compressed_bytes
+from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Row, Sampling
+from tawpipe.serving.stage import StayingStage
+
+MOST_TOLD = 20
+"""Likeliest tokens that are told besides a drawn one, at most."""
+ALIGNED = 16
+"""Bytes at multiples of which hidden states begin in a message: any type can be read there."""
+_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iiiii?didqi")
+_TOKEN, _LIKELY, _ID = struct.Struct("<iiidi"), struct.Struct("<id"), 4
+
+
+def header_of(given: Pass) -> bytes:
+    """A pass without its tokens but with the known ones, for the stages behind the first one."""
+    parts = [_HEAD.pack(len(given.rows), given.last)]
+    for row in given.rows:
+        drawn = row.draw is not None
+        counts = len(row.tokens), row.likeliest, len(row.known)
+        parts.append(_ROW.pack(row.slot, row.first, *counts, drawn, *(row.draw or Sampling())))
+        parts.append(struct.pack(f"<{len(row.known)}i", *row.known))
+    return b"".join(parts).ljust(header_bytes(given.rows), b"\0")
+
+
+def header_bytes(rows: Sequence[Row]) -> int:
+    """Bytes of the header of a pass with these rows."""
+    known = sum(len(row.known) for row in rows)
+    return -(-(_HEAD.size + len(rows) * _ROW.size + known * _ID) // ALIGNED) * ALIGNED
+
+
+def read_header(message: bytes, group: int) -> Pass:
+    """The inverse of ``header_of``, with zeros for tokens."""
+    count, last = _HEAD.unpack_from(message)
+    rows, at = [], _HEAD.size
+    for _ in range(count):
+        slot, first, length, likeliest, told, drawn, *sampling = _ROW.unpack_from(message, at)
+        known = struct.unpack_from(f"<{told}i", message, at + _ROW.size)
+        rows.append(Row(slot, first, (0,) * length, Sampling(*sampling) if drawn else None, known, likeliest))
+        at += _ROW.size + told * _ID
+    return Pass(group, tuple(rows), bool(last))
+
+
+def drawn_message(drawn: list[Drawn]) -> bytes:
+    """Drawn and known tokens on their way to the first stage."""
+    parts = [_HEAD.pack(len(drawn), 0)]
+    for token in drawn:
+        parts.append(_TOKEN.pack(*token[:-1], len(token.top)))
+        parts += [_LIKELY.pack(*likely) for likely in token.top]
+    return b"".join(parts)
+
+
+def read_drawn(message: bytes) -> list[Drawn]:
+    """The inverse of ``drawn_message``."""
+    (count, _), at, drawn = _HEAD.unpack_from(message), _HEAD.size, list[Drawn]()
+    for _ in range(count):
+        *token, told = _TOKEN.unpack_from(message, at)
+        begin, at = at + _TOKEN.size, at + _TOKEN.size + told * _LIKELY.size
+        drawn.append(Drawn(*token, top=tuple(_LIKELY.iter_unpack(message[begin:at]))))
+    return drawn
+
+
+class ServeCompute:
+    """The computing of a rank in laps, for ``Executor.loop``.
+
+    Args:
+        stage: with the weights of this rank's blocks held.
+        feeder: who holds the requests; on the rank of the first stage, which asks nobody else.
+        compression: of hidden states between stages: ``int8``, or none if empty.
+    """
+
+    def __init__(self, stage: StayingStage, feeder: PassFeeder | None, *, compression: str = "") -> None:
+        self.stage, self.chain, self.feeder, self.compression = stage, stage.chain, feeder, compression
+        self.stream: Any = None
+        """The one that computes, on CUDA."""
+        self._held: dict[Buffer, Any] = {}
+        """A pass with its hidden states, what its layers are called with, or a message, under the schedule's names."""
+        self._under_way = deque[torch.Event]()
+        room = stage.room
+        rows, tokens = room.slots + 1, room.slots + room.chunk
+        longest = [Row(0, 0, (), known=(0,) * room.chunk), *[Row(0, 0, ())] * room.slots]
+        self._longest_header, self._nothing = header_bytes(longest), self._hidden(0)
+        self._room = {
+            Kind.INPUT: self._longest_header + self._hidden_bytes(tokens),
+            Kind.IDS: _HEAD.size + (rows + room.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
+        }
+
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
+        """FORWARD of a block for a group's pass. Weights are held, whatever the action reads."""
+        block, group = action.block, action.micro_batch
+        last = len(self.chain.blocks) - 1
+        if block == 0:
+            output: Any = self._embed(group, given)
+        else:
+            carried, hidden = self._held[block_input(group, block)]
+            if block == last:
+                output = _as_tensor(drawn_message(self.stage.head(hidden, carried)))
+            else:
+                if carried.rows:
+                    hidden = self.stage.layer(block, hidden, self._held[context(group)])
+                output = carried, hidden
+        self._held[ids(group) if block == last else block_input(group, block + 1)] = output
+        for buffer in action.frees:
+            self._held.pop(buffer, None)
+
+    def prepare(self, action: Action, given: LapInput) -> None:
+        """PREPARE: what the message of a pass says, and what layers are called with besides their input."""
+        (arrived,) = action.reads
+        carried, hidden = self._read(self._held[arrived], action.micro_batch)
+        given.last |= carried.last
+        self._held[arrived] = carried, hidden
+        self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
+
+    def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
+        """An EXCHANGE of hidden states or of drawn tokens."""
+        on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
+        if len(self._under_way) == TRAVELLING:
+            self._under_way.popleft().synchronize()
+        for transfer in action.transfers:
+            if transfer.send:
+                message = self._message(self._held.pop(transfer.buffer))
+                if transport.ahead is None:  # a receive takes what it has room for, and no less
+                    room = self._room[transfer.buffer.kind]
+                    message = torch.nn.functional.pad(message, (0, room - message.numel()))
+                tensors[transfer.buffer] = message.to(self.chain.device)
+        if transport.ahead is None:
+            tensors |= self.room_for(action, given)
+        received = transport.exchange(action, tensors)
+        self._held.update(received)
+        if on_cuda:  # or its memory would be given away before the other lane has read it
+            for tensor in tensors.values():
+                tensor.record_stream(torch.cuda.current_stream())
+            for tensor in received.values():
+                tensor.record_stream(self.stream)
+            self._under_way.append(torch.cuda.current_stream().record_event())
+
+    def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
+        """Room for the longest messages that an EXCHANGE may receive."""
+        empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
+        return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}
+
+    def _embed(self, group: int, given: LapInput) -> tuple[Pass, Tensor]:
+        assert self.feeder is not None, "the first stage is where the requests are"
+        message = self._held.pop(ids(group), None)  # none before the first lap
+        if message is not None:
+            self.feeder.take(group, read_drawn(_as_bytes(message)))
+        fed = self.feeder.feed(group)
+        assert fed.group == group, f"asked for a pass of group {group}, and was given one of group {fed.group}"
+        given.last |= fed.last
+        hidden, self._held[context(group)] = self.stage.embed(fed) if fed.rows else (self._nothing, ())
+        return fed, hidden
+
+    def _message(self, held: Any) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        carried, hidden = held
+        header = _as_tensor(header_of(carried))
+        tokens = sum(len(row.tokens) for row in carried.rows)
+        if tuple(hidden.shape) != (1, tokens, self.chain.width) or hidden.dtype != self.chain.dtype:
+            expected = f"hidden states (1, {tokens}, {self.chain.width}) in {self.chain.dtype} where a stage ends"
+            raise UserError("model", self.chain.name, f"{expected}, not {tuple(hidden.shape)} in {hidden.dtype}")
+        if hidden.device.type == "cuda":  # or COMPUTE, which made it, would reuse its memory while this stream reads it
+            hidden.record_stream(torch.cuda.current_stream())
+        message = torch.empty(len(header) + self._hidden_bytes(tokens), dtype=torch.uint8, device=hidden.device)
+        message[: len(header)].copy_(header)
+        if self.compression:
+            encode(hidden.flatten(), self.compression, message[len(header) :])
+        else:
+            message[len(header) :].copy_(hidden.contiguous().view(torch.uint8).flatten())
+        return message
+
+    def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor]:
+        carried = read_header(_as_bytes(message[: self._longest_header]), group)
+        begin, tokens = header_bytes(carried.rows), sum(len(row.tokens) for row in carried.rows)
+        part = message[begin : begin + self._hidden_bytes(tokens)]
+        if not self.compression:
+            return carried, part.view(self.chain.dtype).view(1, tokens, self.chain.width)
+        hidden = self._hidden(tokens)
+        decode(part, self.compression, hidden.view(-1))
+        return carried, hidden
+
+    def _hidden(self, tokens: int) -> Tensor:
+        return torch.empty(1, tokens, self.chain.width, dtype=self.chain.dtype, device=self.chain.device)
+
+    def _hidden_bytes(self, tokens: int) -> int:
+        numbers = tokens * self.chain.width
+        return compressed_bytes(numbers) if self.compression else numbers * self.chain.dtype.itemsize
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _as_bytes(message: Tensor) -> bytes:
+    return message.cpu().numpy().tobytes()

@@ -1,0 +1,79 @@
+"""One process of the service: the first one answers requests, the others compute their stage until it ends."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tawpipe.data.tokenizer import check_vocabulary, load_tokenizer, stops_of
+from tawpipe.environment import LaunchEnvironment
+from tawpipe.model.files.build import longest_allowed, text_config_of
+from tawpipe.model.files.carried import GENERATION, read_settings
+from tawpipe.options import Open
+from tawpipe.runtime.world import World, connect
+from tawpipe.serving.engine import Engine, StagesEngine, load_engine
+from tawpipe.serving.passes import Room
+from tawpipe.serving.requests import Slots
+from tawpipe.serving.service.api import Service
+from tawpipe.serving.service.engine import bound_socket, ignore_signals, run_service
+from tawpipe.serving.service.fields import with_defaults
+from tawpipe.serving.service.settings import ServeConfig, read_key
+from tawpipe.serving.service.text import Prompts
+
+
+def serve(config: ServeConfig, folder: Path) -> None:
+    """Serve the model of a folder until a signal ends it; every process of the service calls it.
+
+    Raises:
+        UserError: a setting, or a model, that cannot work; before its weights are read.
+    """
+    launched = LaunchEnvironment.read(os.environ)
+    first = launched is None or launched.rank == 0
+    listening = bound_socket(config.host, config.port) if first else None  # nobody waits for weights in vain
+    tokenizer = load_tokenizer(str(folder), "--model")
+    prompts = Prompts(tokenizer, config.chat_template)
+    text_config = text_config_of(str(folder), config.trust_remote_code)
+    check_vocabulary(tokenizer, text_config.vocab_size, "--model")
+    world = connect(device=config.device)
+    engine = _engine(config, folder, world, longest_allowed(text_config))
+    if listening is None:
+        ignore_signals()
+        engine.run(None)
+    else:
+        slots = Slots(engine.room, waiting=config.max_waiting, idle_s=config.idle_s)
+        service = _service(config, folder, slots, tokenizer, prompts, text_config.vocab_size)
+        host, port = listening.getsockname()[:2]
+        ready = (
+            f"{service.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
+            f"{slots.room.groups * slots.room.slots} slots of {slots.room.context} tokens on {world.nodes}, "
+            f"{world.device.type}{'' if prompts.template else '; no chats without --chat-template'}; ctrl-C ends"
+        )
+        run_service(engine.run, slots, service.application(read_key(config)), listening, config, ready)
+    engine.close()
+
+
+def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> Engine | StagesEngine:
+    context = min(int(config.context), longest) if isinstance(config.context, Open) else config.context
+    groups = world.size if isinstance(config.groups, Open) else config.groups
+    return load_engine(
+        folder,
+        Room(groups, config.slots, context, min(config.chunk, context)),
+        world,
+        dtype=config.dtype,
+        weights=config.weights,
+        compression=config.compression.replace("none", ""),
+        timeout=timedelta(seconds=config.timeout_s),
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _service(
+    config: ServeConfig, folder: Path, slots: Slots, tokenizer: Any, prompts: Prompts, vocabulary: int
+) -> Service:
+    generation = SimpleNamespace(**read_settings(folder, GENERATION))
+    name = config.name or Path(config.model).expanduser().resolve().name
+    stops = {*stops_of(SimpleNamespace(generation_config=generation), tokenizer), prompts.end_of_text} - {None}
+    return Service(config, slots, tokenizer, prompts, name, stops, with_defaults(generation), vocabulary)

@@ -1,0 +1,180 @@
+"""Evaluations of a run: the loss on what is held out, hidden facts, and which step was the best so far.
+
+A new best is found from the validation loss alone. What follows from it (a checkpoint that stays, the end of a run that
+does not gain any more) is decided alike on all ranks, because all of them compare rank 0's number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tawpipe.checkpoint.resume import RunState
+from tawpipe.data.prepared import PreparedData, changed_parts
+from tawpipe.data.rows import PackedDataset
+from tawpipe.errors import UserError
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.compute.measures import LossByPosition, position_edges
+from tawpipe.train.batches import Batches
+from tawpipe.train.judging.retrieval import Retrieval, RetrievalCheck
+from tawpipe.train.saying.metrics import Value
+from tawpipe.train.settings.config import EvaluationConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest validation loss so far, and how long there has been no gain worth the time.
+
+    Args:
+        step: after which it was measured; 0 if none was.
+        beaten: the loss that an evaluation must lie below for its gain to count.
+        since: evaluations since one did.
+    """
+
+    step: int = 0
+    loss: float = math.inf
+    beaten: float = math.inf
+    since: int = 0
+
+    def after(self, step: int, loss: float, *, least_gain: float = 0.0) -> Best:
+        """The same when another evaluation is known.
+
+        >>> best = Best().after(10, 2.0, least_gain=0.5)
+        >>> best.after(20, 1.75, least_gain=0.5).after(30, 1.875, least_gain=0.5)
+        Best(step=20, loss=1.75, beaten=1.5, since=2)
+        """
+        lowest = (step, loss) if loss < self.loss else (self.step, self.loss)
+        return Best(*lowest, loss - least_gain, 0) if loss < self.beaten else Best(*lowest, self.beaten, self.since + 1)
+
+
+def resumed_best(state: RunState | None, record: str) -> tuple[Best, str]:
+    """Best step and patience that a run resumes with.
+
+    Args:
+        record: of the evaluations of this run; see ``Evaluation``.
+
+    Returns:
+        them, and a line if they begin anew or if it is not known that they belong to ``record``; else ``""``.
+    """
+    if state is None or not state.best:
+        return Best(), ""
+    best = Best(**state.best)
+    words = f"best step ({best.step}, validation loss {best.loss:.4f}) and patience"
+    if not state.validation:
+        return best, f"{words} go on: the checkpoint does not say which validation data it had, taken to be this one"
+    if record and (changed := changed_parts(state.validation, record)):
+        return Best(), f"the validation data has changed ({', '.join(changed)}): {words} begin anew"
+    return best, ""
+
+
+def perplexity(loss: float) -> float:
+    """The number of equally likely tokens among which a model with this loss per token would waver.
+
+    >>> round(perplexity(math.log(7)), 6), perplexity(1e4)
+    (7.0, inf)
+    """
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
+class Evaluation:
+    """The evaluations of one run.
+
+    Args:
+        check: part of every evaluation, if there is to be one.
+
+    ``record`` says what validation losses are measured on (``""`` if nothing is held out). ``loss`` is the last one,
+    ``by_position`` the same by position, if asked for, ``retrieval`` what the last check found, ``measured`` whether
+    there was any evaluation, ``due`` whether there are to be some.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluationConfig,
+        pipeline: Pipeline,
+        data: PreparedData,
+        batches: Batches,
+        *,
+        check: RetrievalCheck | None = None,
+    ) -> None:
+        self.settings, self.pipeline, self._data, self._batches, self._check = settings, pipeline, data, batches, check
+        self.best = Best()
+        self.loss: float | None = None
+        self.by_position: dict[str, float | None] = {}
+        self.retrieval: Retrieval | None = None
+        self.measured = False
+        self.record = ""
+        if data.validation is not None:
+            self.record = f"{data.validation_fingerprint} batches:{batches.evaluated(data.validation)}"
+        self.due = settings.every > 0 and (data.validation is not None or check is not None)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if so many evaluations in a row have found nothing better as the settings allow."""
+        patience = self.settings.patience
+        return 0 < patience <= self.best.since
+
+    def measure(self, step: int) -> dict[str, Value]:
+        """Evaluate the model as it is after ``step``, and say it as metrics.jsonl does; on all ranks."""
+        self.measured, values = True, dict[str, Value]()
+        if self._data.validation is not None:
+            self.loss = values["validation_loss"] = self._validate(self._data.validation)
+            values["validation_perplexity"] = perplexity(self.loss)
+            if self.by_position:
+                values["validation_by_position"] = self.by_position
+            if step:
+                self.best = self.best.after(step, self.loss, least_gain=self.settings.least_gain)
+        if self._check is not None:
+            self.retrieval = self._check.measure(self.pipeline, self._batches.shape.rows)
+            values |= self.retrieval.values()
+        return values
+
+    def __str__(self) -> str:
+        """What the last one found."""
+        measured = [] if self.loss is None else [f"validation loss {loss_words(self.loss)}"]
+        return ", ".join([*measured, *([str(self.retrieval)] if self.retrieval else [])])
+
+    def _validate(self, source: PackedDataset) -> float:
+        """Mean loss per token over the first batches of the held-out documents, always the same ones; not a number if
+        nothing of them is learned.
+        """
+        by_position = None
+        if buckets := self.settings.by_position:
+            edges = position_edges(buckets, self._batches.shape.document_tokens)
+            by_position = LossByPosition(edges, self.pipeline.world.device)
+        total, tokens = 0.0, 0
+        for batch in self._batches.validation(source):
+            result = self.pipeline.evaluate(batch, measure=by_position)
+            if result.tokens:  # the loss of none is not a number
+                total, tokens = total + result.loss * result.tokens, tokens + result.tokens
+        if by_position is not None:
+            self.by_position = by_position.means(self.pipeline.world)
+        mean = torch.tensor([total / tokens if tokens else math.nan], dtype=torch.float64)
+        return float(self.pipeline.world.broadcast(mean))
+
+
+def loss_words(loss: float) -> str:
+    """A loss per token as the console says it.
+
+    >>> loss_words(1.5), loss_words(math.nan)
+    ('1.5000 (perplexity 4.482)', 'not a number: is any token of the held-out batches learned?')
+    """
+    if math.isnan(loss):
+        return "not a number: is any token of the held-out batches learned?"
+    return f"{loss:.4f} (perplexity {perplexity(loss):.4g})"
+
+
+def check_best(config: TrainConfig, *, validation: bool) -> None:
+    """Raise UserError for settings that ask for the best step of a run that measures none.
+
+    Args:
+        validation: whether documents are held out.
+    """
+    wanted = {"--checkpoint.best": config.checkpoint.best, "--evaluation.patience": config.evaluation.patience}
+    for name, value in wanted.items():
+        if value and not config.evaluation.every:
+            raise UserError(name, value, "--evaluation.every above 0: what is best is told by the validation loss")
+        if value and not validation:
+            expected = "held-out documents (--validation-fraction or --validation-data): their loss tells what is best"
+            raise UserError(name, value, expected)

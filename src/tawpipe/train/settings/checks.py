@@ -1,0 +1,332 @@
+"""Checks of settings before anything heavy is loaded, so that a refusal comes at once.
+
+Every check raises UserError with the name of the setting as the user writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import takewhile
+from pathlib import Path
+
+from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
+from tawpipe.errors import UserError
+from tawpipe.launch.gpus import Gpu
+from tawpipe.options import Open
+from tawpipe.runtime.watch.faults import Fault, parse_faults
+from tawpipe.schedule.pipelines.strategy import parse_order
+from tawpipe.schedule.pipelines.times import parse_times
+from tawpipe.schedule.settings import ScheduleSettings, parse_homes
+from tawpipe.schedule.strategies.table import strategies
+from tawpipe.streams import check_text
+from tawpipe.train.settings.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
+from tawpipe.train.settings.trackers import check_trackers
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
+"""Names that a run leaves in its output folder: a folder that holds one of them belongs to a run."""
+
+
+def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError for the first setting that cannot work.
+
+    Args:
+        gpus: those that this process may use.
+        environ: variables of a launcher, if one started this process.
+    """
+    check_plannable(config)
+    if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
+        raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
+    if config.export.merge and not config.lora.active:
+        raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
+    check_format(config, "--export.format")
+    if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
+        raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
+    if config.report and _reads_files(environ):
+        from tawpipe.report.page import check_page
+
+        inside = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
+        check_page(config.report, makes_folder=inside)
+    for prompt in config.sample.prompt:
+        check_text("--sample.prompt", prompt)
+    check_steps(config)
+    check_trackers(config.log.trackers, here=_reads_files(environ))
+    if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
+        raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
+    if (folder := config.schedule.offload_dir) and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        raise UserError("--schedule.offload-dir", folder, "a folder that every process can write to, on every machine")
+    if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
+        expected = "stop under --schedule.early-updates, because updates do not wait for the check"
+        raise UserError("--optimizer.nonfinite", "skip", expected)
+    if (buckets := config.evaluation.by_position) and not config.evaluation.every:
+        raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
+    if (lengths := config.evaluation.retrieval_lengths) and not config.evaluation.every:
+        expected = "none while --evaluation.every is 0: nothing is evaluated"
+        raise UserError("--evaluation.retrieval-lengths", lengths, expected)
+    if not config.steps and not config.evaluation.every:
+        raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
+    is_preset = "/" not in config.model and not Path(config.model).is_dir()
+    if is_preset and config.resume == "none":  # random weights: lengths that are not set are the usual ones
+        check_lengths(replace(config, sequence_length=int(config.sequence_length)))
+    else:
+        check_lengths(config)
+    _check_device(config, gpus)
+    _check_processes(config, environ)
+    _check_resume(config)
+
+
+def check_plannable(config: TrainConfig) -> None:
+    """What a plan and a run need alike, whatever the machine.
+
+    Raises:
+        UserError: the first setting that cannot work.
+    """
+    check_bounds(config)
+    config.check_data()
+    config.rope.check()
+    config.lora.check()
+    if config.quantize != "none" and not (config.lora.active or config.freeze):
+        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
+        raise UserError("--quantize", config.quantize, expected)
+    if config.schedule.strategy not in (known := strategies()):
+        raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
+    parse_homes(config.schedule.homes)
+    known[config.schedule.strategy].configured(config.schedule)
+    if config.schedule.block_times:
+        parse_times(config.schedule.block_times)
+    if config.schedule.pipeline_order:
+        parse_order(config.schedule.pipeline_order)
+    _check_optimizer(config)
+    if config.micro_batch > config.global_batch:
+        raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
+
+
+def check_lengths(config: TrainConfig) -> None:
+    """Check lengths and packing against each other, as far as they are known; called again when lengths are settled.
+
+    Raises:
+        UserError: a retrieval check or a document is too long, or a setting belongs to another packing.
+    """
+    known = not isinstance(config.sequence_length, Open)
+    lengths = config.evaluation.retrieval_lengths
+    if known and lengths and max(lengths) > config.document_tokens:
+        setting = "max-document" if config.max_document else "sequence-length"
+        expected = f"at most --{setting}, which is {config.document_tokens}"
+        raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
+    if not (asked := config.asks_for_balance) and config.packing != "balanced":
+        return
+    if config.packing not in ("auto", "balanced"):
+        expected = f"balanced, to which {asked} belongs; with null for that, rows have --sequence-length tokens"
+        raise UserError("--packing", config.packing, expected)
+    if config.micro_batch > 1:
+        expected = "1 under --packing balanced: one row of any length, with as many documents as --bin-tokens allows"
+        raise UserError("--micro-batch", config.micro_batch, expected)
+    if known and (tokens := config.step_tokens) < (longest := config.document_tokens):
+        if config.max_document is not None and config.tokens_per_step is None:
+            expected = f"at most {tokens}, the tokens of a step; or --tokens-per-step {longest} or more"
+            raise UserError("--max-document", longest, expected)
+        setting = "--sequence-length" if config.max_document is None else "--max-document"
+        expected = f"at least {longest}, the tokens of a document ({setting}); or --max-document {tokens}"
+        raise UserError("--tokens-per-step", tokens, expected)
+
+
+def check_steps(config: TrainConfig) -> None:
+    """What is to happen in a step has one, as far as their number is known; called again when it is.
+
+    Raises:
+        UserError: it has none.
+    """
+    if isinstance(config.steps, Open):
+        parse_faults(config.inject)
+        return
+    optimizer = config.optimizer
+    if optimizer.decay_steps is not None and optimizer.decay_steps + optimizer.warmup_steps > config.steps > 0:
+        expected = f"at most --steps without the warm-up, which is {config.steps - optimizer.warmup_steps}"
+        raise UserError("--optimizer.decay-steps", optimizer.decay_steps, expected)
+    if config.log.trace_step > config.steps:
+        raise UserError("--log.trace-step", config.log.trace_step, f"at most --steps, which is {config.steps}")
+    _check_faults(config)
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Options belong to the optimizer and the schedule, and nothing is said twice."""
+    settings, usual = config.optimizer, OptimizerConfig()
+    if config.epochs is not None and not isinstance(config.steps, Open):
+        raise UserError("--epochs", config.epochs, "unset with --steps, or --steps unset: both say how long the run is")
+    if config.epochs is not None and config.streaming:
+        raise UserError("--epochs", config.epochs, "--steps with --streaming: how long a stream is, nobody knows")
+    if settings.warmup_ratio is not None and not isinstance(settings.warmup_steps, Open):
+        expected = "unset with --optimizer.warmup-steps: both say how long the warm-up is"
+        raise UserError("--optimizer.warmup-ratio", settings.warmup_ratio, expected)
+    takes = TAKES[settings.name]
+    for name in sorted({option for options in TAKES.values() for option in options} - set(takes)):
+        if (value := getattr(settings, name)) != getattr(usual, name):
+            has = ", ".join(other for other, options in TAKES.items() if name in options)
+            expected = f"unset under --optimizer.name {settings.name}; {has} have it"
+            raise UserError(f"--optimizer.{name.replace('_', '-')}", value, expected)
+    for name, schedules in SHAPES.items():
+        if (value := getattr(settings, name)) is not None and settings.schedule not in schedules:
+            expected = f"unset under --optimizer.schedule {settings.schedule}; {', '.join(schedules)} has it"
+            raise UserError(f"--optimizer.{name.replace('_', '-')}", value, expected)
+    if settings.name == "sgd" and isinstance(config.learning_rate, Open):
+        raise UserError("--learning-rate", "null", "a number under --optimizer.name sgd, for which none is usual")
+
+
+def _check_faults(config: TrainConfig) -> None:
+    """Faults that could never happen would pass for survived."""
+    every = config.checkpoint.every
+    for fault in parse_faults(config.inject):
+        if fault.place != "load" and fault.step > config.steps:
+            raise UserError("--inject", f"step={fault.step}", f"a step up to --steps, which is {config.steps}")
+        if fault.place == "save" and (not every or (fault.step != config.steps and fault.step % every)):
+            saved = f"a step that is saved, every {every}th or the last" if every else "--checkpoint.every above 0"
+            raise UserError("--inject", f"step={fault.step},at=save", saved)
+        if started_by_local_launcher() and fault.restart > config.max_restarts:
+            expected = f"at most --max-restarts, which is {config.max_restarts}"
+            raise UserError("--inject", f"restart={fault.restart}", expected)
+
+
+def faults_of(config: TrainConfig, world_size: int) -> tuple[Fault, ...]:
+    """The faults that are to happen in a run of so many processes.
+
+    Raises:
+        UserError: one is for a rank that there is not.
+    """
+    faults = parse_faults(config.inject)
+    for fault in faults:
+        if fault.rank >= world_size:
+            raise UserError("--inject", f"rank={fault.rank}", f"one of the {world_size} ranks, from 0")
+    return faults
+
+
+def _reads_files(environ: Mapping[str, str]) -> bool:
+    """True if this process is alone or the first one: the others need not see what it reads."""
+    return environ.get("RANK", "0") == "0"
+
+
+def check_bounds(config: TrainConfig) -> None:
+    """Every number is within its bounds.
+
+    Raises:
+        UserError: the first that is not.
+    """
+    for path, leaf in train_options().leaves.items():
+        leaf.check(reduce(getattr, path, config))
+
+
+def check_schedule(settings: ScheduleSettings) -> None:
+    """The same of the settings under ``schedule`` that a plan says."""
+    for (group, *names), leaf in train_options().leaves.items():
+        if group == "schedule":
+            leaf.check(reduce(getattr, names, settings))
+
+
+def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
+    if config.device == "cuda" and not gpus:
+        raise UserError("--device", config.device, "cpu or auto, because no GPU can be used here")
+    if config.device != "cpu" and config.dtype == "bfloat16":
+        for gpu in gpus:
+            if gpu.capability is not None and gpu.capability < 8.0:
+                raise UserError("--dtype", config.dtype, f"float32 on {gpu.name}, which does not compute in bfloat16")
+
+
+def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
+    launched = LaunchEnvironment.read(environ)
+    by_torchrun = launched is not None and not started_by_local_launcher(environ)
+    if config.virtual_nodes and not by_torchrun:
+        raise UserError("--virtual-nodes", True, "used under torchrun only; here --nodes alone groups the processes")
+    if launched is None or not by_torchrun:
+        return
+    if not config.virtual_nodes:
+        for option, value in (("--nodes", config.nodes), ("--nproc", config.nproc)):
+            if value is not None:
+                raise UserError(option, value, "unset under torchrun, which starts processes; or add --virtual-nodes")
+    if config.nproc is not None and config.nproc != launched.world_size:
+        raise UserError("--nproc", config.nproc, f"{launched.world_size}, as many as torchrun started")
+    if config.nodes is not None and launched.world_size % config.nodes:
+        raise UserError("--nodes", config.nodes, f"a divisor of the {launched.world_size} processes")
+
+
+def _check_resume(config: TrainConfig) -> None:
+    if restart_count():  # with what is there; the run itself may have removed what it went on from
+        return
+    if config.resume == "auto" and "{time}" in config.output:
+        raise UserError("--resume", config.resume, "used with --output naming the folder of the run to go on with")
+    if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():
+        raise UserError("--resume", config.resume, "none, auto, or the folder of a checkpoint, which this is not")
+
+
+def check_output_name(config: TrainConfig) -> None:
+    """Every process may call this.
+
+    Raises:
+        UserError: the folder's name still holds ``{time}``.
+    """
+    if "{time}" in config.output:
+        raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
+
+
+def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
+    """The output folder is there, can be written to and belongs to no other run. Only one process may call this.
+
+    Args:
+        make: False leaves everything as it is: a folder that could be made will do.
+
+    Returns:
+        the folders that were made, the innermost first.
+
+    Raises:
+        UserError: it is not so, or the folder's name still holds ``{time}``.
+    """
+    folder = config.output_path
+    check_output_name(config)
+    held = [name for name in RUN_FILES if (folder / name).exists()]
+    if held and not _goes_on_in(config, folder):
+        expected = f"a folder without a run (this has {held[0]}); or --resume auto to go on with that run"
+        raise UserError("--output", config.output, expected)
+    if config.export.enabled:
+        refuse_replacing(config, folder / "model", "--output")
+        if not held and (folder / "model").exists() and not _is_empty(folder / "model"):
+            expected = "a folder without model/, where the run writes its own; or --export.enabled false"
+            raise UserError("--output", config.output, expected)
+    if not make:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UserError("--output", config.output, f"a folder that can be written to ({there} cannot)")
+        return []
+    new_folders = list(takewhile(lambda path: not path.exists(), (folder.absolute(), *folder.absolute().parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError("--output", config.output, f"a folder that can be written to ({error.strerror})") from error
+    return new_folders
+
+
+def check_format(config: TrainConfig, setting: str) -> None:
+    """Raises UserError where an adapter alone is to be exported in few bits."""
+    if config.export.format != "hf" and config.lora.active and not config.export.merge:
+        raise UserError(setting, config.export.format, "hf, or the adapter merged: few bits are for a whole model")
+
+
+def refuse_replacing(config: TrainConfig, exported: Path, setting: str) -> None:
+    """Raises UserError where an export would take the place of what the run is made from."""
+    for option, name in (("--model", config.model), ("--lora.adapter", config.lora.adapter)):
+        if name and Path(name).expanduser().is_dir() and Path(name).expanduser().resolve() == exported.resolve():
+            raise UserError(setting, str(exported), f"another folder: {option} is read from this one")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _goes_on_in(config: TrainConfig, folder: Path) -> bool:
+    if restart_count():
+        return True  # with what the processes before have left
+    if config.resume in ("none", "auto"):
+        return config.resume == "auto"
+    return Path(config.resume).resolve().is_relative_to(folder.resolve())
