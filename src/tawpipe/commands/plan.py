@@ -263,8 +263,8 @@ def _longest(request: PlanRequest, words: PlanWords, tell: Callable[[str], None]
         for line in longest.table():
             print(line)
         print(f"\n{longest.reason}")
-        for line in filter(None, (longest.memory, longest.hides)):
-            print(line)
+        if longest.memory:
+            print(longest.memory)
     _write_page(words, lambda path: write_longest_page(longest, path))
     return 0 if longest.best else 1
 

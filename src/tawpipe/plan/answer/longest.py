@@ -8,9 +8,9 @@ answer is played by the clock. Whether layers compute whole rows or chunks of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from math import ceil, isqrt
 from typing import Any
 
@@ -18,7 +18,6 @@ from tawpipe.console import columns, span
 from tawpipe.errors import UserError
 from tawpipe.model.attention.attention_kernel import FIXED
 from tawpipe.plan.cost.feasible import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
-from tawpipe.plan.cost.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
 from tawpipe.plan.cost.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import held, of_ranks
@@ -27,7 +26,7 @@ from tawpipe.plan.search.refused import in_plain_words
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies.table import find, strategies
+from tawpipe.schedule.strategies.table import strategies
 
 POSITIONS = "the model's positions"
 SHORTEST = 2
@@ -36,10 +35,6 @@ USUAL = {name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffe
 """Buffers of a row that leaves room for them."""
 PRECISION = 0.005
 """Of a length, to which it is found."""
-HIDING_LEAST = 64
-"""Tokens of a row, too short for transfers to hide behind."""
-HIDING_PRECISION = 0.02
-"""The same of the length from which transfers hide, for which steps are played."""
 NEAR = 0.01
 """Lengths that differ by less count as one."""
 
@@ -197,51 +192,6 @@ class Longest:
             words += f"; a row is computed by {of_ranks(self.request, best.step.sequence_ranks)}"
         return words + ("" if self.request.memory_bytes else "; nobody has said how much memory a device has: --memory")
 
-    @cached_property
-    def hiding(self) -> dict[str, Any]:
-        """Tokens of a row from which what passes between nodes hides: of the fastest of the longest, by the clock, and
-        of one document over a node, or over all devices, by formula. None where it never does or nothing is known;
-        empty where nothing passes.
-        """
-        fastest = self.fastest
-        if fastest is None or self.request.topology.num_nodes == 1:
-            return {}
-        ranks = fastest.step.sequence_ranks if fastest.step else 1
-        asked = self.request.with_ranks(ranks)
-        ways = [_Lean(asked, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
-
-        def played(tokens: int) -> Prediction:
-            fitting = ((way, chunk) for way in ways for chunk in way.chunks if way.fits(tokens, chunk))
-            way, chunk = next(fitting, (ways[-1], ways[-1].chunks[-1]))
-            return predict(asked.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
-
-        return {
-            "strategy": fastest.strategy,
-            "sequence_ranks": ranks,
-            "tokens": hides_from(played, min(HIDING_LEAST, fastest.tokens - 1), fastest.tokens, HIDING_PRECISION),
-            "document_in_a_node": weights_hide_from(self.request),
-            "context_parallelism": keys_hide_from(self.request),
-        }
-
-    @property
-    def hides(self) -> str:
-        """``hiding`` as a sentence; empty where nothing passes between nodes."""
-        hiding, topology = self.hiding, self.request.topology
-        if not hiding:
-            return ""
-        tokens, node, everywhere = (hiding[name] for name in ("tokens", "document_in_a_node", "context_parallelism"))
-        words = f"what passes between nodes hides under {hiding['strategy']} "
-        devices = "a device" if hiding["sequence_ranks"] == 1 else f"over {hiding['sequence_ranks']} devices"
-        words += f"from rows of {tokens:,} tokens {devices} on" if tokens else "at no length that fits"
-        words += f" (less than {EXPOSED:.0%} of a step waits for it, by the clock)"
-        if node is not None:
-            words += "; by formula, weights hide behind one document over "
-            words += f"the {topology.local_size} devices of a node from {node:,.0f} tokens on"
-        if everywhere is not None:
-            words += "; by formula," if node is None else ", and"
-            words += f" context parallelism over all {topology.world_size} devices from {everywhere:,.0f} on"
-        return words
-
     @property
     def memory(self) -> str:
         """A sentence on the memory of the longest row, part by part; empty if there is none."""
@@ -254,7 +204,7 @@ class Longest:
 
     def json_text(self) -> str:
         rows = [row.as_json() for row in self.rows]
-        content = {"longest": rows, "reason": self.reason, "hides_from": self.hiding or None}
+        content = {"longest": rows, "reason": self.reason}
         return json.dumps(content, indent=1, allow_nan=False)
 
 
@@ -313,9 +263,9 @@ def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow
 
 
 class _Lean:
-    """A strategy in the settings that need the least memory, or with more buffers, for rows of any length."""
+    """A strategy in the settings that need the least memory, for rows of any length."""
 
-    def __init__(self, request: PlanRequest, strategy: Strategy, buffers: Mapping[str, int] = LEAN) -> None:
+    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
         self.request = request
         self.layers = {
             bool(chunk): request.model.num_layers if relieved(request, strategy, chunk=chunk) else 0 for chunk in (0, 1)
@@ -324,7 +274,7 @@ class _Lean:
         given = request.settings.sequence_chunk
         self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
         """What may be computed at one time: whole rows (0) first, then chunks, the largest first."""
-        settings = replace(request.settings, strategy=strategy.name, recompute="full", **{**LEAN, **buffers})
+        settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
         self._first = request.step(settings, strategy)
         self.schedule = cache(self._schedule)
         self.needs = cache(self._needs)

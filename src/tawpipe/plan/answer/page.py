@@ -189,7 +189,7 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     best, limit = longest.best, longest.request.memory_bytes / 2**30
     marked = [i for i, row in enumerate(longest.rows) if row is best]
     table = Table(HEAD, [row.cells() for row in longest.rows], marked)
-    words = ". ".join(filter(None, (longest.reason, longest.hides, GIVEN)))
+    words = ". ".join(filter(None, (longest.reason, GIVEN)))
     yield Section(best.strategy if best else "Nothing fits", words, table)
     if best is None:
         return

@@ -17,7 +17,7 @@ from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.adapters import adapter_facts
 from tawpipe.model.files.build import longest_allowed
-from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops, work_of
+from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops, work_of
 from tawpipe.model.loss import loss_chunk
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.cost.bench import Bench
@@ -254,7 +254,6 @@ def _request_of(
             cuts=not (why_whole or chain.positions.first),
             work=work_of(chain) if asked.dealt else BY_TOKENS,
             compiled=asked.compiled,
-            key_value_bytes=2 * key_width(chain.config.get_text_config()) * dtype.itemsize,
         )
 
     def chunks(whole: Profile) -> Sequence[int] | None:

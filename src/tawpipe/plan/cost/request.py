@@ -55,7 +55,6 @@ class PlanRequest:
             loaded them.
         communicator_bytes: of a device that each of its process groups takes.
         drops: the model has dropout, which is drawn for every chunk of a row.
-        key_value_bytes: of a layer's keys and values, for every token; 0 if unknown.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
         why_not_staged: the reason why the layers cannot be on other devices than the embedding; mostly empty.
@@ -85,7 +84,6 @@ class PlanRequest:
     system_bytes: int = 0
     communicator_bytes: int = 0
     drops: bool = False
-    key_value_bytes: int = 0
     needs_whole: str = ""
     why_not_staged: str = ""
     compiled: bool = False
