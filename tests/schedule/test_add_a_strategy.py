@@ -92,6 +92,17 @@ def test_it_is_a_row_of_a_plan(capsys):
     assert rows["broadcast"]["runnable"] and rows["broadcast"]["step_seconds"] > 0
 
 
+@pytest.mark.slow
+def test_a_plan_chooses_it_where_nothing_is_faster(capsys):
+    """Where an optimizer needs whole matrices, on one node: its bytes are those of ``tawpipe-whole``, and so its step."""
+    words = "--model tiny --vocab-size 500 --topology 1x4 --device-name A100 --optimizer muon --global-batch 4 --json"
+    assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--sequence-length", "8192", "--all"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    rows = {row["strategy"]: row for row in plan["candidates"]}
+    assert plan["chosen"] == "broadcast"
+    assert rows["broadcast"]["step_seconds"] == rows["tawpipe-whole"]["step_seconds"]
+
+
 def test_it_is_a_choice_of_the_training_run(capsys):
     assert main(["train", "--import", str(EXAMPLE), "--schedule.strategy", "broadcast", "--print-config"]) == 0
     assert "strategy: broadcast" in capsys.readouterr().out
