@@ -24,5 +24,5 @@ def test_extras_that_are_named_are_there() -> None:
     defined = re.findall(r"^(\w+) = \[", (CLONE / "pyproject.toml").read_text(), flags=re.MULTILINE)
     sources = "\n".join(path.read_text() for path in (CLONE / "src").rglob("*.py"))
     named = set(re.findall(r"install_hint\(['\"](\w+)", sources))
-    assert {"plan", "peft", "lab"} <= named <= set(defined)
+    assert {"plan", "peft", "serve"} <= named <= set(defined)
     assert re.findall(r"pip install 'tawpipe\[", sources.replace("pip install 'tawpipe[{extra}]'", "")) == []
