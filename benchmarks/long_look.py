@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe import Pipeline
+from tawpipe import Pipeline, TrainingSettings
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.rows import PackedDataset
 from tawpipe.data.settings import DataSettings
@@ -133,7 +133,7 @@ class Ours:
             micro_batch=BATCH // world.size // 2,
             schedule=ScheduleSettings(micro_batches_per_visit=2),
             dtype=dtype,
-            clip_norm=CLIP,
+            training=TrainingSettings(clip_norm=CLIP),
             world=world,
         )
 

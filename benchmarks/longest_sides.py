@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig
 
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.model.batch import IGNORE
 from tawpipe.plan.cost.measure import Asked, request_of
 from tawpipe.plan.cost.predict import memory_of
@@ -352,8 +352,8 @@ class Ours:
             optimizer=lambda parameters: torch.optim.AdamW(parameters, **OPTIMIZER),
             schedule=ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=LOSS_TOKENS, **settings),
             dtype=torch.float32,
-            clip_norm=CLIP,
-            check="never",
+            training=TrainingSettings(clip_norm=CLIP),
+            checks=CheckSettings(check="never"),
         )
 
     def step(self, ids: Tensor) -> Result:

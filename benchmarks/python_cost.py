@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline
 
 LAYERS, REPEATS, TIMES = 16, 5, 20
 
@@ -38,7 +38,7 @@ def main() -> None:
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     plain = copy.deepcopy(model).eval()
-    pipeline = Pipeline(model, check="never")
+    pipeline = Pipeline(model, checks=CheckSettings(check="never"))
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     ours = cpu_ms(lambda: pipeline.evaluate(batch))

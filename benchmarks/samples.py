@@ -28,7 +28,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.pipeline.results import Continuation
+from tawpipe.pipeline.setup import CheckSettings
+from tawpipe.pipeline.steps import Continuation
 from tawpipe.serving.generate import Wanted, by_evaluation
 from tawpipe.serving.passes import Sampling
 from tawpipe_lab.cluster.cluster import Cluster, own_traffic
@@ -75,8 +76,13 @@ class Trained:
     def __init__(self, args: argparse.Namespace) -> None:
         with torch.device("meta"):
             model = LlamaForCausalLM(config_of(args))
-        settings: dict[str, Any] = {"schedule": args.strategy, "micro_batch": args.micro_batch, "check": "never"}
-        self.pipeline = Pipeline(model, dtype=torch.float32, **settings)
+        self.pipeline = Pipeline(
+            model,
+            dtype=torch.float32,
+            schedule=args.strategy,
+            micro_batch=args.micro_batch,
+            checks=CheckSettings(check="never"),
+        )
         numbers = torch.Generator().manual_seed(SEED)
         ids = torch.randint(args.vocabulary, (ROWS, 64), generator=numbers)
         self._batch = {"input_ids": ids, "labels": ids}

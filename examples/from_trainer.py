@@ -24,7 +24,9 @@ model = LlamaForCausalLM(
 # TrainingArguments(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=1.0, per_device_train_batch_size=2, bf16=False)
 optimizer = tawpipe.adamw(3e-3, weight_decay=0.1)
 # Trainer(model, arguments, train_dataset=dataset)        gradient checkpointing and sharding are always on
-pipeline = tawpipe.Pipeline(model, optimizer=optimizer, clip_norm=1.0, micro_batch=2, dtype=torch.float32)
+pipeline = tawpipe.Pipeline(
+    model, optimizer=optimizer, training=tawpipe.TrainingSettings(clip_norm=1.0), micro_batch=2, dtype=torch.float32
+)
 # TrainingArguments(lr_scheduler_type="linear")
 scheduler = LinearLR(pipeline.optimizer, start_factor=1.0, end_factor=0.0, total_iters=STEPS)
 # trainer.train()

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.common import in_words
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.model.batch import MicroBatch
 from tawpipe.prove import exactness
 from tawpipe.prove.models import alone, llama, made, rows, small
@@ -52,8 +52,14 @@ def frozen_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def fp64(world: World, model: Any, **arguments: Any) -> Pipeline:
     """Make a pipeline whose numbers can be compared."""
-    usual: dict[str, Any] = {"optimizer": frozen_sgd, "clip_norm": None, "check": "never"}
-    return Pipeline(model, world=world, dtype=torch.float64, **usual, **arguments)
+    return Pipeline(
+        model,
+        world=world,
+        dtype=torch.float64,
+        optimizer=frozen_sgd,
+        checks=CheckSettings(check="never"),
+        **{"training": TrainingSettings(clip_norm=None), **arguments},
+    )
 
 
 def sum_over_ranks(world: World) -> str:
@@ -80,7 +86,9 @@ def slices(world: World) -> str:
         (F.cross_entropy(logits, row[0, 1:].to(world.device), reduction="sum") / tokens).backward()
     for strategy in ("1f1b", "zero-bubble", "generated"):
         settings = ScheduleSettings(strategy=strategy, loss_chunk_tokens=6)
-        pipeline = fp64(world, made(small()), bin_tokens=16, schedule=settings)
+        pipeline = fp64(
+            world, made(small()), training=TrainingSettings(clip_norm=None, bin_tokens=16), schedule=settings
+        )
         bins = pipeline.deal(LENGTHS)
         cut = sum(sum(some) for some in bins.slices or ())
         for _ in range(2):
@@ -123,7 +131,12 @@ def exact(world: World) -> str:
         settings = ScheduleSettings(strategy="tawpipe-step", weights_compression=compression)
         optimizer = adamw(1e-4)
         pipeline = Pipeline(
-            made(small()), optimizer=optimizer, dtype=torch.bfloat16, check="never", world=world, schedule=settings
+            made(small()),
+            optimizer=optimizer,
+            dtype=torch.bfloat16,
+            checks=CheckSettings(check="never"),
+            world=world,
+            schedule=settings,
         )
         pipeline.executor.refresh.check_every = 2
         for number in range(4):
@@ -156,9 +169,9 @@ def nf4(world: World) -> str:
             peft.get_peft_model(made(small()), config),
             optimizer=adamw(1e-2),
             dtype=torch.bfloat16,
-            check="never",
+            checks=CheckSettings(check="never"),
             world=at,
-            quantize="nf4",
+            training=TrainingSettings(quantize="nf4"),
             schedule=settings,
         )
         losses[where] = [pipeline.step(rows(small(), 2 * world.size, 48, seed=n)).loss for n in range(4)]
@@ -179,7 +192,7 @@ def serve(world: World, hidden: int = 1024) -> str:
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     plain = {kind: copy.deepcopy(model).to(world.device, kind).eval() for kind in (torch.float32, torch.bfloat16)}
-    pipeline = Pipeline(model, dtype=torch.bfloat16, check="never", world=world)
+    pipeline = Pipeline(model, dtype=torch.bfloat16, checks=CheckSettings(check="never"), world=world)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 2000, (length,), generator=generator).tolist() for length in PROMPTS]
     texts, theirs, ours = pipeline.generate(prompts, 24, temperature=0.0), 0.0, 0.0

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu.common import in_words, say, wait
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import PRESETS
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
@@ -187,10 +187,9 @@ class Ours:
             optimizer=adamw(),
             schedule=ScheduleSettings(**schedule),
             dtype=torch.bfloat16,
-            check="never",
+            checks=CheckSettings(check="never"),
             micro_batch=setting.micro,
-            quantize="nf4" if setting.nf4 else "none",
-            compile_layers=bool(setting.compile),
+            training=TrainingSettings(quantize="nf4" if setting.nf4 else "none", compile_layers=bool(setting.compile)),
             world=world,
         )
         use_liger(bool(setting.liger))  # after the model was followed on the meta device

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from measured import measured
-from orders import generated, solved
 from packing import packing
 from step import step
 from traffic import traffic
@@ -23,6 +22,7 @@ from travels import travels
 from chunks import chunks
 from exact import exact
 from house import house
+from orders import generated, solved
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent

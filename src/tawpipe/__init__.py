@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from tawpipe.model.batch import MicroBatch
     from tawpipe.model.files.pretrained import SafetensorsSource
     from tawpipe.model.weights import InitSource, ModuleSource
-    from tawpipe.pipeline.batches import LocalBatch, Share
+    from tawpipe.pipeline.batch import LocalBatch, Share
     from tawpipe.pipeline.pipeline import Pipeline
+    from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
     from tawpipe.runtime.homes.named_optimizers import muon
     from tawpipe.runtime.homes.optimizer import adamw, whole_matrices
     from tawpipe.runtime.homes.step_result import StepResult
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
+    "CheckSettings": "tawpipe.pipeline.setup",
     "InitSource": "tawpipe.model.weights",
-    "LocalBatch": "tawpipe.pipeline.batches",
+    "LocalBatch": "tawpipe.pipeline.batch",
     "MicroBatch": "tawpipe.model.batch",
     "ModuleSource": "tawpipe.model.weights",
     "Pipeline": "tawpipe.pipeline.pipeline",
@@ -41,11 +43,12 @@ _HOMES = {
     "SafetensorsSource": "tawpipe.model.files.pretrained",
     "Schedule": "tawpipe.schedule.step",
     "ScheduleSettings": "tawpipe.schedule.settings",
-    "Share": "tawpipe.pipeline.batches",
+    "Share": "tawpipe.pipeline.batch",
     "StepResult": "tawpipe.runtime.homes.step_result",
     "StepSpec": "tawpipe.schedule.step",
     "Strategy": "tawpipe.schedule.step",
     "Topology": "tawpipe.topology",
+    "TrainingSettings": "tawpipe.pipeline.setup",
     "UserError": "tawpipe.errors",
     "WeightStrategy": "tawpipe.schedule.strategies.weight_strategy",
     "World": "tawpipe.runtime.world",
@@ -57,6 +60,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckSettings",
     "InitSource",
     "LocalBatch",
     "MicroBatch",
@@ -71,6 +75,7 @@ __all__ = [
     "StepSpec",
     "Strategy",
     "Topology",
+    "TrainingSettings",
     "UserError",
     "WeightStrategy",
     "World",

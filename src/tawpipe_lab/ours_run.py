@@ -18,6 +18,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.homes.home_actions import Optimizers, UpdateRule
@@ -61,9 +62,9 @@ class PipelineContender(Contender):
             make_model(workload),
             optimizer=adamw(workload.learning_rate, weight_decay=WEIGHT_DECAY, **ADAMW),
             schedule=settings.schedule,
-            clip_norm=workload.clip_norm,
+            training=TrainingSettings(clip_norm=workload.clip_norm),
             world=World(topology, rank, torch.device("cpu"), dist.group.WORLD if topology.world_size > 1 else None),
-            strict=settings.strict,
+            checks=CheckSettings(strict=settings.strict),
         )
         self.schedule: Schedule = self.pipeline.schedule(workload.micro_batches)
         self.gradient_norm: float | None = None

@@ -40,7 +40,7 @@ TABLES = {
 def made(config: Any, optimizer: Any) -> Pipeline:
     torch.manual_seed(0)
     model = llama(torch.float32) if config is None else AutoModelForCausalLM.from_config(config)
-    return tawpipe.Pipeline(model, optimizer=optimizer, world=ALONE, check="never")
+    return tawpipe.Pipeline(model, optimizer=optimizer, world=ALONE, checks=tawpipe.CheckSettings(check="never"))
 
 
 def without_record(folder: Path) -> None:

@@ -35,7 +35,7 @@ from borders import (
 from model_families import VOCABULARY, family_config, keep_fp64, real_model
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 
 KEYS = ["input_ids", "labels", "position_ids", "attention_mask"]

@@ -25,7 +25,7 @@ from tawpipe.model.files.export import carry, export_hugging_face
 from tawpipe.model.files.exported import differences
 from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.settings import RopeSettings
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.runtime.homes.optimizer import adamw
 
 OLDER = ("llama", "qwen2", "mistral", "phi3", "gpt_neox")
@@ -89,7 +89,7 @@ def after_a_step(base: Path, out: Path, **more: Any) -> Path:
         weights=lambda chain: SafetensorsSource(chain, base),
         optimizer=adamw(0.0, weight_decay=0.0),
         dtype=torch.float32,
-        check="never",
+        checks=tawpipe.CheckSettings(check="never"),
         **more,
     )
     try:

@@ -24,6 +24,7 @@ from tawpipe.model.refuse import refuse_not_causal
 from tawpipe.model.tested import TESTED_FAMILIES
 from tawpipe.pipeline.check import change_by_future
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings
 
 BOTH_WAYS: dict[str, Any] = {"is_decoder": False, "use_bidirectional_attention": True, "is_causal": False}
 """Values of fields of configs by which some models look ahead."""
@@ -122,8 +123,8 @@ def test_a_model_of_the_users_that_looks_ahead_is_refused(kind, base):
             layer.mlp.gate = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         assert change_by_future(deepcopy(model), micro_batches(((9, 14),))[0]) == 0.0  # the check opens it
     with pytest.raises(UserError, match=r"got 'OwnAttention, in which other tokens .* a causal language model"):
-        Pipeline(model, check="always")
-    Pipeline(model, check="never").close()
+        Pipeline(model, checks=CheckSettings(check="always"))
+    Pipeline(model, checks=CheckSettings(check="never")).close()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_model_of_the_users_that_looks_ahead_is_refused(kind, base):
     ),
 )
 def test_hybrids_pass_the_whole_check(family):
-    pipeline = Pipeline(random_model(family), check="always")
+    pipeline = Pipeline(random_model(family), checks=CheckSettings(check="always"))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
@@ -177,6 +178,6 @@ class LabelsOnly(LlamaForCausalLM):
 def test_a_model_that_gives_no_logits_by_itself_is_compared_all_the_same():
     model = real_model(family_config("llama"))
     model.__class__ = LabelsOnly
-    with closing(Pipeline(model, check="always")) as pipeline:
+    with closing(Pipeline(model, checks=CheckSettings(check="always"))) as pipeline:
         assert "2 of 3 layers checked" in pipeline.checked
         assert "whether later tokens change logits was not seen: ValueError (labels are wanted)" in pipeline.checked

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from every_family import PACKED, differences, micro_batches, our_step, plain_step
 from family_configs import tiny_config
 from model_families import family_config, meta_model, real_model
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.errors import UserError
 from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.batch import MicroBatch
@@ -168,7 +168,9 @@ def test_documents_of_similar_lengths_are_padded_to_a_rectangle(lengths, groups)
 
 @pytest.fixture(scope="module")
 def bart() -> Iterator[Pipeline]:
-    with closing(Pipeline(real_model(tiny_config("bart"), torch.float32), check="never")) as pipeline:
+    with closing(
+        Pipeline(real_model(tiny_config("bart"), torch.float32), checks=CheckSettings(check="never"))
+    ) as pipeline:
         yield pipeline
 
 
@@ -195,7 +197,7 @@ def test_documents_must_begin_at_position_0_where_the_model_counts_by_itself(bar
     with pytest.raises(UserError, match=r"sequence_chunk: got 4; unset: rows of BartForCausalLM cannot be cut"):
         Pipeline(
             real_model(tiny_config("bart"), torch.float32),
-            check="never",
+            checks=CheckSettings(check="never"),
             schedule=ScheduleSettings(sequence_chunk=4),
         )
 
@@ -210,7 +212,7 @@ def test_documents_longer_than_a_table_of_positions_are_refused_although_the_mod
 
 @pytest.mark.parametrize("family", ["nemotron_h", "falcon"])
 def test_the_check_compares_them_with_their_own_forward_pass(family: str):
-    pipeline = Pipeline(real_model(tiny_config(family), torch.float32), check="always")
+    pipeline = Pipeline(real_model(tiny_config(family), torch.float32), checks=CheckSettings(check="always"))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
@@ -260,8 +262,12 @@ def test_multi_token_prediction_heads_are_refused_or_left_out_of_what_is_exporte
     if hasattr(config, "mtp_layer_types"):
         config.mtp_layer_types, config.mtp_mlp_layer_types = ["sliding_attention"], ["sparse"]
     with pytest.raises(UserError, match=rf"{key}=1\) are neither trained nor exported; --without-mtp"):
-        Pipeline(real_model(config, torch.float32), check="never")
-    pipeline = Pipeline(real_model(config, torch.float32), check="never", without_mtp=True)
+        Pipeline(real_model(config, torch.float32), checks=CheckSettings(check="never"))
+    pipeline = Pipeline(
+        real_model(config, torch.float32),
+        checks=CheckSettings(check="never"),
+        training=TrainingSettings(without_mtp=True),
+    )
     folder = pipeline.export(tmp_path / "model")
     pipeline.close()
     assert getattr(AutoConfig.from_pretrained(folder), key) == 0

@@ -13,7 +13,7 @@ from every_family import differences, micro_batches, our_step, plain_step, rando
 from family_configs import tiny_config
 from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline
 from tawpipe.errors import UserError
 from tawpipe.model.attention.indexers import Indexer, freeze_indexers
 from tawpipe.model.chain import Chain
@@ -73,7 +73,7 @@ def test_indexers_are_frozen_by_a_run_with_a_word(tmp_path):
 
 def test_indexers_are_frozen_by_the_library_with_a_word(caplog):
     model = real_model(tiny_config("deepseek_v32"), torch.float32)
-    with closing(Pipeline(model, check="never")) as pipeline:
+    with closing(Pipeline(model, checks=CheckSettings(check="never"))) as pipeline:
         assert "indexers of sparse attention: the loss gives them no gradient" in caplog.text
         assert not any(unit.trainable for unit in pipeline.chain.units if "indexer" in unit.slots[0].name)
     assert not model.model.layers[0].self_attn.indexer.wk.weight.requires_grad
@@ -116,5 +116,7 @@ def test_an_estimate_counts_the_states_of_one_layer_at_every_border(monkeypatch)
     monkeypatch.setattr(memory, "LEAST_CHUNK", 2)
     assert estimate_memory(chain, dtype=torch.float32, chunk_tokens=64).in_chunks["kept"] == (0, 0, most / 2)
     in_chunks = ScheduleSettings(sequence_chunk=2, recompute="selective")
-    with closing(Pipeline(chain, dtype=torch.float32, check="never", schedule=in_chunks)) as pipeline:
-        assert pipeline._costs._wiring.kept_per_token["kept"] == most / 2
+    with closing(
+        Pipeline(chain, dtype=torch.float32, checks=CheckSettings(check="never"), schedule=in_chunks)
+    ) as pipeline:
+        assert pipeline._steps._wiring.kept_per_token["kept"] == most / 2

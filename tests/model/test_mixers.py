@@ -23,14 +23,14 @@ from every_family import micro_batches, our_step, plain_step, random_model
 from family_configs import tiny_config
 from model_families import keep_fp64, meta_model, real_model
 from selected import quick_ones
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline
 from tawpipe.errors import UserError
 from tawpipe.model.attention.chunked import Chunk, KeyStore
 from tawpipe.model.chain import Chain
 from tawpipe.model.kernels import Documents
 from tawpipe.model.mixers.mixers import Mixer, RowCall, check_apart, make_mixer
-from tawpipe.pipeline.batches import LocalBatch
-from tawpipe.pipeline.refuse import refuse_cut_rows
+from tawpipe.pipeline.batch import LocalBatch
+from tawpipe.pipeline.setup import refuse_cut_rows
 from tawpipe.schedule.settings import ScheduleSettings
 
 differences = partial(every_family.differences, tolerance=1e-10)
@@ -236,7 +236,12 @@ def test_borders_that_a_kernel_is_not_given_are_seen(monkeypatch):
 def test_nothing_is_found_in_bfloat16(family: str, chunk: int):
     model = real_model(tiny_config(family), torch.float32)
     with closing(
-        Pipeline(model, dtype=torch.bfloat16, check="never", schedule=ScheduleSettings(sequence_chunk=chunk))
+        Pipeline(
+            model,
+            dtype=torch.bfloat16,
+            checks=CheckSettings(check="never"),
+            schedule=ScheduleSettings(sequence_chunk=chunk),
+        )
     ) as pipeline:
         parts = micro_batches(ROWS[:2])
         assert math.isfinite(pipeline.step(LocalBatch(2, 40, parts)).loss)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipelines import grouped
 from tawpipe.errors import UserError
-from tawpipe.pipeline.batches import Deal
+from tawpipe.pipeline.batch import Deal
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.schedule.settings import ScheduleSettings
 
@@ -82,7 +83,7 @@ def test_a_step_in_which_nothing_is_learned_is_left_out_and_said(
     empty = batch | {"labels": torch.full_like(batch["labels"], -100)}
     for given in ([empty, batch, empty, batch], [batch, batch]):
         make = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)  # noqa: E731
-        pipeline = Pipeline(small(), optimizer=make, **knobs)
+        pipeline = Pipeline(small(), optimizer=make, **grouped(knobs))
         results = [pipeline.step(one) for one in given]
         assert [one.tokens > 0 for one in results] == [one is batch for one in given]
         pipeline.drain()

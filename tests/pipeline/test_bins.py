@@ -9,7 +9,7 @@ import torch
 
 import model_families
 from borders import llama, piped
-from tawpipe import Pipeline
+from tawpipe import Pipeline, TrainingSettings
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
@@ -96,7 +96,7 @@ def test_kept_layers_follow_the_tokens_of_a_bin():
     with piped_pipeline(bin_tokens=4096, keep_mib=1) as pipeline:
         schedule = pipeline.schedule(1)
         layers = pipeline.spec.num_layers
-        kept = [pipeline._costs.layers_kept(schedule, {0: one_document(tokens)})[0] for tokens in (16, 512, 4096)]
+        kept = [pipeline._steps.layers_kept(schedule, {0: one_document(tokens)})[0] for tokens in (16, 512, 4096)]
         assert kept[0] == set(range(1, layers + 1)) > kept[2]
         assert all(one == set(range(layers - len(one) + 1, layers + 1)) for one in kept)
 
@@ -124,7 +124,7 @@ def test_documents_of_other_lengths_than_said_are_refused():
 def test_a_ready_schedule_is_for_rows():
     with piped_pipeline() as pipeline:
         ready = pipeline.schedule(1)
-    made = Pipeline(llama()(), schedule=ready, bin_tokens=32, dtype=torch.float64)
+    made = Pipeline(llama()(), schedule=ready, training=TrainingSettings(bin_tokens=32), dtype=torch.float64)
     with closing(made) as pipeline, pytest.raises(UserError, match="a ready one"):
         pipeline.part_of_documents([6], lambda _: one_document(6))
 

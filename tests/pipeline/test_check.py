@@ -13,6 +13,7 @@ from tawpipe.errors import UserError
 from tawpipe.model import cut
 from tawpipe.pipeline import check
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings
 
 
 class LayerWithPast(LlamaDecoderLayer):
@@ -50,7 +51,7 @@ class WithPenalty(LlamaForCausalLM):
 )
 def test_models_that_are_right_pass(family, on_meta):
     config = family_config(family)
-    pipeline = Pipeline(meta_model(config) if on_meta else real_model(config), check="always")
+    pipeline = Pipeline(meta_model(config) if on_meta else real_model(config), checks=CheckSettings(check="always"))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
@@ -58,7 +59,7 @@ def test_models_that_are_right_pass(family, on_meta):
 def test_a_model_that_is_not_what_its_blocks_are_is_refused_with_the_place():
     with pytest.raises(UserError, match=r"layer \d of LlamaForCausalLM|gradient"):
         Pipeline(with_past())
-    Pipeline(with_past(), check="never").close()
+    Pipeline(with_past(), checks=CheckSettings(check="never")).close()
 
 
 def test_a_loss_of_the_models_own_is_noticed():
@@ -95,7 +96,7 @@ def test_a_large_vocabulary_is_cut_for_the_check(monkeypatch):
     monkeypatch.setattr(cut, "LARGE_TABLE", 1000)
     losses = []
     for choice in ("always", "never"):
-        pipeline = Pipeline(llama()(), check=choice, dtype=torch.float64)
+        pipeline = Pipeline(llama()(), checks=CheckSettings(check=choice), dtype=torch.float64)
         losses.append(pipeline.step(rows_of()).loss)
         pipeline.close()
     assert losses[0] == losses[1]
@@ -137,7 +138,7 @@ def test_trained_tokens_have_a_gradient_wherever_they_are_in_the_vocabulary():
 def test_a_model_that_does_not_run_alone_is_said_not_to_be_checked():
     model = real_model(family_config("llama"))
     model.loss_function = len  # its own forward pass with labels ends with an error
-    pipeline = Pipeline(model, check="always")
+    pipeline = Pipeline(model, checks=CheckSettings(check="always"))
     assert "was not checked" in pipeline.checked
     pipeline.close()
 
@@ -151,7 +152,7 @@ def test_a_method_replaced_on_the_object_is_refused():
 
 def test_an_unknown_choice_is_refused():
     with pytest.raises(UserError, match="auto, always, never"):
-        Pipeline(real_model(family_config("llama")), check="sometimes")
+        Pipeline(real_model(family_config("llama")), checks=CheckSettings(check="sometimes"))
 
 
 @pytest.mark.parametrize("nodes", [2])

@@ -1,4 +1,4 @@
-"""The parts of a pipeline by themselves: rows, costs, limits of time, results, steps, state and what they share."""
+"""The parts of a pipeline by themselves: arguments, rows, steps, their costs, limits and results, state."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+import tawpipe
 from cases import LENGTH, llama
 from states import BATCHES, make
-from tawpipe import Pipeline, RunError, UserError
-from tawpipe.dealing.balance import LayerTime
+from tawpipe import CheckSettings, Pipeline, RunError, TrainingSettings, UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import InitSource, ModuleSource
-from tawpipe.pipeline.batches import Deal, LocalBatch
-from tawpipe.pipeline.costs import StepCosts
-from tawpipe.pipeline.limits import Limits
-from tawpipe.pipeline.local_rows import LocalRows
-from tawpipe.pipeline.results import Results
+from tawpipe.pipeline.batch import Deal, LocalBatch
+from tawpipe.pipeline.setup import first_values
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
-from tawpipe.pipeline.wiring import first_values
 from tawpipe.runtime.watch.limits import FACTOR
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 
@@ -40,14 +36,16 @@ def result(*, alike: bool = True, **changes: Any) -> Any:
     return SimpleNamespace(**FINE | changes, wait=lambda: None, require_alike=require_alike)
 
 
-def results(skip_limit: int = 0) -> Results:
+def steps(skip_limit: int = 0, told: list[timedelta] | None = None) -> Steps:
     wiring: Any = SimpleNamespace(
         world=SimpleNamespace(rank=0),
-        settings=SimpleNamespace(early_updates=False),
-        executor=SimpleNamespace(drain=lambda: None),
+        training=TrainingSettings(skip_limit=skip_limit),
+        timeout=timedelta(seconds=60),
+        schedules=SimpleNamespace(settings=SimpleNamespace(early_updates=False)),
+        executor=SimpleNamespace(drain=lambda: None, watchdog=SimpleNamespace(limit_s=0.0, ends=True)),
+        transport=SimpleNamespace(set_timeout=[].append if told is None else told.append),
     )
-    limits: Any = SimpleNamespace(took=lambda seconds: None)
-    return Results(wiring, limits, skip_limit)
+    return Steps(wiring, Deal(2, 0, 1))
 
 
 @pytest.fixture
@@ -56,28 +54,47 @@ def pipeline() -> Iterator[Pipeline]:
         yield trained
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("clip_norm", 1.0, "training=tawpipe.TrainingSettings(clip_norm=1.0)"),
+        ("check", "never", "checks=tawpipe.CheckSettings(check='never')"),
+    ],
+)
+def test_an_argument_of_before_is_refused_by_its_new_place(name: str, value: Any, place: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Pipeline(llama(torch.float32), **{name: value})
+    assert str(refused.value) == f"{name}: got {value!r}; Pipeline({place})"
+    assert isinstance(eval(place.split("=", 1)[1], {"tawpipe": tawpipe}), TrainingSettings | CheckSettings)
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clipnorm'"):
+        Pipeline(llama(torch.float32), clipnorm=1.0)
+
+
 def test_a_result_is_judged_when_two_are_under_way() -> None:
-    judged = results()
-    judged.add(result(alike=False))
+    judged = steps()
+    judged._recent.append(result(alike=False))
     judged.make_room()  # one may be ahead
-    judged.add(result())
-    judged.add(result(alike=False))
+    judged._recent.append(result())
+    judged._recent.append(result(alike=False))
     with pytest.raises(UserError, match="batch: got 'different ones"):
         judged.make_room()
     judged.drain()  # the caller knows
 
 
 def test_the_end_of_the_process_judges_what_the_caller_has_not_been_told() -> None:
-    judged = results()
-    judged.add(result(alike=False, told=True))
+    judged = steps()
+    judged._recent.append(result(alike=False, told=True))
     judged.end()
-    judged.add(result(alike=False))
+    judged._recent.append(result(alike=False))
     with pytest.raises(UserError, match="batch: got 'different ones"):
         judged.end()
 
 
 def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> None:
-    judged, bad = results(skip_limit=2), result(finite=False, loss=float("nan"))
+    judged, bad = steps(skip_limit=2), result(finite=False, loss=float("nan"))
     for taken in (bad, bad, result(), bad, bad):
         judged.judge(taken)
     assert judged.skipped == 2
@@ -91,12 +108,8 @@ def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> Non
 
 def test_limits_reach_the_transport_and_the_watchdog_which_ends_nothing_unless_asked() -> None:
     told: list[timedelta] = []
-    watchdog = SimpleNamespace(limit_s=0.0, ends=True)
-    wiring: Any = SimpleNamespace(
-        executor=SimpleNamespace(watchdog=watchdog), transport=SimpleNamespace(set_timeout=told.append)
-    )
-    rows: Any = None
-    limits = Limits(wiring, rows, timedelta(seconds=60))
+    limits = steps(told=told)
+    watchdog = limits._wiring.executor.watchdog
     for _ in range(2):
         limits.took(100.0)
     assert told[-1] == timedelta(seconds=2 * 100 * FACTOR + 30)
@@ -106,29 +119,28 @@ def test_limits_reach_the_transport_and_the_watchdog_which_ends_nothing_unless_a
 
 
 def test_rows_of_a_batch_have_a_shape_and_a_busiest_rank() -> None:
-    schedules: Any = None
-    world: Any = SimpleNamespace(size=4, rank=1)
-    rows = LocalRows(Deal(2, 1, 4), schedules, world, bin_tokens=0, work=LayerTime(()))
+    deal = Deal(2, 1, 4)
     local = LocalBatch(11, 16, [])
-    assert rows.form(local) == 6 and rows.tokens(local) == 32
-    assert rows.busiest(local) == ([16] * 4, 1)  # two of the six micro-batches
+    assert deal.form(local) == 6 and deal.tokens(local) == 32
+    assert deal.busiest(local) == ([16] * 4, 1)  # two of the six micro-batches
+
+
+def test_documents_are_dealt_only_where_bins_have_a_size(pipeline: Pipeline) -> None:
     with pytest.raises(UserError, match="bin_tokens: got 0"):
-        rows.dealing()
+        pipeline.deal([3])
 
 
 def test_costs_grow_with_tokens_and_need_no_link_on_one_process(pipeline: Pipeline) -> None:
-    costs, schedule = pipeline._costs, pipeline.schedule(4)
-    assert isinstance(costs, StepCosts)
-    less, more = costs.of(schedule, LENGTH), costs.of(schedule, 2 * LENGTH)
+    schedule = pipeline.schedule(4)
+    less, more = (pipeline._steps.costs(schedule, tokens) for tokens in (LENGTH, 2 * LENGTH))
     assert 0 < less.activation_bytes < more.activation_bytes and not any(less.link_sent_bytes)
 
 
 def test_a_schedule_has_its_buffers_once(pipeline: Pipeline) -> None:
-    steps, adopted = pipeline._steps, []
-    assert isinstance(steps, Steps)
+    adopted = []
     adopt = pipeline.executor.adopt
     pipeline.executor.adopt = lambda schedule: adopted.append(schedule) or adopt(schedule)  # type: ignore[method-assign]
-    assert steps.schedule(3) is steps.schedule(3) and len(adopted) == 1
+    assert pipeline.schedule(3) is pipeline.schedule(3) and len(adopted) == 1
 
 
 def test_a_state_counts_steps_and_is_whole_again_after_a_load(pipeline: Pipeline, tmp_path) -> None:
@@ -137,12 +149,12 @@ def test_a_state_counts_steps_and_is_whole_again_after_a_load(pipeline: Pipeline
     pipeline.step(BATCHES[0])
     pipeline.save(tmp_path / "one")
     pipeline.step(BATCHES[1])
-    assert state.step_number == 2
+    assert pipeline.step_number == 2
     state._whole = False
     with pytest.raises(RunError, match="half of a state"):
         pipeline.step(BATCHES[0])
     pipeline.load(tmp_path / "one")
-    assert state.step_number == pipeline.step_number == 1
+    assert pipeline.step_number == 1
 
 
 def test_first_values_are_the_models_or_drawn_where_it_has_none() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cases import llama
 from states import BATCHES, make
-from tawpipe import Pipeline, UserError
+from tawpipe import CheckSettings, Pipeline, UserError
 from tawpipe.model.chain import Chain
 
 
@@ -21,7 +21,7 @@ def test_it_has_the_loss_of_its_chain() -> None:
     chain = Chain(llama(torch.float32), loss=twice)
     with pytest.raises(UserError, match=r"loss: got .*unset beside a Chain"):
         Pipeline(chain, loss=twice)
-    with closing(make()) as plain, closing(Pipeline(chain, check="never")) as pipeline:
+    with closing(make()) as plain, closing(Pipeline(chain, checks=CheckSettings(check="never"))) as pipeline:
         once = plain.step(BATCHES[0]).loss
         assert once is not None and pipeline.step(BATCHES[0]).loss == pytest.approx(2 * once, rel=1e-5)
     with pytest.raises(UserError):

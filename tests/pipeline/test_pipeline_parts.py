@@ -16,9 +16,9 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import build_units
 from tawpipe.orders.fitting import one_by_one
-from tawpipe.pipeline.local_rows import NOTHING, rows_of
-from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy
+from tawpipe.pipeline.batch import NOTHING, rows_of
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.pipeline.setup import refuse_cut_rows, refuse_settings, refuse_strategy
 from tawpipe.pipeline.state import Parameters
 from tawpipe.runtime.homes.optimizer import adamw, whole_matrices
 from tawpipe.runtime.homes.storage import Storage

@@ -16,7 +16,7 @@ from plan_requests import looking_at, plan_request, profile, search_only, step_o
 from schedules import llama, make
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.pipeline.refuse import refuse_host
+from tawpipe.pipeline.setup import refuse_host
 from tawpipe.plan.cost.feasible import lacking, shortage
 from tawpipe.plan.cost.predict import memory_quickly, predict, state_bytes
 from tawpipe.plan.cost.request import PlanRequest

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, search_only, step_of
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.bits.quantized import passing_bytes
@@ -208,7 +208,7 @@ def test_what_dequantising_takes_is_in_the_plan(tmp_path, form):
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     model.requires_grad_(False).model.norm.requires_grad_()
-    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, quantize=form)
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, training=TrainingSettings(quantize=form))
     ids = torch.randint(0, 1000, (1, 8))
     pipeline.step({"input_ids": ids, "labels": ids})
     pipeline.drain()
@@ -241,7 +241,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
         model = LlamaForCausalLM(CONFIG)
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
-    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, quantize="nf4")
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, training=TrainingSettings(quantize="nf4"))
     ids = torch.randint(0, 1000, (1, 512))
     batch = {"input_ids": ids, "labels": ids}
     pipeline.step(batch)
@@ -272,7 +272,7 @@ def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
     parts = needs.parts
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
-    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, check="never")
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, checks=CheckSettings(check="never"))
     ids = torch.randint(0, 1000, (1, 2048))
     pipeline.step({"input_ids": ids[:, :1024], "labels": ids[:, :1024]})
     pipeline.drain()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fake_cuda import DEVICE, fake_cuda
-from tawpipe.pipeline.batches import Deal
+from tawpipe.pipeline.batch import Deal
 from tawpipe.plan.cost import measure, profile
 from tawpipe.prove import reserved, waits
 from tawpipe.prove.models import alone, llama

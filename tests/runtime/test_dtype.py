@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from borders import llama, sgd
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline
 from tawpipe.errors import UserError
 from tawpipe.runtime.dtype import chosen_dtype, computes_in_bfloat16
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_keeps_its_dtype_where_the_devices_compute_in_it(monkeypat
 
 
 def test_the_library_takes_auto_or_a_dtype_of_torch():
-    pipeline = Pipeline(llama()(), optimizer=sgd, check="never")
+    pipeline = Pipeline(llama()(), optimizer=sgd, checks=CheckSettings(check="never"))
     assert pipeline.dtype == torch.float32 and not computes_in_bfloat16(pipeline.world.device)
     pipeline.close()
     with pytest.raises(UserError, match=r"dtype: got 'bf16'; torch.float32, torch.bfloat16, torch.float64 or 'auto'"):

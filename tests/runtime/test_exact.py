@@ -15,7 +15,7 @@ from exact import run_cases
 from schedule_numbers import check_numbers
 from schedules import group_sizes, llama, make
 from tawpipe.errors import UserError
-from tawpipe.pipeline.refuse import refuse_settings
+from tawpipe.pipeline.setup import refuse_settings
 from tawpipe.runtime.transport.exact import (
     ABSENT,
     CODED,

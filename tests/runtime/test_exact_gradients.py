@@ -14,7 +14,7 @@ from exact import run_cases
 from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
-from tawpipe.pipeline.refuse import refuse_settings
+from tawpipe.pipeline.setup import refuse_settings
 from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings

@@ -11,7 +11,7 @@ import torch
 
 from cases import llama
 from served_families import plain_model
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.transport import transport
@@ -35,7 +35,7 @@ def serves(folder: Any) -> None:
 
 
 def trains(_: Any) -> None:
-    Pipeline(llama(torch.float32, layers=2), world=WORLD, check="never", dtype=torch.float32)
+    Pipeline(llama(torch.float32, layers=2), world=WORLD, checks=CheckSettings(check="never"), dtype=torch.float32)
 
 
 def generates(_: Any) -> None:

@@ -29,7 +29,10 @@ def calls_of_a_step(layers: int, recompute: str) -> int:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, num_key_value_heads=2))
         pipeline = tawpipe.Pipeline(
-            model, dtype=torch.float32, check="never", schedule=ScheduleSettings(recompute=recompute)
+            model,
+            dtype=torch.float32,
+            checks=tawpipe.CheckSettings(check="never"),
+            schedule=ScheduleSettings(recompute=recompute),
         )
         ids = torch.ones(2, 8, dtype=torch.long)
         for _ in range(2):

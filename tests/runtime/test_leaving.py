@@ -56,7 +56,8 @@ for number, path in enumerate(said, 1):
 """What takes seconds, once for all scripts: each goes on from here in children, whose interpreters end as any does."""
 
 SCRIPT = """
-pipeline = tawpipe.Pipeline(llama(torch.float32, layers=2), check="never")
+unchecked = tawpipe.CheckSettings(check="never")
+pipeline = tawpipe.Pipeline(llama(torch.float32, layers=2), checks=unchecked)
 ids = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
 step = lambda one: one.step({"input_ids": ids, "labels": ids})
 
@@ -72,7 +73,7 @@ if how == "gone":  # nobody holds the pipeline when its steps are under way
 elif how == "caught on one rank":
     fails = rank == 0
     loss = lambda logits, labels: [logits.float().sum() * 0][fails and pipeline is None]
-    own, pipeline = tawpipe.Pipeline(llama(torch.float32, layers=2), check="never", loss=loss), None
+    own, pipeline = tawpipe.Pipeline(llama(torch.float32, layers=2), checks=unchecked, loss=loss), None
     leaving.PATIENCE_S = 1.0
     try:
         step(own).loss
@@ -80,7 +81,7 @@ elif how == "caught on one rank":
         sys.exit(7)
 elif how == "caught":  # the model is refused by its check, a loss fails, then all is well; no group is left by hand
     loss = lambda logits, labels: [][0]
-    other = tawpipe.Pipeline(llama(torch.float32, layers=2), check="never", loss=loss)
+    other = tawpipe.Pipeline(llama(torch.float32, layers=2), checks=unchecked, loss=loss)
     try:
         step(other).loss
         sys.exit("not raised")
@@ -336,7 +337,7 @@ def left(world: World) -> tuple[bool, list[bool]]:
             world.barrier()  # a rank that fails earlier would let the others wait for it
         return broken(logits, labels)
 
-    made = tawpipe.Pipeline(llama(torch.float32), loss=loss, world=world, check="never")
+    made = tawpipe.Pipeline(llama(torch.float32), loss=loss, world=world, checks=tawpipe.CheckSettings(check="never"))
     tried.append(True)
     with pytest.raises(ValueError, match="the user's loss"):
         made.step(*batches(4, 1)).wait()

@@ -108,7 +108,7 @@ def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
 def test_a_pipeline_expects_of_its_first_step_what_nothing_has_measured(monkeypatch):
     asked: list[tuple[float, float]] = []
     estimate = lambda flops, link_bytes, **_: asked.append((flops, link_bytes)) or 1000.0  # noqa: E731
-    monkeypatch.setattr("tawpipe.pipeline.limits.estimate_s", estimate)
+    monkeypatch.setattr("tawpipe.pipeline.steps.estimate_s", estimate)
     pipeline = make(delay=lambda lane: lambda: 0.02 if lane == "COMPUTE" else 0.0)
     told: list[timedelta] = []
     monkeypatch.setattr(pipeline.transport, "set_timeout", told.append)

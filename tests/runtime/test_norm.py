@@ -40,7 +40,7 @@ def test_the_norm_of_a_large_gradient_is_exact():
         type(llama(torch.float32))(config),
         optimizer=tawpipe.adamw(0.0),
         world=World(Topology.grid(1, 1), 0, torch.device("cpu"), None),
-        clip_norm=None,
+        training=tawpipe.TrainingSettings(clip_norm=None),
         loss=lambda logits, labels: (logits.sin() * 1e-2)[labels != -100].sum(),
     )
     ids = torch.arange(12).view(2, 6)

@@ -202,7 +202,11 @@ def test_the_natural_factory_works_and_may_ask_for_whole_shapes():
     ):
         plain = llama(torch.float64)
         pipeline = tawpipe.Pipeline(
-            llama(torch.float64), optimizer=factory, dtype=torch.float64, world=world, clip_norm=None
+            llama(torch.float64),
+            optimizer=factory,
+            dtype=torch.float64,
+            world=world,
+            training=tawpipe.TrainingSettings(clip_norm=None),
         )
         pipeline.step(batch)
         optimizer = make(list(plain.parameters()), shape) if shape else torch.optim.SGD(plain.parameters(), lr=1.0)

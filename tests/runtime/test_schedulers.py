@@ -40,7 +40,13 @@ def groups(parameters: Any, dimensions: Callable[[Any], int]) -> list[dict[str, 
 
 
 def make() -> tawpipe.Pipeline:
-    return tawpipe.Pipeline(llama(torch.float64), optimizer=factory, dtype=torch.float64, world=ALONE, clip_norm=None)
+    return tawpipe.Pipeline(
+        llama(torch.float64),
+        optimizer=factory,
+        dtype=torch.float64,
+        world=ALONE,
+        training=tawpipe.TrainingSettings(clip_norm=None),
+    )
 
 
 def advance(scheduler: Any, loss: float) -> None:
@@ -81,7 +87,11 @@ def test_an_option_that_is_set_back_is_what_it_was(option):
     plain = llama(torch.float64)
     optimizer = make_one(plain.parameters())
     pipeline = tawpipe.Pipeline(
-        llama(torch.float64), optimizer=make_one, dtype=torch.float64, world=ALONE, clip_norm=None
+        llama(torch.float64),
+        optimizer=make_one,
+        dtype=torch.float64,
+        world=ALONE,
+        training=tawpipe.TrainingSettings(clip_norm=None),
     )
     both = optimizer, pipeline.optimizer
     cycles = [] if values else [CyclicLR(one, RATE / 2, RATE, 2, base_momentum=0.2, max_momentum=0.9) for one in both]

@@ -19,7 +19,7 @@ from schedules import EVERY, llama, make
 from streams import LENGTH, decoded, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
-from tawpipe.pipeline.batches import Deal
+from tawpipe.pipeline.batch import Deal
 from tawpipe.runtime.compute import moves, rows
 from tawpipe.runtime.homes import slices, streaming
 from tawpipe.runtime.homes.named_optimizers import BY_NAME

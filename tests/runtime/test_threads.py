@@ -92,7 +92,7 @@ def test_every_thread_that_is_made_is_looked_at() -> None:
 def test_the_threads_of_a_pipeline(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
     pipeline = make_pipeline(tiny(1), world=WORLD, dtype=torch.float32, check="never")
-    pipeline._results.judge = lambda result: result.wait()
+    pipeline._steps.judge = lambda result: result.wait()  # type: ignore[method-assign]
     pipeline.set_timeout(timedelta(hours=1))
     pipeline.step(rows_of(1, 4))
     dog = pipeline.executor.watchdog

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe import Pipeline
+from tawpipe import CheckSettings, Pipeline
 from tawpipe.runtime.compute.activations import Activations, LayerGraph
 from tawpipe.runtime.compute.moves import copy
 from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
@@ -104,7 +104,7 @@ def test_keeping_a_graph_takes_as_long_in_a_deep_model():
             vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2
         )
         schedule = ScheduleSettings(recompute="none", micro_batches_per_visit=2)
-        pipeline = Pipeline(LlamaForCausalLM(config), check="never", schedule=schedule)
+        pipeline = Pipeline(LlamaForCausalLM(config), checks=CheckSettings(check="never"), schedule=schedule)
         for profile in (None, cProfile.Profile()):
             if profile:
                 pipeline.executor.on_compute(profile.enable)

@@ -80,7 +80,13 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_states():
         return total * float("inf") if poisoned[0] else total
 
     pipeline = tawpipe.Pipeline(
-        experts(), optimizer=factory("muon"), loss=loss, skip_limit=3, world=ALONE, check="never", dtype=torch.float64
+        experts(),
+        optimizer=factory("muon"),
+        loss=loss,
+        training=tawpipe.TrainingSettings(skip_limit=3),
+        world=ALONE,
+        checks=tawpipe.CheckSettings(check="never"),
+        dtype=torch.float64,
     )
     batch = {"input_ids": batches(2, 1)[0]["input_ids"]} | {"labels": batches(2, 1)[0]["input_ids"]}
 
@@ -110,7 +116,9 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_states():
 def test_every_optimizer_by_name_trains_and_keeps_what_is_said(name):
     decay = {"weight_decay": 0.1} | ({"betas": (0.9, 0.95)} if name == "adam" else {})
     made = BY_NAME[name](1e-2, **decay, **({"eps": 1e-8} if name in ("adam", "rmsprop") else {}))
-    pipeline = tawpipe.Pipeline(experts(), optimizer=made, world=ALONE, check="never", dtype=torch.float64)
+    pipeline = tawpipe.Pipeline(
+        experts(), optimizer=made, world=ALONE, checks=tawpipe.CheckSettings(check="never"), dtype=torch.float64
+    )
     losses = [pipeline.step(batches(2, 1)[0]).loss for _ in range(3)]
     pipeline.drain()
     assert losses[2] < losses[0]

@@ -14,9 +14,9 @@ from cases import VOCABULARY, llama
 from every_family import random_model
 from served_families import prompts
 from states import ALONE, everything, make, same, train
-from tawpipe import Pipeline, UserError
+from tawpipe import CheckSettings, Pipeline, UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.pipeline.results import Continuation
+from tawpipe.pipeline.steps import Continuation
 from tawpipe.serving.generate import DrawnTokens, Wanted, by_evaluation
 from tawpipe.serving.passes import Sampling
 
@@ -107,7 +107,9 @@ def test_on_processes(pool: Any, knobs: dict[str, Any]) -> None:
 def test_families_whose_requests_share_no_pass(family: str) -> None:
     """Documents in turn, and mixers."""
     plain = random_model(family).eval()
-    with closing(Pipeline(random_model(family), dtype=torch.float64, world=ALONE, check="never")) as pipeline:
+    with closing(
+        Pipeline(random_model(family), dtype=torch.float64, world=ALONE, checks=CheckSettings(check="never"))
+    ) as pipeline:
         texts = pipeline.generate(prompts(), 4, temperature=0.0)
     assert [[*ids, *text.ids] for ids, text in zip(prompts(), texts, strict=True)] == [
         greedy(plain, ids, 4) for ids in prompts()

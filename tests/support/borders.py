@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMod
 from model_families import VOCABULARY, family_config, real_model
 from pipelines import make_pipeline
 from tawpipe.errors import UserError
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.world import World
 

@@ -25,7 +25,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.bits.quantized import NF4
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import InitSource
-from tawpipe.pipeline.batches import Deal, LocalBatch
+from tawpipe.pipeline.batch import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine.probe import probe
 from tawpipe.runtime.compute import moves

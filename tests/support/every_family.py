@@ -34,9 +34,9 @@ from tawpipe.model.attention.indexers import freeze_indexers
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import taken_by
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.pipeline.check import change_by_future
-from tawpipe.pipeline.refuse import refuse_cut_rows
+from tawpipe.pipeline.setup import refuse_cut_rows
 from tawpipe.schedule.settings import ScheduleSettings
 
 PACKED = ((11, 6, 7), (13, 11))
@@ -198,7 +198,12 @@ def our_step(model: Any, rows: Rows, *, together: int = 1, **settings: Any) -> t
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
     schedule = ScheduleSettings(**settings)
     pipeline = tawpipe.Pipeline(
-        model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never", schedule=schedule
+        model,
+        dtype=torch.float64,
+        training=tawpipe.TrainingSettings(clip_norm=None),
+        optimizer=sgd,
+        checks=tawpipe.CheckSettings(check="never"),
+        schedule=schedule,
     )
     parts = micro_batches(rows)
     parts = [MicroBatch.cat(parts[first : first + together]) for first in range(0, len(parts), together)]

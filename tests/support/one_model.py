@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from cases import llama
+from pipelines import grouped
 from tawpipe.checkpoint.resume import Mark, ResumePoint
 from tawpipe.console import Console
 from tawpipe.errors import UserError
@@ -139,7 +140,7 @@ def of_models(world: World, *, folders: list[str]) -> dict[str, str]:
     for name, case in cases.items():
 
         def make(given: dict[str, Any]) -> None:
-            Pipeline(**given, world=world, check="never", dtype=torch.float32).close()
+            Pipeline(**grouped({**given, "check": "never"}), world=world, dtype=torch.float32).close()
 
         try:
             found[name] = words(partial(make, case()))

@@ -20,7 +20,7 @@ from pool import WorkerPool
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import ModuleSource
-from tawpipe.pipeline.results import Continuation
+from tawpipe.pipeline.steps import Continuation
 from tawpipe.runtime.world import World
 from tawpipe.schedule.laps import build_laps
 from tawpipe.serving.engine import Engine, StagesEngine, load_engine

@@ -91,7 +91,7 @@ def played(
             optimizer=optimizer or partial(SGD, lr=0.05, momentum=momentum, fused=True),
             **knobs,
         )
-        pipeline._results.judge = lambda result: result.wait()  # of numbers that peers would have had a part in
+        pipeline._steps.judge = lambda result: result.wait()  # type: ignore[method-assign]  # of numbers that peers would have had a part in
         for step, length in enumerate(lengths):
             if documents:
                 batch: Any = pipeline.part_of_documents(documents, partial(_document, documents))

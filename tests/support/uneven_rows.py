@@ -16,7 +16,7 @@ from pipelines import make_pipeline
 from pool import WorkerPool
 from schedules import EVERY
 from tawpipe.errors import UserError
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology

@@ -175,6 +175,6 @@ def apart(world: World) -> str:
     except tawpipe.UserError as error:
         return str(error)
     finally:
-        pipeline._results.forget()
+        pipeline._steps.forget()
         pipeline.close()
     return ""

@@ -51,7 +51,7 @@ def _run(words: PlanWords) -> int:
     from tawpipe.model.attention.attention_kernel import activate_flash
     from tawpipe.model.bits.lowbit import EXACT
     from tawpipe.model.files.build import text_config_of
-    from tawpipe.pipeline.refuse import refuse_settings
+    from tawpipe.pipeline.setup import refuse_settings
     from tawpipe.plan.answer.page import write_plan_page
     from tawpipe.plan.cost.measure import device_name
     from tawpipe.plan.machine.doctor import probe_machine
@@ -133,7 +133,7 @@ def _request(
     from tawpipe.model.files.build import PRESETS, build_model
     from tawpipe.model.flops import work_of
     from tawpipe.model.refuse import settle_mtp
-    from tawpipe.pipeline.refuse import refuse_cut_rows
+    from tawpipe.pipeline.setup import refuse_cut_rows
     from tawpipe.plan.cost.measure import Asked, request_of
     from tawpipe.plan.cost.typical import LOOKED_AT, typical_documents
     from tawpipe.train.settings.optimizers import factory_of

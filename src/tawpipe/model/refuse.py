@@ -91,7 +91,7 @@ def settle_mtp(model: Any, *, without: bool) -> None:
             untrained = f"multi-token-prediction heads ({key}={heads}) are neither trained nor exported"
             raise unsupported(
                 type(model).__name__,
-                f"{untrained}; --without-mtp (Pipeline(without_mtp=True)) trains the model without them",
+                f"{untrained}; --without-mtp (TrainingSettings(without_mtp=True)) trains the model without them",
             )
         if heads:
             setattr(text, key, 0)

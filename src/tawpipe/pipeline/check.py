@@ -28,7 +28,8 @@ from tawpipe.model.refuse import NOT_CAUSAL, unsupported
 from tawpipe.model.stubs import HIDDEN, taken_by
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
+from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
 from tawpipe.runtime.compute.randomness import OwnGenerator
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.world import World
@@ -38,7 +39,6 @@ from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-CHOICES = ("auto", "always", "never")
 DOCUMENTS = (9, 14)
 """Tokens of the documents that the step is taken on."""
 CHUNK = 5
@@ -326,11 +326,11 @@ def check_on_rank_0(
             loss=loss,
             optimizer=still,
             dtype=dtype,
-            clip_norm=None,
-            check="never",
             micro_batch=batch.input_ids.shape[0],
             world=alone,
             schedule=ScheduleSettings(sequence_chunk=CHUNK if in_chunks else 0),
+            training=TrainingSettings(clip_norm=None),
+            checks=CheckSettings(check="never"),
         )
         if pipe.chain.in_turn and not chain.in_turn:
             pipe.close()

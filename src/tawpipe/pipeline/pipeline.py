@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ from torch import Tensor, nn
 from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.save import Saved, Saving
 from tawpipe.checkpoint.store import Store
-from tawpipe.dealing.balance import Bin, Bins, LayerTime
+from tawpipe.dealing.balance import Bin, Bins
 from tawpipe.doors import Door
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.attention.indexers import freeze_indexers, frozen_words
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import refuse_emptied
-from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.buffers import wide_parameters, wide_words
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.files.carried import NOTHING_CARRIED, Carried
@@ -36,17 +36,23 @@ from tawpipe.model.flops import work_of
 from tawpipe.model.loss import Loss
 from tawpipe.model.refuse import settle_mtp
 from tawpipe.model.weights import WeightSource
-from tawpipe.pipeline.batches import Deal, LocalBatch, Share
+from tawpipe.pipeline.batch import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import check_on_rank_0, is_tested, slices_of_documents
-from tawpipe.pipeline.costs import StepCosts
-from tawpipe.pipeline.limits import Limits
-from tawpipe.pipeline.local_rows import LocalRows
-from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy, refuse_values
-from tawpipe.pipeline.results import Continuation, Results
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.pipeline.setup import (
+    CheckSettings,
+    TrainingSettings,
+    Wiring,
+    filled_homes,
+    refuse_cut_rows,
+    refuse_old_arguments,
+    refuse_settings,
+    refuse_strategy,
+    refuse_values,
+    values_alike,
+)
 from tawpipe.pipeline.state import State
-from tawpipe.pipeline.steps import Steps
-from tawpipe.pipeline.wiring import Wiring, filled_homes, values_alike
+from tawpipe.pipeline.steps import Continuation, Steps
 from tawpipe.runtime.compute.measures import AnswersByRow, Measure
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.homes.groups import PipelineOptimizer
@@ -54,7 +60,6 @@ from tawpipe.runtime.homes.home_actions import UpdateRule
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.leaving import leave_at_exit
-from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.watch.recording import Recording
 from tawpipe.runtime.watch.stalls import Others
 from tawpipe.runtime.watch.watchdog import write_record
@@ -87,34 +92,15 @@ class Pipeline:
             ``tawpipe.whole_matrices(factory)``, under ``tawpipe-whole``.
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
-        bin_tokens: of documents of uneven lengths, the most that a process computes at once (``part_of_documents``).
-            Longer documents pass a pipeline in slices; elsewhere they need ``sequence_ranks``.
-        work: the time of documents, by which they are dealt; by default their FLOPs.
         schedule: how weights travel: settings; the name of a strategy; a strategy of your own; or a ready ``Schedule``,
             for batches of as many micro-batches as it has.
         dtype: in which weights travel and blocks compute; ``auto`` is bf16 where every device computes in it (GPUs
             from compute capability 8 on), else fp32. Masters, gradients at home and optimizer state are fp32 (fp64 for
             fp64).
-        clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers, which
-            ``ScheduleSettings.early_updates`` does: what is not finite has then reached the weights when ``step``,
-            ``drain`` or ``save`` says so.
-        compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
-        quantize: form in which frozen matrices of layers live and travel, ``nf4`` or ``int8``; they are dequantised
-            where a block computes. ``none`` for that of all others.
-        seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
-            alone. torch's default generators are left to the caller.
-        check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
-            ``auto``, for models that the tests do not cover (docs/models.md), and where rows run in chunks.
-        without_mtp: train and export a model without its multi-token-prediction heads, which are not trained here.
         world: the processes; found from torchrun's variables by default.
-        strict: check the sequence number and action of every message.
-        timeout: of a step, or ten times what steps take if that is more (``limit``). Communication fails after twice
-            that and 30 s. Before, every rank prints what it waits for and goes on waiting: after the limit in the first
-            two steps, from then on after ten times what steps take, a minute at least.
-        delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
-        skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
-            that is an error; 0 for an error at once.
-        injector: makes faults happen; for tests.
+        training: how the model is trained: clipping, random numbers, documents of uneven lengths, form of the layers.
+        checks: how the model is checked and steps are watched.
+        old: arguments of earlier versions, refused with the new place.
 
     Raises:
         UserError: a model, an optimizer or a setting that cannot work.
@@ -128,35 +114,28 @@ class Pipeline:
         optimizer: OptimizerFactory | None = None,
         loss: Loss | None = None,
         micro_batch: int = 1,
-        bin_tokens: int = 0,
-        work: LayerTime | None = None,
         schedule: ScheduleSettings | Strategy | Schedule | str = DEFAULT,
         dtype: torch.dtype | str = AUTO,
-        clip_norm: float | None = 1.0,
-        compile_layers: bool = False,
-        quantize: str = NONE,
-        seed: int = 0,
-        check: str = "auto",
-        without_mtp: bool = False,
         world: World | None = None,
-        strict: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
-        delay: Callable[[str], Callable[[], float]] | None = None,
-        skip_limit: int = 0,
-        injector: Injector | None = None,
+        training: TrainingSettings | None = None,
+        checks: CheckSettings | None = None,
+        **old: object,
     ) -> None:
         # What the user said, and the processes.
-        refuse_values(micro_batch=micro_batch, dtype=dtype, clip_norm=clip_norm, seed=seed, check=check)
-        self.world = world = world or connect(timeout=timeout)
-        self.micro_batch, self.clip_norm, self.seed, self.injector = micro_batch, clip_norm, seed, injector
+        refuse_old_arguments(old)
+        training, checks = training or TrainingSettings(), checks or CheckSettings()
+        refuse_values(micro_batch, dtype, training, checks)
+        self.world = world = world or connect(timeout=checks.timeout)
+        self.micro_batch, self.training = micro_batch, training
+        self.seed, self.injector = training.seed, checks.injector
         self.dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, world)[0]]
         self.settings = settings = strategy_of(schedule)[1]
         self.sequence_ranks = settings.sequence_ranks or 1
         refuse_settings(
             settings,
-            clip_norm=clip_norm,
-            compile_layers=compile_layers,
-            quantize=quantize,
+            clip_norm=training.clip_norm,
+            compile_layers=training.compile_layers,
+            quantize=training.quantize,
             dtype=self.dtype,
             on_gpus=world.device.type == "cuda",
         )
@@ -173,48 +152,42 @@ class Pipeline:
             if loss is not None:
                 raise UserError("loss", loss, "unset beside a Chain, which was made with its own")
             loss = chain.loss
-        settle_mtp(chain.model, without=without_mtp)
+        settle_mtp(chain.model, without=training.without_mtp)
         refuse_cut_rows(chain, settings)
-        self.work = work or work_of(chain)
-        source = values_alike(chain, weights, seed, world)
+        self.work = training.work or work_of(chain)
+        source = values_alike(chain, weights, training.seed, world)
+
+        # A check of the model, unless the tests know its family.
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
-        cuts = None
-        if bin_tokens and strategy_of(schedule)[0].axis and not compile_layers:
-            cuts, self.checked = slices_of_documents(Pipeline, chain, source, world, loss=loss, check=check)
-        # Which the tests of all families do not know.
+        self._cuts: float | None = None
+        """How documents may be cut, see ``Strategy.dealing``."""
+        if training.bin_tokens and strategy_of(schedule)[0].axis and not training.compile_layers:
+            self._cuts, self.checked = slices_of_documents(
+                Pipeline, chain, source, world, loss=loss, check=checks.check
+            )
         in_chunks = bool(settings.sequence_chunk) or self.sequence_ranks > 1
-        checks = check == "always" or (check == "auto" and (in_chunks or not is_tested(chain.given, loss)))
-        if checks and not self.checked:
+        untested = checks.check == "auto" and (in_chunks or not is_tested(chain.given, loss))
+        if (checks.check == "always" or untested) and not self.checked:
             self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
-        chain.quantise(quantize, self.dtype)
+        chain.quantise(training.quantize, self.dtype)
         self.spec = chain.spec
 
         # Its schedules, which refuse before anything is allocated; its homes, and what runs steps on them.
         optimizer = optimizer or adamw()
-        self._schedules = Schedules(schedule, chain.spec, world)
-        refuse_strategy(chain, self._schedules.smallest, optimizer=optimizer, compile_layers=compile_layers)
+        self._schedules = schedules = Schedules(schedule, chain.spec, world)
+        smallest = schedules.smallest
+        refuse_strategy(chain, smallest, optimizer=optimizer, compile_layers=training.compile_layers)
         world_of_saves = world.with_group("saves", timedelta(days=7))  # while there are no lanes that an error leaves
-        self.storage = filled_homes(chain, source, self._schedules, world, self.dtype, optimizer)
+        self.storage = filled_homes(chain, source, schedules, world, self.dtype, optimizer)
         del source  # before anything else is allocated
-        wiring = Wiring(
-            chain,
-            self.storage,
-            self._schedules,
-            world,
-            optimizer,
-            compile_layers=compile_layers,
-            strict=strict,
-            timeout=timeout,
-            delay=delay,
-            injector=injector,
-        )
+        wiring = Wiring(chain, self.storage, schedules, world, optimizer, training, checks)
         self._places = wiring.compute.places
         self.optimizers, self.transport, self.executor = wiring.optimizers, wiring.transport, wiring.executor
         self.reduce_dtype = self.executor.reduce_dtype
 
-        # The parts that share it: rows, costs, limits of time, results and state.
-        shared = Deal(
+        # Its rows, its steps and its state.
+        self._deal = Deal(
             micro_batch,
             world.rank,
             world.size,
@@ -223,41 +196,23 @@ class Pipeline:
             own_loss=loss is not None,
             ranks=self.sequence_ranks,
             in_turn=chain.in_turn,
-            share=self._schedules.shares,
+            share=schedules.shares,
+            dealt_to=smallest.strategy.dealt_to(world.topology)[world.rank],
             pinned=world.device.type == "cuda",
         )
-        self._rows = LocalRows(shared, self._schedules, world, bin_tokens, self.work, cuts)
-        self._costs = StepCosts(wiring)
-        self._limits = Limits(wiring, self._rows, timeout)
+        self.speeds = smallest.speeds
+        """Relative speed of every process, by which work is dealt; empty where they are equal."""
+        self._steps = Steps(wiring, self._deal)
         if world.size > 1:
             self.executor.watchdog.hear(Others(world_of_saves.store, world.rank, world.size))
-        self.limit = self._limits.step
+        self.limit = self._steps.limit
         """Limit of a step's time; until ``set_timeout`` it ends communication alone."""
-        self._results = Results(wiring, self._limits, skip_limit)
-        self._steps = Steps(wiring, self._rows, self._costs, self._limits)
-        self._state = State(wiring, self._results, world_of_saves)
+        self._state = State(wiring, self._steps, world_of_saves)
+        self.step_number = 0
+        """Training steps up to now, those before a loaded checkpoint included."""
         self._texts: Any = None
-        self._closed = leave_at_exit(self, self.executor, self._results, self._state.savings, world)
+        self._closed = leave_at_exit(self, self.executor, self._steps, self._state.savings, world)
         chain.hand_over()
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        """Of all processes beside the fastest, by which work is dealt; empty where they are alike."""
-        return self._schedules.speeds
-
-    @property
-    def bin_tokens(self) -> int:
-        """Tokens of documents that a process computes at once at most; 0 where documents are not dealt."""
-        return self._rows.bin_tokens
-
-    @property
-    def skip_limit(self) -> int:
-        """Steps in a row that may be left out as not finite before that is an error."""
-        return self._results.skip_limit
-
-    @skip_limit.setter
-    def skip_limit(self, limit: int) -> None:
-        self._results.skip_limit = limit
 
     def __repr__(self) -> str:
         """The model, the strategy, the processes, and how far training has come."""
@@ -277,30 +232,24 @@ class Pipeline:
         return self.optimizers.groups
 
     @property
-    def step_number(self) -> int:
-        """Training steps up to now, those before a loaded checkpoint included."""
-        return self._state.step_number
-
-    @step_number.setter
-    def step_number(self, number: int) -> None:
-        self._state.step_number = number
-
-    @property
     def without_labels(self) -> int:
         """Steps of this pipeline whose labels were all -100 and which were left out, of those whose numbers were looked
         at.
         """
-        return self._results.without_labels
+        return self._steps.without_labels
 
     @property
     def ranks_of_a_row(self) -> int:
         """How many processes compute a row: a set, or the positions of a pipeline."""
-        return self._schedules.ranks_of_a_row
+        size, step = self.world.size, self._schedules.smallest
+        alike = replace(step.settings, device_speeds="")
+        return size // len(set(step.strategy.share(size, step.topology, alike)))
 
     @property
     def share_of_a_row(self) -> float:
         """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
-        return self._schedules.share_of_a_row
+        step = self._schedules.smallest
+        return step.strategy.share_of_a_row(step, self.world.rank)
 
     # what a step does
 
@@ -308,7 +257,7 @@ class Pipeline:
         """The schedule for a global batch of ``rows`` rows, proved once and kept."""
         if rows < 1:
             raise UserError("batch", f"{rows} rows", "at least one row")
-        return self._steps.schedule(self._rows.deal.count(rows), training=training)
+        return self._steps.schedule(self._deal.count(rows), training=training)
 
     def reorder(self, rows: int, order: Order) -> None:
         """Train on batches of ``rows`` rows in another order of the same pipeline from the next step on; between the
@@ -318,14 +267,14 @@ class Pipeline:
             UserError: weights travel under the strategy.
             ScheduleError: the order is none of this pipeline.
         """
-        self._schedules.reorder(self._rows.deal.count(rows), order)
+        self._schedules.reorder(self._deal.count(rows), order)
 
     def shares(self, rows: int) -> tuple[Share, ...]:
         """This rank's micro-batches of a global batch of ``rows`` rows, and the rows that each of them holds.
 
         A micro-batch holds the same rows for every number of processes; only who computes it changes.
         """
-        return self._rows.deal.shares(rows)
+        return self._deal.shares(rows)
 
     def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
         """This rank's part of a global batch of ``rows`` rows, each of which ``row`` makes by its number. Shorter rows
@@ -334,7 +283,7 @@ class Pipeline:
         Args:
             sequence_length: the most tokens that a row has.
         """
-        return self._rows.part_of(rows, sequence_length, row)
+        return self._deal.local_of_rows(rows, sequence_length, row)
 
     def deal(self, lengths: Sequence[int]) -> Bins:
         """Deal documents of so many tokens to all processes, so that they compute for equally long.
@@ -351,11 +300,14 @@ class Pipeline:
         Raises:
             UserError: no ``bin_tokens`` were given.
         """
-        return self._rows.dealing()
+        bin_tokens, step = self.training.bin_tokens, self._schedules.smallest
+        if bin_tokens < 1:
+            raise UserError("bin_tokens", bin_tokens, "the most tokens that a process computes at once")
+        return step.strategy.dealing(step, cap=bin_tokens, work=self.work, cuts=self._cuts)
 
     def own_bins(self, bins: Bins) -> Sequence[Bin]:
         """The bins that this process computes, in a pipeline with others."""
-        return self._rows.own_bins(bins)
+        return bins.of(self._deal.dealt_to)
 
     def part_of_documents(
         self,
@@ -377,7 +329,9 @@ class Pipeline:
         Raises:
             UserError: see ``deal``; or a document has another length than was said.
         """
-        return self._rows.part_of_documents(bins or self.deal(lengths), document, training=training)
+        bins = bins or self.deal(lengths)
+        _ = self._schedules.of(bins.form, training=training)
+        return self._deal.local_of_bins(bins, document, bin_tokens=self.training.bin_tokens)
 
     @torch.inference_mode(False)  # what a step makes is used by later ones
     def step(
@@ -397,13 +351,13 @@ class Pipeline:
             RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
                 has changed the weights (unless updates are early); ``load`` goes on from a good state.
         """
-        self._results.make_room()
-        local = self._rows.deal.local(batch)
+        self._steps.make_room()
+        local = self._deal.local(batch)
         self._state.require_whole()
-        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
+        rule = UpdateRule(self.training.clip_norm, rate, memory=0.0 if self.training.skip_limit else 1.0)
         result = self._steps.play(local, self.step_number, rule, seed=self.seed, recording=recording)
-        self._results.add(result)
         self.optimizer.step()  # schedulers want to have seen it
+        self.step_number += 1
         self._state.stepped()
         return result
 
@@ -418,7 +372,7 @@ class Pipeline:
             expected = "1 with schedule.sequence_ranks, where answers are told apart by row"
             raise UserError("micro_batch", self.micro_batch, expected)
         self.drain()
-        local = self._rows.deal.local(batch)
+        local = self._deal.local(batch)
         self._state.require_whole()
         result = self._steps.play(local, self.step_number, UpdateRule(rate=0.0), seed=None, measure=measure)
         self.executor.drain()
@@ -467,7 +421,7 @@ class Pipeline:
         Raises:
             RunError: a step had a loss or gradient norm that was not finite.
         """
-        self._results.drain()
+        self._steps.drain()
 
     def close(self) -> None:
         """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards.
@@ -493,7 +447,7 @@ class Pipeline:
         Args:
             limit: the least; a multiple of what steps are known to take if that is more (``self.limit``).
         """
-        self._limits.watch(limit)
+        self._steps.watch(limit)
 
     def record_hangs(self, folder: Path) -> None:
         """Name the folder for what NCCL was given, which a rank that hangs writes under the step's name; on GPUs."""
@@ -545,7 +499,9 @@ class Pipeline:
         Raises:
             RunError: one of them has taken longer.
         """
-        return self._state.start_saving(where, run or {}, self.injector, limit_s, copy_frozen=copy_frozen)
+        return self._state.start_saving(
+            where, self.step_number, run or {}, self.injector, limit_s, copy_frozen=copy_frozen
+        )
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
@@ -559,7 +515,9 @@ class Pipeline:
             RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
                 exports raise until a load succeeds.
         """
-        return self._state.load(where)
+        manifest = self._state.load(where)
+        self.step_number = manifest["step"]
+        return manifest["run"]
 
     def export(
         self,
@@ -614,11 +572,11 @@ class Pipeline:
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
         """Bytes over the links and memory of one step, from its schedule."""
-        return self._costs.of(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
+        return self._steps.costs(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
 
     def costs_of_bins(self, bins: Bins) -> Costs:
-        """The same of a step on documents of uneven lengths, for bins that are full."""
-        return self._costs.of(self._steps.schedule(bins.form), self.bin_tokens * bins.ranks)
+        """Bytes over the links and memory of one step on documents of uneven lengths, if bins are full."""
+        return self._steps.costs(self._steps.schedule(bins.form), self.training.bin_tokens * bins.ranks)
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, what travels of it with its

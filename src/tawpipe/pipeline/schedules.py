@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
 
 import torch
 
@@ -69,28 +68,6 @@ class Schedules:
         """A step of so many micro-batches."""
         shares = self.shares(count)
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        """Of all processes, by which rows and documents are dealt; empty where they are alike."""
-        return self.smallest.speeds
-
-    @property
-    def ranks_of_a_row(self) -> int:
-        """How many processes compute a row: a set, or the positions of a pipeline."""
-        size, step = self._world.size, self.smallest
-        alike = replace(step.settings, device_speeds="")
-        return size // len(set(step.strategy.share(size, step.topology, alike)))
-
-    @property
-    def dealt_to(self) -> int:
-        """The number of whom this process's bins are dealt to: itself, or its pipeline."""
-        return self.smallest.strategy.dealt_to(self._world.topology)[self._world.rank]
-
-    @property
-    def share_of_a_row(self) -> float:
-        """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
-        return self.smallest.strategy.share_of_a_row(self.smallest, self._world.rank)
 
     def samples(self) -> list[Schedule]:
         """Schedules that use every group and operation that any will use: of training, and forward only."""

@@ -1,4 +1,4 @@
-"""The state that training leads to: weights, optimizer state and step number; saved, loaded, exported, read by name."""
+"""The state of training: weights and optimizer state, saved, loaded and read by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tawpipe.checkpoint.format import state_pieces
+from tawpipe.checkpoint.format import Manifest, state_pieces
 from tawpipe.checkpoint.load import Source, load_state
 from tawpipe.checkpoint.names import step_name
 from tawpipe.checkpoint.save import Saving, stage
@@ -18,8 +18,8 @@ from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.units import ParameterSlot, Unit
-from tawpipe.pipeline.results import Results
-from tawpipe.pipeline.wiring import Wiring
+from tawpipe.pipeline.setup import Wiring
+from tawpipe.pipeline.steps import Steps
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World
@@ -32,9 +32,8 @@ class State:
         world_of_saves: the processes, with a group that only saves use.
     """
 
-    def __init__(self, wiring: Wiring, results: Results, world_of_saves: World) -> None:
-        self._wiring, self._results = wiring, results
-        self.step_number = 0
+    def __init__(self, wiring: Wiring, steps: Steps, world_of_saves: World) -> None:
+        self._wiring, self._steps = wiring, steps
         self.savings: list[Saving] = []
         """Those that may be under way."""
         self.parameters = Parameters(wiring.storage, wiring.world)
@@ -43,18 +42,18 @@ class State:
         self._generation = 0  # changes whenever weights may have
 
     def stepped(self) -> None:
-        """A training step has been issued."""
-        self.step_number += 1
+        """Record that a training step was issued."""
         self._generation += 1
 
     def require_whole(self) -> None:
-        """Raises RunError where a load broke off in the middle."""
+        """Raise RunError if a load broke off in the middle."""
         if not self._whole:
             raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
     def start_saving(
         self,
         where: str | Path | Store,
+        step: int,
         run: Mapping[str, Any],
         injector: Injector | None,
         limit_s: float | None,
@@ -64,12 +63,12 @@ class State:
         """See ``Pipeline.start_saving``."""
         begin = time.perf_counter()
         self.require_whole()
-        self._results.drain()
+        self._steps.drain()
         storage, optimizers = self._wiring.storage, self._wiring.optimizers
         if isinstance(where, str | Path):
             store, name = Disk(Path(where).parent, self._wiring.world, injector=injector), Path(where).name
         else:
-            store, name = where, step_name(self.step_number)
+            store, name = where, step_name(step)
         world = store.group or self._world_of_saves
         for saving in self.savings:
             if saving.world is world:
@@ -79,7 +78,7 @@ class State:
         pieces = stage(list(state_pieces(storage, optimizers, saving=True, without=frozen)), live=live)
         content = {
             "parameters": {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots},
-            "step": self.step_number,
+            "step": step,
             "run": dict(run),
             "optimizer": optimizers.name,
             "groups": optimizers.rule or "own",
@@ -94,8 +93,8 @@ class State:
             saving.join(limit_s)
         return saving
 
-    def load(self, where: str | Path | Source) -> dict[str, Any]:
-        """See ``Pipeline.load``."""
+    def load(self, where: str | Path | Source) -> Manifest:
+        """Return the manifest of the state that was loaded, see ``Pipeline.load``."""
         wiring = self._wiring
         wiring.executor.drain()
         whole, self._whole = self._whole, False
@@ -110,15 +109,14 @@ class State:
             wiring.chain.forget()
             wiring.executor.refresh.forget()
         self._whole = True
-        self._results.forget()
-        self.step_number = manifest["step"]
+        self._steps.forget()
         wiring.executor.forgive()
-        return manifest["run"]
+        return manifest
 
     def parameter(self, name: str, *, gradient: bool = False) -> Tensor | None:
         """A whole parameter, or its gradient, on rank 0."""
         self.parameters.check(name, gradient=gradient)
-        self._results.drain()
+        self._steps.drain()
         return self.parameters.collect(name, self._generation, gradient=gradient)
 
     def join_saves(self) -> None:

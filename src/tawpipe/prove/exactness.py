@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
 from tawpipe.plan.machine.probe import host_link
 from tawpipe.prove.freed import Freed
 from tawpipe.prove.models import dtype_here, made, rows, small
@@ -150,9 +151,8 @@ def _steps(
         optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
         dtype=torch.float64,
         schedule=settings_from({"strategy": name, "host_homes": host_homes}, where="prove"),
-        check="never",
+        checks=CheckSettings(check="never", delay=delay if late else None),
         world=world,
-        delay=delay if late else None,
     )
     freed, losses = Freed(pipeline) if late else None, list[float]()
     with closing(pipeline):
@@ -208,7 +208,7 @@ def order(world: World) -> Outcome:
 
 
 def _step(
-    world: World, count: int, *, dtype: torch.dtype = torch.float64, **settings: Any
+    world: World, count: int, *, dtype: torch.dtype = torch.float64, strict: bool = False, **settings: Any
 ) -> tuple[Numbers, list[str]]:
     """Loss, and on rank 0 gradients, of one step of the small model; and its operators of attention."""
     config = small()
@@ -216,8 +216,8 @@ def _step(
         made(config),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         dtype=dtype,
-        clip_norm=None,
-        check="never",
+        training=TrainingSettings(clip_norm=None),
+        checks=CheckSettings(check="never", strict=strict),
         world=world,
         **settings,
     )

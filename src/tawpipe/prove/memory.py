@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings
 from tawpipe.plan.answer.longest import longest_that
 from tawpipe.plan.cost.measure import Asked, device_name, request_of
 from tawpipe.plan.cost.predict import Needs, memory_of, predict
@@ -95,7 +96,14 @@ def compare(
     chain = on_meta(config)
     asked = ask(alone(device), chain, documents, settings, dtype)
     needs = memory_of(asked, build(asked.step(settings)))
-    pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=alone(device))
+    pipeline = Pipeline(
+        chain,
+        optimizer=adamw(),
+        schedule=settings,
+        dtype=dtype,
+        checks=CheckSettings(check="never"),
+        world=alone(device),
+    )
     pipeline.step(packed(config, [SHORT]))
     pipeline.drain()
     batch, began = packed(config, documents), time.perf_counter()

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings
 from tawpipe.plan.cost.predict import Needs, memory_of
 from tawpipe.prove.memory import BESIDES, LIMIT, ask, live_bytes
 from tawpipe.prove.models import dtype_here, on_meta, rows, sized, ways
@@ -59,7 +60,9 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
     asked = ask(world, chain, [tokens], settings, dtype, rows=2 * world.size)
     needs = memory_of(asked, build(asked.step(settings)))
     there = live_bytes(device)
-    pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=world)
+    pipeline = Pipeline(
+        chain, optimizer=adamw(), schedule=settings, dtype=dtype, checks=CheckSettings(check="never"), world=world
+    )
     with closing(pipeline):
         batches = [rows(config, 2 * world.size, tokens, seed=seed) for seed in range(2)]
         pipeline.step(batches[0])

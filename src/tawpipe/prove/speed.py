@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from tawpipe.model.attention.attention_kernel import kernel_of_model
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings
 from tawpipe.plan.cost.bench import Bench, Case
 from tawpipe.plan.cost.measure import Asked, device_name, request_of
 from tawpipe.plan.cost.predict import predict
@@ -154,7 +155,7 @@ def _steps(
     if world.device.type == "cuda":
         _warm_up(config, world.device, dtype, tokens)
         give_back(world.device)
-    pipeline = Pipeline(model, schedule=settings, dtype=dtype, check="never", world=world)
+    pipeline = Pipeline(model, schedule=settings, dtype=dtype, checks=CheckSettings(check="never"), world=world)
     steps, clocks = list[TimedStep](), [clock_mhz(world.device)]
     try:
         for number in range(STEPS):

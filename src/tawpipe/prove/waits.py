@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings
 from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.profile import clock_mhz
 from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized, small, ways
@@ -45,7 +46,9 @@ def waits(world: World) -> Outcome:
     ran: dict[str, list[str]] = {}
 
     def lead(name: str) -> float:
-        with closing(Pipeline(made(small()), schedule=every[name], check="never", world=world)) as pipeline:
+        with closing(
+            Pipeline(made(small()), schedule=every[name], checks=CheckSettings(check="never"), world=world)
+        ) as pipeline:
             with attention_seen(pipeline.executor.on_compute) as ran[name]:
                 pipeline.step(rows(small(), 2 * world.size, LENGTH))
                 pipeline.drain()

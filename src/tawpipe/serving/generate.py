@@ -18,7 +18,7 @@ from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.units import Unit
 from tawpipe.pipeline.pipeline import TEXTS
-from tawpipe.pipeline.results import Continuation
+from tawpipe.pipeline.steps import Continuation
 from tawpipe.runtime.compute.measures import Head, Measure
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.transport.transport import Transport

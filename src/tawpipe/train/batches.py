@@ -12,7 +12,7 @@ from tawpipe.dealing.dealer import Dealer
 from tawpipe.dealing.lengths import in_like_lengths
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.files.build import check_longest
-from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.train.settings.decided import BatchShape
 

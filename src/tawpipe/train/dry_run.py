@@ -29,8 +29,8 @@ from tawpipe.job_limits import processors
 from tawpipe.launch.launcher import Shape
 from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.flops import work_of
-from tawpipe.pipeline.refuse import refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.pipeline.setup import refuse_strategy
 from tawpipe.pipeline.sizes import step_costs
 from tawpipe.plan.cost.measure import INSIDE
 from tawpipe.plan.cost.predict import Needs

@@ -246,12 +246,12 @@ class Training:
         while len(self._pending) > keep:
             done = self._pending.popleft()
             result = done.result
-            skipped = not result.finite and self.pipeline.skip_limit > 0
+            skipped = not result.finite and self.pipeline.training.skip_limit > 0
             if skipped:
                 self._left_out += 1
                 self.console.notice(
                     f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; the update was left out, "
-                    f"{self._left_out} of at most {self.pipeline.skip_limit} in a row"
+                    f"{self._left_out} of at most {self.pipeline.training.skip_limit} in a row"
                 )
             elif not result.finite:
                 checked = not self.pipeline.settings.early_updates

@@ -27,7 +27,7 @@ from tawpipe.model.files.carried import NOTHING_CARRIED, Carried
 from tawpipe.model.files.missing import mixer_words
 from tawpipe.model.rope import rope_words
 from tawpipe.options import Open
-from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
+from tawpipe.pipeline.setup import refuse_cut_rows, refuse_settings
 from tawpipe.plan.answer.would_fit import WouldFit
 from tawpipe.plan.cost.measure import Asked
 from tawpipe.plan.cost.predict import Needs

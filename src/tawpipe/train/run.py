@@ -33,6 +33,7 @@ from tawpipe.launch.launcher import launched_here
 from tawpipe.launch.torchrun import leave_words
 from tawpipe.model.files.carried import save_tokenizer
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
 from tawpipe.runtime.memory import Taken, share_allocator
 from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World, connect
@@ -269,21 +270,20 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
         weights=lambda chain: prepared.built.source(chain, seed=config.seed),
         optimizer=prepared.optimizer,
         micro_batch=batch.micro_batch,
-        bin_tokens=batch.bin_tokens,
-        work=plan.work if plan else None,
         schedule=prepared.schedule,
         dtype=prepared.dtype,
-        clip_norm=settings.clip_norm or None,
-        compile_layers=config.compile,
-        quantize=config.quantize,
-        seed=config.seed,
-        check=config.check,
-        without_mtp=config.without_mtp,
         world=world,
-        strict=config.strict,
-        timeout=first_step,
-        skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
-        injector=injector,
+        training=TrainingSettings(
+            clip_norm=settings.clip_norm or None,
+            skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
+            seed=config.seed,
+            bin_tokens=batch.bin_tokens,
+            work=plan.work if plan else None,
+            compile_layers=config.compile,
+            quantize=config.quantize,
+            without_mtp=config.without_mtp,
+        ),
+        checks=CheckSettings(check=config.check, timeout=first_step, strict=config.strict, injector=injector),
     )
     pipeline.limit.predicted_s = plan.step_s if plan else 0.0
     pipeline.set_timeout(first_step)

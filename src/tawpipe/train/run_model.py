@@ -7,7 +7,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import BuiltModel, build_model, config_of, resolve_model
 from tawpipe.model.files.pretrained import has_weights
 from tawpipe.model.refuse import settle_mtp
-from tawpipe.pipeline.refuse import refuse_cut_rows
+from tawpipe.pipeline.setup import refuse_cut_rows
 from tawpipe.train.settings.config import TrainConfig
 
 

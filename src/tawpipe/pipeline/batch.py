@@ -1,4 +1,4 @@
-"""A global batch dealt to the ranks in micro-batches that hold the same rows for every number of processes."""
+"""A global batch dealt to the ranks, in micro-batches that hold the same rows for every number of processes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.balance import Bin, Bins, BinsForm
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.discovery.discovery import PositionUse
+from tawpipe.runtime.compute.step_input import DocumentSlice
 from tawpipe.schedule.spec import share_micro_batches
 
 COUNTED_FROM_0 = PositionUse()
 REQUIRED = ("input_ids", "labels")
 OPTIONAL = ("position_ids", "attention_mask")
+NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE), [1])
+"""Content of an empty bin: a token of which nothing is learned."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Deal:
         micro_batch: rows in one; the last of a global batch may have fewer.
         ranks: so many neighbours compute the same micro-batches together.
         share: micro-batches 0..n-1 for every rank; as ``share_micro_batches`` does it if None.
+        dealt_to: number of the process or the pipeline whose bins this rank computes.
         pinned: what is dealt is copied to a device, and is in page-locked memory: the thread that issues would wait for
             the device at every copy from other memory.
         in_turn: why documents are computed one after the other; empty where they are not.
@@ -75,11 +80,27 @@ class Deal:
     ranks: int = 1
     in_turn: str = ""
     share: Callable[[int], Sequence[Sequence[int]]] | None = None
+    dealt_to: int = 0
     pinned: bool = False
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
         return -(-rows // self.micro_batch)
+
+    def form(self, local: LocalBatch) -> int | BinsForm:
+        """Key of the schedule for a batch: the number of its micro-batches, or the form of its bins."""
+        return local.bins.form if local.bins else self.count(local.rows)
+
+    def tokens(self, local: LocalBatch) -> int:
+        """Most tokens of a micro-batch."""
+        return local.sequence_length * (1 if local.bins else min(self.micro_batch, local.rows))
+
+    def busiest(self, local: LocalBatch) -> tuple[Sequence[int], float]:
+        """Lengths of rows, and the busiest rank's share of the work on them."""
+        if (bins := local.bins) is not None:
+            return bins.lengths, bins.seconds / bins.mean_seconds / self.world_size
+        rounds = ceil(self.count(local.rows) * self.ranks / self.world_size)
+        return [local.sequence_length] * min(local.rows, self.micro_batch * rounds), 1 / self.ranks
 
     def shares(self, rows: int) -> tuple[Share, ...]:
         """This rank's micro-batches of a global batch of ``rows`` rows.
@@ -178,7 +199,7 @@ class Deal:
         return batch
 
     def numbered(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, MicroBatch]:
-        """The micro-batches of this rank's part by the numbers that the schedule has for them.
+        """Key this rank's micro-batches by the numbers that the schedule has for them.
 
         Raises:
             UserError: there are more or fewer of them.
@@ -187,3 +208,53 @@ class Deal:
             given = f"{len(local.micro_batches)} micro-batches"
             raise UserError("batch", given, f"{len(numbers)} on rank {self.rank}, as Pipeline.shares says")
         return dict(zip(numbers, local.micro_batches, strict=True))
+
+    def slices(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, DocumentSlice]:
+        """Those of this rank's micro-batches that are slices of a document.
+
+        Args:
+            numbers: of its micro-batches, in their order.
+        """
+        dealt = zip(numbers, local.bins.of(self.dealt_to) if local.bins else (), strict=False)
+        parts = [(m, bin.documents[0], *bin.part) for m, bin in dealt if bin.part is not None]
+        of_document: dict[int, tuple[int, ...]] = {}
+        for m, document, *_ in parts:
+            of_document[document] = (*of_document.get(document, ()), m)
+        return {m: DocumentSlice(begin, end, of_document[document]) for m, document, begin, end in parts}
+
+    def local_of_rows(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
+        """Make this rank's part of ``rows`` rows, see ``Pipeline.part_of``."""
+        parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.shares(rows)]
+        return LocalBatch(rows, sequence_length, self._pinned(parts))
+
+    def local_of_bins(self, bins: Bins, document: Callable[[int], MicroBatch], *, bin_tokens: int) -> LocalBatch:
+        """Make this rank's part of documents that were dealt, see ``Pipeline.part_of_documents``."""
+        digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
+        count = sum(map(len, (*bins.shared, *bins.single)))
+        parts = self._pinned(rows_of(bins, self.dealt_to, document))
+        return LocalBatch(count, bin_tokens * bins.ranks, parts, digest, bins)
+
+    def _pinned(self, parts: list[MicroBatch]) -> list[MicroBatch]:
+        return [part.pin_memory() for part in parts] if self.pinned else parts
+
+
+def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
+    """Make rows of a rank's bins, in the order of its rounds; a slice has the whole document.
+
+    Args:
+        number: of the process or pipeline that they are dealt to.
+        document: makes one by its number, as a micro-batch of one row.
+
+    Raises:
+        UserError: a document has another length than that by which it was dealt.
+    """
+
+    def row(dealt: Bin) -> MicroBatch:
+        joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
+        said = sum(bins.lengths[number] for number in dealt.documents) or 1
+        if (tokens := joined.input_ids.numel()) != said:
+            given = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
+            raise UserError("documents", given, f"{said}, as their lengths say")
+        return joined
+
+    return [row(dealt) for dealt in bins.of(number)]
