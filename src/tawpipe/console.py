@@ -9,6 +9,7 @@ under torchrun) need only erase the line they are in first, as :class:`AboveBar`
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import Counter
@@ -35,6 +36,8 @@ WIDTHS = (10, 30)
 """Characters that the bar itself has at least and at most; where there are fewer it is left out."""
 LONGEST_PROBLEM = 300
 """Characters of an error's text that are passed on."""
+progress = logging.getLogger("tawpipe.progress")
+"""Logger for lines about measuring and planning, which take a while. Only ``progress_to`` prints them."""
 
 
 class Console:
@@ -183,6 +186,28 @@ class Console:
             self._rich.print(text, style=style, markup=False)
         else:
             print(text, file=self._stream, flush=True)
+
+
+@contextmanager
+def progress_to(say: Callable[[str], object]) -> Iterator[None]:
+    """Hand every line of ``progress`` to ``say`` within the context."""
+    handler, level = _LinesTo(say), progress.level
+    progress.addHandler(handler)
+    progress.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        progress.setLevel(level)
+        progress.removeHandler(handler)
+
+
+class _LinesTo(logging.Handler):
+    def __init__(self, say: Callable[[str], object]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())
 
 
 class _RichConsole(RichConsole):

@@ -68,7 +68,7 @@ def measured(*more: str, dtype: torch.dtype = torch.float32) -> ServeRequest:
     words = ["--serve", "--model", "tiny", "--vocab-size", "500", "--users", "3", "--context", "64"]
     words += ["--topology", "2x1@1gbit", *more]
     machine = uniform(2, 1, between=LinkModel(1e8), inside=LinkModel(1e9), device=Device("CPU"))
-    return request_for(parse(plan_parser(), words), machine, here=torch.device("cpu"), dtype=dtype, tell=lambda _: None)
+    return request_for(parse(plan_parser(), words), machine, here=torch.device("cpu"), dtype=dtype)
 
 
 @pytest.mark.parametrize("form", ["w4", "int8"])

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
+from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.plan.answer.longest import NEAR, POSITIONS, PRECISION, _longest_of
@@ -324,13 +325,16 @@ def test_a_model_whose_rows_cannot_be_cut_is_planned_with_whole_rows_and_the_rea
     monkeypatch.setattr(measure_module, "COMMUNICATOR_BYTES", 0)
     machine = machine_of("2x2@10gbit", device=Device("H100"))
     said: list[str] = []
-    good = request_for(str(tmp_path), machine, **given, tell=said.append)
+    with progress_to(said.append):
+        good = request_for(str(tmp_path), machine, **given)
     assert good.chunks == CHUNKS and not said
     monkeypatch.setattr(Bench, "why_whole", lambda _: "its layers look back")
-    bad = request_for(str(tmp_path), machine, **given, tell=said.append)
+    with progress_to(said.append):
+        bad = request_for(str(tmp_path), machine, **given)
     assert bad.chunks == () and said == ["rows stay whole: its layers look back"]
     assert "its layers look back" in plan_of(bad).reason
     with pytest.raises(UserError, match=r"schedule.sequence_chunk: got 4096; 0, for whole rows: its"):
         request_for(str(tmp_path), machine, **given, settings=replace(DEFAULT, sequence_chunk=4096))
-    compiled = request_for(str(tmp_path), machine, **given, compiled=True, tell=said.append)
+    with progress_to(said.append):
+        compiled = request_for(str(tmp_path), machine, **given, compiled=True)
     assert compiled.chunks == () and said[-1] == "rows stay whole: --compile compiles layers on whole rows"

@@ -18,6 +18,7 @@ from model_requests import request_for
 from plan_requests import LAYERS, plan_request, search_only, step_of
 from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.cli import main
+from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.model.bits.quantized import passing_bytes
 from tawpipe.model.chain import Chain
@@ -133,8 +134,8 @@ def test_planning_gives_its_memory_back(monkeypatch):
     measure = partial(profile.measure, dtype=torch.float32, device=CPU, tokens=64, chunk_tokens=64)
     measure(chain(), timed=False)
     assert given == [CPU]
-    with pytest.raises(ZeroDivisionError):
-        measure(chain(), tell=fail)
+    with pytest.raises(ZeroDivisionError), progress_to(fail):
+        measure(chain())
     assert given == [CPU, CPU]
 
 

@@ -20,6 +20,7 @@ from plan_requests import LAYERS, plan_request, profile, search_only, step_of
 from schedules import laid_out, llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.commands.plan import run as plan_command
+from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import build_model
@@ -601,7 +602,8 @@ def test_an_estimate_without_a_known_peak_names_the_device(capsys):
 def test_a_long_measurement_says_what_it_is_at(monkeypatch):
     monkeypatch.setattr("tawpipe.plan.cost.profile.QUIET_S", 0.0)
     said: list[str] = []
-    measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=16, tell=said.append)
+    with progress_to(said.append):
+        measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=16)
     for words in (
         "block 0 (embedding), 16 tokens",
         "block 1 (layer), 16 tokens",

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
+from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.plan.answer.longest import Longest, limit_of
 from tawpipe.plan.answer.remedy import remedies
@@ -190,9 +191,8 @@ def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, mo
 
     def asked(rows: int, **settings: Any) -> PlanRequest:
         made = replace(DEFAULT, **settings)
-        return request_for(
-            str(tmp_path), machine, sequence_length=512, global_batch=rows, settings=made, tell=said.append
-        )
+        with progress_to(said.append):
+            return request_for(str(tmp_path), machine, sequence_length=512, global_batch=rows, settings=made)
 
     assert asked(8).sets == () and asked(2, sequence_ranks=1).sets == ()
     assert asked(2).sets == (2, 4) and not said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,15 +37,8 @@ def chain_of(
     return Chain(built.model)
 
 
-def request_for(
-    model: str,
-    machine: Machine,
-    *,
-    here: torch.device | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-    **given: Any,
-) -> PlanRequest:
+def request_for(model: str, machine: Machine, *, here: torch.device | None = None, **given: Any) -> PlanRequest:
     """A request by the arguments of ``Asked`` and of ``chain_of``."""
     of_model = {name: given.pop(name) for name in ("vocab_size", "rope", "lora", "frozen") if name in given}
     asked = Asked(**given)
-    return request_of(chain_of(model, asked, **of_model), machine, asked, here=here, tell=tell)
+    return request_of(chain_of(model, asked, **of_model), machine, asked, here=here)

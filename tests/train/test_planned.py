@@ -12,6 +12,7 @@ import yaml
 from model_requests import request_for
 from plan_requests import plan_request, search_only
 from tawpipe.checkpoint.resume import RunState
+from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.plan.cost.measure import Asked, machine_of
 from tawpipe.plan.cost.predict import memory_quickly, predict
@@ -119,7 +120,8 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
     asked, said = plan_request(), list[str]()
     monkeypatch.setattr(Planning, "ask", lambda *_, **__: (asked, ""))
     monkeypatch.setattr("tawpipe.plan.search.search.PATIENCE_S", 0.0)
-    found = planning(CONFIG, tell=said.append, measure=lambda _: asked.machine).follow("auto", None)
+    with progress_to(said.append):
+        found = planning(CONFIG, measure=lambda _: asked.machine).follow("auto", None)
     assert found.plan is not None and any(line.startswith("planning for 0 s, now tawpipe-") for line in said)
 
 

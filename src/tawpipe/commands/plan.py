@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -72,9 +73,9 @@ def _run(words: PlanWords) -> int:
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
     fast |= words.serve and words.weights not in (None, AUTO, EXACT)  # kernels for few bits multiply in it
     dtype, why = (config.dtype, "as --dtype says") if config.dtype != AUTO else usual_dtype(fast, kind)
-    tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
     if words.serve:
-        request = request_for(words, machine, here=here, dtype=getattr(torch, dtype), tell=tell)
+        with _progress_shown():
+            request = request_for(words, machine, here=here, dtype=getattr(torch, dtype))
         return serve(request, as_json=words.json)
     corpus = _Corpus.of(words, machine.world_size) if words.of_corpus else None
     text_config = lambda: text_config_of(config.model, config.trust_remote_code)  # noqa: E731
@@ -89,14 +90,16 @@ def _run(words: PlanWords) -> int:
         on_gpus=kind == "cuda",
     )
     ask = partial(_request, words, machine=machine, here=here, dtype=getattr(torch, dtype), corpus=corpus)
-    request = ask(config, tell=tell)
+    with _progress_shown():
+        request = ask(config)
     if talk:
         print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
     if words.longest:
-        return _longest(request, words, tell)
+        return _longest(request, words)
     if corpus is not None:
-        return corpus.say(request, words, tell)
-    plan = Plan.of(request, search(request, waiting=tell, most_s=lambda _: inf if words.all else MOST_S))
+        return corpus.say(request, words)
+    with _progress_shown():
+        plan = Plan.of(request, search(request, most_s=lambda _: inf if words.all else MOST_S))
     if words.json:
         print(json_text(plan))
     else:
@@ -113,15 +116,15 @@ def _run(words: PlanWords) -> int:
     return 0 if plan.chosen else 1
 
 
+def _progress_shown() -> AbstractContextManager[None]:
+    """Print progress on standard error within the context."""
+    from tawpipe.console import progress_to
+
+    return progress_to(lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+
+
 def _request(
-    words: PlanWords,
-    config: TrainConfig,
-    *,
-    machine: Machine,
-    here: Any,
-    dtype: Any,
-    corpus: _Corpus | None,
-    tell: Callable[[str], None] = lambda _: None,
+    words: PlanWords, config: TrainConfig, *, machine: Machine, here: Any, dtype: Any, corpus: _Corpus | None
 ) -> PlanRequest:
     """What is asked for, with these settings of a run.
 
@@ -169,7 +172,7 @@ def _request(
     if config.without_mtp:
         settle_mtp(chain.model, without=True)
     refuse_cut_rows(chain, config.schedule)
-    return request_of(chain, machine, asked, here=here, tell=tell)
+    return request_of(chain, machine, asked, here=here)
 
 
 def _vocabulary(words: PlanWords) -> int | None:
@@ -248,14 +251,15 @@ def _write_page(words: PlanWords, write: Callable[[Path], object]) -> None:
             print(f"wrote {words.report}")
 
 
-def _longest(request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
+def _longest(request: PlanRequest, words: PlanWords) -> int:
     """``--longest``: the answer, and the exit code."""
     from tawpipe.plan.answer.longest import GIVEN, POSITIONS, Longest, limit_of
     from tawpipe.plan.answer.page import write_longest_page
     from tawpipe.plan.cost.request import MOST_TOKENS
 
     most, asked = request.sequence_length, words.row or MOST_TOKENS
-    longest = Longest.of(request, ends=limit_of(most) if most == asked else POSITIONS, tell=tell)
+    with _progress_shown():
+        longest = Longest.of(request, ends=limit_of(most) if most == asked else POSITIONS)
     if words.json:
         print(longest.json_text())
     else:
@@ -322,12 +326,13 @@ class _Corpus:
             documents.append(min(left, most))
         return cls(lengths, most, step, row, documents)
 
-    def say(self, request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
+    def say(self, request: PlanRequest, words: PlanWords) -> int:
         """Print the foresight; the exit code."""
         from tawpipe.plan.answer.dealt import DealFound
         from tawpipe.plan.answer.dealt_words import json_text, lines, write_dealt_page
 
-        dealt = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most, tell=tell)
+        with _progress_shown():
+            dealt = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most)
         for line in [json_text(dealt)] if words.json else lines(dealt):
             print(line)
         _write_page(words, lambda path: write_dealt_page(dealt, path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.errors import UserError
@@ -30,9 +29,7 @@ def serve(request: ServeRequest, *, as_json: bool) -> int:
     return 0 if plan.chosen else 1
 
 
-def request_for(
-    words: PlanWords, machine: Machine, *, here: Any, dtype: Any, tell: Callable[[str], None]
-) -> ServeRequest:
+def request_for(words: PlanWords, machine: Machine, *, here: Any, dtype: Any) -> ServeRequest:
     """What is asked for.
 
     Args:
@@ -69,7 +66,7 @@ def request_for(
     rate, keys = memory_rate(device.name), key_bytes(sizes, dtype)[0]
     if measures:
         with chain.borrowed():
-            costs = measured_passes(chain, dtype=dtype, device=here, form=form, weights=weights, tell=tell)
+            costs = measured_passes(chain, dtype=dtype, device=here, form=form, weights=weights)
         source = f"measured on {device_name(here)}"
     elif flops and rate:
         costs = estimated_passes(model, flops=flops, memory_rate=rate, weights=weights, key_width=keys)

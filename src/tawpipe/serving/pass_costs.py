@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from tawpipe.console import progress
 from tawpipe.model.bits.lowbit import EXACT, FEW
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import key_bytes
@@ -54,7 +55,6 @@ def measured_passes(
     device: torch.device,
     form: str = EXACT,
     weights: WeightBytes,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[PassCost, ...]:
     """One block of every kind, run with random weights. Keys and values are read as fast as the weights for one token.
 
@@ -65,8 +65,8 @@ def measured_passes(
     """
     try:
         bench, costs = Bench(chain, device, dtype, chunk_tokens=max(TOKENS)), dict[int, PassCost]()
-        clock, width = Clock(bench, tell), key_bytes(chain.config.get_text_config(), dtype)[0]
-        tell(f"measuring {len(bench.kinds())} kinds of blocks on passes of up to {max(TOKENS)} tokens")
+        clock, width = Clock(bench), key_bytes(chain.config.get_text_config(), dtype)[0]
+        progress.info(f"measuring {len(bench.kinds())} kinds of blocks on passes of up to {max(TOKENS)} tokens")
         for (kind, *_), blocks in bench.kinds().items():
             if kind == "layer" and form != EXACT:  # from then on these modules compute, whatever is bound besides
                 hold_weights(chain, blocks[:1], lambda unit: bench.values(unit.index), form=form)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tawpipe.checkpoint.resume import RunState
-from tawpipe.console import duration
+from tawpipe.console import duration, progress
 from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.model.chain import Chain
 from tawpipe.plan.cost.feasible import shortage
@@ -100,7 +100,6 @@ class Planning:
         chain: the run's model.
         asked: the run's batch, and how it computes; with the settings under ``schedule`` as they were given.
         by_one: no plan may let several processes compute a row together.
-        tell: is given what takes time, before it does.
         measure: gives the machine that a plan is made for.
         show: is given a plan that is made now, on rank 0.
     """
@@ -109,7 +108,6 @@ class Planning:
     chain: Chain
     asked: Asked
     by_one: bool = False
-    tell: Callable[[str], None] = lambda _: None
     measure: Callable[[World], Machine] = probed
     show: Callable[[Plan], None] = lambda _: None
 
@@ -139,7 +137,7 @@ class Planning:
             if given and plan.settings(settings) != settings:
                 decision = Followed(settings, line=SETTINGS_HOLD)
             elif problem := self._mismatch(plan):
-                self.tell(f"the plan of the checkpoint is for something else: {problem}")
+                progress.info(f"the plan of the checkpoint is for something else: {problem}")
                 decision = self.make()
             else:
                 decision = Followed(settings, plan, "plan: that of the checkpoint")
@@ -210,20 +208,18 @@ class Planning:
         from tawpipe.plan.search.search import search
 
         begin = time.perf_counter()
-        self.tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
+        progress.info("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
         machine = self.measure(self.world)
         if self.asked.settings.offload_dir:
             machine = with_files(machine, self.world, self.asked.settings.offload_dir)
-        request, problem = self.ask(machine, tell=self.tell)
+        request, problem = self.ask(machine)
 
         def choose() -> str:
             if request is None:
                 return NO_PLAN + problem
             try:
                 spent, steps = time.perf_counter() - begin, self.asked.steps or math.inf
-                candidates = search(
-                    request, waiting=self.tell, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent)
-                )
+                candidates = search(request, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent))
                 plan = Plan.of(request, candidates)
                 self.show(plan)
                 return plan.text() if plan.chosen else NO_PLAN + plan.reason
@@ -241,9 +237,7 @@ class Planning:
             line += f", {took_s / (took_s + self.asked.steps * plan.step_s):.1%} of what the run will take"
         return Followed(settings, plan, line, request=request)
 
-    def ask(
-        self, machine: Machine, *, timed: bool = True, tell: Callable[[str], None] = lambda _: None
-    ) -> tuple[PlanRequest | None, str]:
+    def ask(self, machine: Machine, *, timed: bool = True) -> tuple[PlanRequest | None, str]:
         """What a plan for this run is made from, or None and why not, on all ranks.
 
         Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
@@ -254,7 +248,7 @@ class Planning:
         request, problem = None, ""
         self.world.barrier()
         try:
-            request = self.ask_alone(machine, timed=timed, tell=tell)
+            request = self.ask_alone(machine, timed=timed)
         except Exception as error:
             problem = problem_of(error)
         if problem:  # now that nothing refers to what was under way
@@ -263,9 +257,7 @@ class Planning:
             return None, problem
         return request, ""
 
-    def ask_alone(
-        self, machine: Machine, *, timed: bool = True, tell: Callable[[str], None] = lambda _: None
-    ) -> PlanRequest:
+    def ask_alone(self, machine: Machine, *, timed: bool = True) -> PlanRequest:
         """The same by this process, whatever the others do.
 
         Raises:
@@ -276,7 +268,7 @@ class Planning:
             settings = replace(settings, sequence_ranks=1)
         memory_bytes = int(machine.most_memory * MEMORY[device.type])
         asked = replace(self.asked, timed=timed, memory_bytes=memory_bytes, settings=settings)
-        return request_of(self.chain, machine, asked, here=device, tell=tell)
+        return request_of(self.chain, machine, asked, here=device)
 
 
 def fits_to_keep(request: PlanRequest, schedule: ScheduleSettings, share: float = KEEPS) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from tawpipe.checkpoint.resume import ResumePoint, RunState
 from tawpipe.checkpoint.store import memory_root
-from tawpipe.console import Console
+from tawpipe.console import Console, progress_to
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.dealing.balance import Bins
@@ -229,12 +229,12 @@ def prepare(
             learning_rate=float(config.learning_rate),
         ),
         by_one=by_row or batch.dealt,  # bins are of so many ranks
-        tell=console.line,
         measure=measure,
         show=show,
     )
     console.notice(too_large(planning))
-    followed = planning.follow(config.plan, begins.state)
+    with progress_to(console.line):
+        followed = planning.follow(config.plan, begins.state)
     if followed.line:
         (console.warning if followed.fault else console.line)(followed.line)
     schedule = followed.schedule

@@ -11,12 +11,12 @@ rounds are played, for what one takes beside its modelled time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tawpipe.console import span
+from tawpipe.console import progress, span
 from tawpipe.dealing.balance import Bins, deal
 from tawpipe.dealing.unbalanced import in_rows, in_turn
 from tawpipe.errors import UserError
@@ -106,7 +106,6 @@ class DealFound:
         *,
         tokens: int,
         max_document: int,
-        tell: Callable[[str], None] = lambda _: None,
     ) -> DealFound:
         """Draw, deal and play.
 
@@ -114,7 +113,7 @@ class DealFound:
             UserError: a document is longer than any bin can be.
         """
         alone = request.with_ranks(request.settings.sequence_ranks or 1)  # which documents are shared, the deal says
-        candidates = search(alone, waiting=tell)
+        candidates = search(alone)
         good = [candidate for candidate in candidates if candidate.fits and candidate.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size
@@ -138,7 +137,7 @@ class DealFound:
                 cuts = LONG if request.cuts else None
                 bins = candidate.step.strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
             if (tried := played(request, candidate.step, BALANCED, bins)) is not None:
-                tell(f"{candidate.strategy}: {span(tried.seconds)}")
+                progress.info(f"{candidate.strategy}: {span(tried.seconds)}")
                 strategies[candidate.strategy] = tried
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
         deals: list[DealTried] = []

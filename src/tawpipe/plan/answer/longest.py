@@ -14,7 +14,7 @@ from functools import cache
 from math import ceil, isqrt
 from typing import Any
 
-from tawpipe.console import columns, span
+from tawpipe.console import columns, progress, span
 from tawpipe.errors import UserError
 from tawpipe.model.attention.attention_kernel import FIXED
 from tawpipe.plan.cost.feasible import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
@@ -145,21 +145,19 @@ class Longest:
         return f"Longest({self.reason})"
 
     @classmethod
-    def of(
-        cls, request: PlanRequest, *, ends: str = POSITIONS, tell: Callable[[str], None] = lambda _: None
-    ) -> Longest:
+    def of(cls, request: PlanRequest, *, ends: str = POSITIONS) -> Longest:
         """Look at every strategy whose weights travel: pipelines keep several rows at one time, and whole ones.
 
         Args:
             request: with micro-batches of one row, and rows as long as may be.
             ends: what does not allow longer ones.
-            tell: is given a line for every strategy.
         """
         rows = []
         for strategy in strategies().values():
             if strategy.candidate and Kind.WEIGHT in strategy.travels:
                 rows.append(_longest_of(request, strategy, ends))
-                tell(f"{strategy.name}: {rows[-1].why_not or f'{rows[-1].tokens:,} tokens, then {rows[-1].binds}'}")
+                words = rows[-1].why_not or f"{rows[-1].tokens:,} tokens, then {rows[-1].binds}"
+                progress.info(f"{strategy.name}: {words}")
         return cls(request, tuple(sorted(rows, key=lambda row: (-row.tokens, -row.tokens_per_second))))
 
     @property

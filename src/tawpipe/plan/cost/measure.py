@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tawpipe.console import progress
 from tawpipe.dealing.speeds import spell_speeds
 from tawpipe.errors import UserError
 from tawpipe.model.bits.quantized import NONE
@@ -167,14 +168,12 @@ def request_of(
     asked: Asked,
     *,
     here: torch.device | None = None,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> PlanRequest:
     """The request for a plan.
 
     Args:
         chain: of the model, on the meta device, which it is left as it is.
         here: this process's device.
-        tell: is given what is measured, before it is and while it takes time.
 
     Raises:
         UserError: a machine or a setting that cannot work for this model.
@@ -183,16 +182,14 @@ def request_of(
     here = here or torch.device("cpu")
     try:
         with chain.borrowed():
-            request = _request_of(chain, machine, asked, here, tell)
+            request = _request_of(chain, machine, asked, here)
     finally:
         give_back(here)  # with what the chain held while it was borrowed
     # Libraries are there when blocks have run with them.
     return replace(request, system_bytes=system_of(machine, here)[0]) if not request.has_host else request
 
 
-def _request_of(
-    chain: Chain, machine: Machine, asked: Asked, here: torch.device, tell: Callable[[str], None]
-) -> PlanRequest:
+def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device) -> PlanRequest:
     """``request_of`` with a chain that is of no other use afterwards."""
     # What is asked: rows, and why they may have to stay whole.
     dtype, settings, optimizer = asked.dtype, asked.settings, asked.optimizer
@@ -274,7 +271,6 @@ def _request_of(
         "row": longest,
         "optimizer": optimizer,
         "chunks": chunks,
-        "tell": tell,
     }
     if asked.timed:
         run = _layer_tokens(chain, asked, machine.world_size)
@@ -291,7 +287,8 @@ def _request_of(
         if ranks > 1:
             raise UserError("schedule.sequence_ranks", ranks, f"1, for whole rows: {why}")
         profile = replace(profile, in_chunks=(), cuts=False, why_whole=why)
-        tell(f"rows stay whole: {why}")
+        if asked.timed:  # else memory alone is asked about, which takes no while
+            progress.info(f"rows stay whole: {why}")
     return by(profile)
 
 

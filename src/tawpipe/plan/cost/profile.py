@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tawpipe.console import duration
+from tawpipe.console import duration, progress
 from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width, key_width, met_elements, windows
@@ -149,7 +149,6 @@ def measure(
     row: int = 0,
     chunks: Callable[[Profile], Sequence[int] | None] = lambda _: None,
     layer_tokens: float = math.inf,
-    tell: Callable[[str], None] = lambda _: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``. What
@@ -164,13 +163,12 @@ def measure(
         chunks: is given the profile of whole rows, and says in chunks of which sizes rows should be looked at,
             ascending; none where only shares of rows are asked about, None where rows stay whole.
         layer_tokens: tokens times layers that a device computes in the run, whose time bounds that of measuring.
-        tell: is given what is measured, before it is and while it takes time.
         now: seconds; those of the process alone where others use its processors.
     """
     try:
         bench = Bench(chain, device, dtype, chunk_tokens)
         memory = measure_memory(bench, tokens=tokens, packed=packed)
-        clock = Clock(bench, tell, now, layer_tokens)
+        clock = Clock(bench, now, layer_tokens)
         whole = _whole(clock, memory, tokens, optimizer, timed=timed)
         return _with_chunks(whole, clock, chunks, tokens if timed else 0, row)
     finally:
@@ -185,7 +183,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
     kinds = bench.kinds()
     if not timed:
         return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source, why_not_shares=chain.why_not_sets)
-    clock.tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
+    progress.info(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half, quarter = max(1, tokens // 2), max(1, tokens // 4)
     of_layers = [(tokens,), (half,), (quarter,), _eight(max(1, tokens // 8), uneven=bool(chain.in_turn))]
     costs: dict[int, BlockCost] = {}
@@ -330,13 +328,12 @@ class Clock:
     def __init__(
         self,
         bench: Bench,
-        tell: Callable[[str], None] = lambda _: None,
         now: Callable[[], float] = time.perf_counter,
         layer_tokens: float = math.inf,
     ) -> None:
         self._layer_tokens, self._run_s = layer_tokens, math.inf
         self.bench, self.device, self._now = bench, bench.device, now
-        self.tell, self._doing, self._is_hot = tell, "", False
+        self._doing, self._is_hot = "", False
         self._began = self._told = time.perf_counter()
         self.mixers: list[float] = []
         """Shares of the time of layers that their mixers take, forward."""
@@ -476,7 +473,7 @@ class Clock:
         if now - self._told > QUIET_S:
             self._told = now
             run = f"run {len(taken)} of {REPEATS + 1} took {taken[-1]:.1f} s"
-            self.tell(f"measuring for {duration(now - self._began)}: {self._doing}, {run}")
+            progress.info(f"measuring for {duration(now - self._began)}: {self._doing}, {run}")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

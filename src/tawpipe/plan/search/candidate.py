@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tawpipe.console import span
+from tawpipe.console import progress, span
 from tawpipe.plan.cost.feasible import gib
 from tawpipe.plan.cost.predict import Prediction
 from tawpipe.plan.cost.request import PlanRequest
@@ -70,7 +70,6 @@ class Outlook:
     """What a search knows while it goes on, and what it has spent.
 
     Args:
-        waiting: see ``search``.
         hopeful: see ``pipelines.made_for``.
         ahead: seconds of the best step so far.
         effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
@@ -78,7 +77,6 @@ class Outlook:
         most_s, vain_s: see ``search``.
     """
 
-    waiting: Callable[[str], None] = lambda _: None
     hopeful: bool = True
     ahead: float = math.inf
     effort: int = MOST_EFFORT
@@ -102,7 +100,7 @@ class Outlook:
     def at(self, what: str) -> None:
         """Say what is looked at, if that has taken a while."""
         if (seconds := time.monotonic() - self.begin) >= self.patience_s:
-            self.waiting(f"planning for {seconds:.0f} s, now {what}")
+            progress.info(f"planning for {seconds:.0f} s, now {what}")
             self.patience_s = 2 * seconds
 
     def why_not(self, request: PlanRequest, way: Strategy, *, hopeful: bool) -> str:

@@ -59,19 +59,19 @@ WORTH = 0.02
 def search(
     request: PlanRequest,
     *,
-    waiting: Callable[[str], None] = lambda _: None,
     most_s: Callable[[float], float] = lambda _: math.inf,
     vain_s: float = math.inf,
 ) -> list[Candidate]:
     """The best settings of every strategy, the fastest that fits first.
 
+    ``progress`` says what is looked at, after ``PATIENCE_S`` and then less and less often.
+
     Args:
-        waiting: is given a line that says what is looked at, after ``PATIENCE_S`` and then less and less often.
         most_s: seconds that the search may compute where the best step so far takes so long, as soon as something fits.
         vain_s: seconds that it may compute before anything fits.
     """
     candidates: list[Candidate] = []
-    outlook = Outlook(waiting, effort=MOST_EFFORT, patience_s=PATIENCE_S, most_s=most_s, vain_s=vain_s)
+    outlook = Outlook(effort=MOST_EFFORT, patience_s=PATIENCE_S, most_s=most_s, vain_s=vain_s)
     # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
     # alone no row is taken apart.
     draws = [request.with_ranks(1), request] if request.drops and request.sets else [request]
