@@ -189,9 +189,10 @@ class Console:
 
 
 @contextmanager
-def progress_to(say: Callable[[str], object]) -> Iterator[None]:
+def progress_to(say: Callable[[str], None]) -> Iterator[None]:
     """Hand every line of ``progress`` to ``say`` within the context."""
-    handler, level = _LinesTo(say), progress.level
+    handler, level = logging.Handler(), progress.level
+    handler.emit = lambda record: say(record.getMessage())
     progress.addHandler(handler)
     progress.setLevel(logging.INFO)
     try:
@@ -199,15 +200,6 @@ def progress_to(say: Callable[[str], object]) -> Iterator[None]:
     finally:
         progress.setLevel(level)
         progress.removeHandler(handler)
-
-
-class _LinesTo(logging.Handler):
-    def __init__(self, say: Callable[[str], object]) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._say(record.getMessage())
 
 
 class _RichConsole(RichConsole):

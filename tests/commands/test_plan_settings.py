@@ -22,7 +22,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.plan.cost import measure
 from tawpipe.plan.cost.profile import Profile, estimate
 from tawpipe.plan.machine.machine import Device
-from tawpipe.train import dry_run
+from tawpipe.train import planned as planning
 from tawpipe.train.saying.words import PARTS, gib
 from tawpipe.train.settings.config import load_config
 
@@ -79,7 +79,7 @@ def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(mon
     monkeypatch.setattr(measure, "measure", measured)
     monkeypatch.setattr(measure, "resident_memory", lambda: 1 << 28)
     machine = measure.machine_of("1x2", device=Device("CPU", 8 << 30))
-    monkeypatch.setattr(dry_run, "_machine_of_one", lambda _: machine)
+    monkeypatch.setattr(planning, "probed", lambda _: machine)
     assert main(["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run"]) == 0
     stated = capsys.readouterr().out
     assert main(["plan", "--config", "run.yaml", *TOPOLOGY, "--memory", "6.4", "--save", "plan.yaml"]) == 0

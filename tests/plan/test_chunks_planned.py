@@ -337,4 +337,7 @@ def test_a_model_whose_rows_cannot_be_cut_is_planned_with_whole_rows_and_the_rea
         request_for(str(tmp_path), machine, **given, settings=replace(DEFAULT, sequence_chunk=4096))
     with progress_to(said.append):
         compiled = request_for(str(tmp_path), machine, **given, compiled=True)
+        request_for(str(tmp_path), machine, **given, compiled=True, timed=False)
+    request_for(str(tmp_path), machine, **given, compiled=True)
+    assert len(said) == 2, "neither of memory alone nor outside of the context"
     assert compiled.chunks == () and said[-1] == "rows stay whole: --compile compiles layers on whole rows"

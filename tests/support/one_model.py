@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import chdir, suppress
+from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 
 from cases import llama
 from pipelines import grouped
-from tawpipe.checkpoint.resume import Mark, ResumePoint
 from tawpipe.console import Console
 from tawpipe.errors import UserError
 from tawpipe.model.files.pretrained import SafetensorsSource
@@ -25,7 +24,8 @@ from tawpipe.runtime.alike import same_folder
 from tawpipe.runtime.world import World
 from tawpipe.serving.engine import load_engine
 from tawpipe.serving.passes import Room
-from tawpipe.train.prepare import prepare
+from tawpipe.train.prepare import check_settings
+from tawpipe.train.run_model import RunModel
 from tawpipe.train.settings.config import TrainConfig
 from tawpipe.train.start import documents_of
 
@@ -59,17 +59,12 @@ def of_runs(world: World, *, machines: list[str], data: str) -> str:
     if Path(machines[world.rank], "adapter").exists():
         config = replace(config, lora=LoraSettings(adapter="adapter"))
 
-    class ReadyError(Exception):
-        """Model and documents are those of all ranks."""
+    def read() -> None:
+        check_settings(config, world, Console(rank=1))
+        documents_of(config, RunModel(config), world, Console(rank=1))
 
-    def documents(*given: Any) -> Any:
-        documents_of(*given)
-        raise ReadyError
-
-    start = lambda: ResumePoint(None, None, "", Mark(), ())  # noqa: E731
-    with suppress(ReadyError), chdir(machines[world.rank]):
-        return words(lambda: prepare(config, world, Console(rank=1), start=start, documents=documents))
-    return "ready"
+    with chdir(machines[world.rank]):
+        return words(read) or "ready"
 
 
 def of_models(world: World, *, folders: list[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tawpipe.cli import main
+from tawpipe.console import Console
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
@@ -59,17 +60,17 @@ def check(
     texts: Wanted | None = None,
     dealt: tuple[int, ...] = (),
     soon: Sequence[tuple[int, ...]] = (),
-    **rest: Any,
+    console: Any = None,
 ) -> memory.Needs | None:
     machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
-    asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure", dealt=dealt)
-    planning = Planning(ALONE, chain, asked)
+    asked = Asked(256, 4, 2, dtype=torch.float32, settings=schedule, profile="measure", dealt=dealt)
+    planning, console = Planning(ALONE, chain, asked), console or Console(rank=1)
     others = lambda short: WouldFit(short, CONFIG, no_other)  # noqa: E731
-    tell = rest.get("tell", lambda _: None)
-    if (measured := memory.measured_for(planning, schedule, None, tell)) is None:
+    if (measured := memory.measured_for(planning, None, console)) is None:
         return None
-    return memory.check_memory(planning, schedule, BATCH, measured, others=others, texts=texts, soon=soon, **rest)[0]
+    load = memory.MemoryLoad(texts=texts, soon=soon)
+    return memory.check_memory(planning, BATCH, measured, load, others, console)[0]
 
 
 def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
@@ -77,7 +78,7 @@ def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
     untimed = lambda *args, timed=True, **rest: (None, "no times") if timed else real(*args, timed=timed, **rest)  # noqa: E731
     monkeypatch.setattr(Planning, "ask", untimed)
     with pytest.raises(UserError, match="memory: got"):
-        check(monkeypatch, chain, memory_bytes=2**20, tell=lines.append)
+        check(monkeypatch, chain, memory_bytes=2**20, console=SimpleNamespace(notice=lines.append))
     assert [line for line in lines if line] == ["what would fit is said without measured times: no times"]
 
 

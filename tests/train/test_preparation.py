@@ -19,11 +19,12 @@ from tawpipe.plan.cost.predict import memory_quickly
 from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
-from tawpipe.train import prepare as preparing
 from tawpipe.train import run_model
 from tawpipe.train.dry_run import _checkpoint
 from tawpipe.train.planned import MEMORY, Planning
+from tawpipe.train.prepare import build, check, follow_plan, settle_data
 from tawpipe.train.settings.config import load_config
+from tawpipe.train.start import documents_of
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = ["--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4", "--device", "cpu"]
@@ -120,7 +121,10 @@ def test_what_was_decided_stands_beside_what_was_said(packing: str) -> None:
     words += ["--schedule.recompute", "full"]  # or nothing would be computed again, and there is nothing to keep
     config = load_config([*words, "--optimizer.warmup-steps", "1", "--optimizer.weight-decay", "0.1"])
     world = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
-    prepared = preparing.prepare(config, world, Console(0), start=lambda: _checkpoint(config))
+    console, model, start = Console(0), run_model.RunModel(config), _checkpoint(config)
+    documents = documents_of(config, model, world, console)
+    run = build(settle_data(documents, model, start, world, console), world, console)
+    prepared = check(run, *follow_plan(run, world, console), console)
     assert prepared.config == config, "nothing was open"
     assert prepared.batch.packing == packing and prepared.dtype == torch.float32
     assert (prepared.batch.bin_tokens > 0) == prepared.batch.dealt == (packing == "balanced")

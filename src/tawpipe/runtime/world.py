@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from tawpipe.runtime.watch.watchdog import keep_record
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 _joined: list[Any] = []
 """The group of all processes, if it was made here."""
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -115,17 +116,25 @@ class World:
         Raises:
             UserError: that of rank 0; on all ranks.
         """
-        text, refusal = "", None
+        return self.broadcast_text(self.of_rank_0(make, ""))
+
+    def of_rank_0(self, make: Callable[[], Value], elsewhere: Value) -> Value:
+        """The value that ``make`` gives on rank 0, which may take its time, and ``elsewhere`` on other ranks; call on
+        all ranks.
+
+        Raises:
+            UserError: that of rank 0; on all ranks.
+        """
+        value, refusal = elsewhere, None
         if self.rank == 0:
             try:
-                text = make()
+                value = make()
             except UserError as error:
                 refusal = [error.setting, str(error.value), error.expected]
         self.wait_patiently()
-        text, refusal = json.loads(self.broadcast_text(json.dumps([text, refusal])))
-        if refusal:
+        if refusal := json.loads(self.broadcast_text(json.dumps(refusal))):
             raise UserError(*refusal)
-        return text
+        return value
 
     def gather_texts(self, text: str) -> list[str]:
         """A text of every rank, in their order, on all ranks."""

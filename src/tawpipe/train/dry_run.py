@@ -32,18 +32,24 @@ from tawpipe.model.flops import work_of
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.setup import refuse_strategy
 from tawpipe.pipeline.sizes import step_costs
-from tawpipe.plan.cost.measure import INSIDE
 from tawpipe.plan.cost.predict import Needs
 from tawpipe.plan.cost.updates import states_of
-from tawpipe.plan.machine.machine import Machine
 from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.runtime.world import World, connect, pick_device
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
 from tawpipe.train.lengths import settled_lengths
-from tawpipe.train.planned import probed
-from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
+from tawpipe.train.prepare import (
+    Prepared,
+    build,
+    check,
+    check_settings,
+    follow_plan,
+    rows_of_run,
+    settle_data,
+    tell_without_effect,
+)
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.saying.words import gib
 from tawpipe.train.settings.checks import faults_of
@@ -90,27 +96,15 @@ def dry_run(config: TrainConfig, shape: Shape | None) -> int:
 
 def _examine(config: TrainConfig, world: World, console: Console, cache: str) -> None:
     _ = faults_of(config, world.size)
-    alone = world.group is None and world.size > 1
-    assumed: list[Machine] = []
-
-    def measure(world: World) -> Machine:
-        if not alone:
-            return probed(world)
-        assumed.append(_machine_of_one(world))
-        return assumed[0]
-
-    prepared = prepare(
-        config,
-        world,
-        console,
-        start=lambda: _checkpoint(config),
-        documents=lambda *given: _some_documents(*given, cache=cache),
-        measure=measure,
-        show=lambda plan: console.line("\n".join(f"  {line}" for line in (*plan.table(), *plan.left_out()))),
-    )
+    check_settings(config, world, console)
+    model, start = RunModel(config), _checkpoint(config)
+    documents = _some_documents(config, model, world, console, start.state, cache=cache)
+    run = build(settle_data(documents, model, start, world, console), world, console)
+    planning, followed = follow_plan(run, world, console)
+    prepared = check(run, planning, followed, console)
     config, chain, state, plan = prepared.config, prepared.chain, prepared.state, prepared.plan
-    if assumed:  # for a plan that was made now
-        console.notice(ASSUMED.format(rate=assumed[0].inside.bytes_per_s / 1e9))
+    if world.group is None and world.size > 1 and followed.measured is not None:
+        console.notice(ASSUMED.format(rate=followed.measured.inside.bytes_per_s / 1e9))
     if state is not None:
         refuse_other_run(config, state, chain, prepared.start.place)
     source = prepared.built.source(chain, seed=config.seed)
@@ -197,20 +191,13 @@ def _checkpoint(config: TrainConfig) -> ResumePoint:
     return ResumePoint(None, None, "", Mark(), without)
 
 
-def _machine_of_one(world: World) -> Machine:
-    """The machine as one process knows it, which has nobody to measure links with: they are taken to be usual."""
-    usual = INSIDE["GPU" if world.device.type == "cuda" else "CPU"]
-    alone = probed(World(Topology.grid(1, 1), 0, world.device, None))
-    return replace(machine_unprobed(world), inside=usual, between=usual, host=alone.host)
-
-
 def _dealt(prepared: Prepared, step: StepSpec) -> Bins:
     """The documents of the next step as they would be dealt.
 
     Args:
         step: any of the schedule.
     """
-    batch, plan, samples = prepared.batch, prepared.plan, prepared.state.samples if prepared.state is not None else 0
+    batch, plan = prepared.batch, prepared.plan
     whole = prepared.chain.why_not_chunks or prepared.chain.positions.first
     deals = step.strategy.dealing(
         step,
@@ -218,7 +205,7 @@ def _dealt(prepared: Prepared, step: StepSpec) -> Bins:
         work=(plan.work if plan else None) or work_of(prepared.chain),
         cuts=None if whole else LONG,
     )
-    return deals(prepared.data.train.step(samples, batch.step_tokens).lengths)
+    return deals(prepared.data.train.step(prepared.samples, batch.step_tokens).lengths)
 
 
 def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:

@@ -92,7 +92,7 @@ class Training:
         self.plan, self.tracking, self.commit = prepared.plan_text, tracking, prepared.built.commit
         self.recompute = prepared.schedule.recompute
         self.config, self.world, self.console = config, pipeline.world, console
-        self.pipeline, self.data = pipeline, data
+        self.pipeline, self.data, self.disk = pipeline, data, disk
         self._said = said_bytes(prepared.needs, self.world.device)
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
@@ -127,18 +127,19 @@ class Training:
         self._last = time.perf_counter()
         self._evaluated = False
         given = config.timeouts.step_s != TimeoutConfig().step_s
-        self._limit = FollowedLimit(
-            pipeline.limit,
-            config.timeouts.step_s,
-            set_timeout=world.set_timeout,
-            notice=console.notice if given else lambda _: None,
-        )
+        said_s = config.timeouts.step_s if given else math.inf
+        self._limit = FollowedLimit(pipeline.limit, said_s, set_timeout=world.set_timeout)
         self._writer: MetricsWriter | None = None
-        self._machine = prepared.machine if world.rank == 0 else None
+        self._machine = prepared.followed.machine if world.rank == 0 else None
         self._link_s = dict[tuple[int, ...], float]()
         dtype = str(pipeline.dtype).removeprefix("torch.")
         on_gpu = world.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(world.device), dtype) if on_gpu else None
+
+    @property
+    def ended_early(self) -> bool:
+        """True if a signal ended the run before its last step."""
+        return self.stopped is not None and self.last < self.config.steps
 
     def run(self, stop: StopRequest) -> float:
         """Run all steps that are left, or those until a stop is agreed on.
@@ -150,7 +151,7 @@ class Training:
         begin = self._last = time.perf_counter()
         if self.world.rank == 0:
             self._writer = MetricsWriter(config.output_path, resumed_step=self.first)
-        self._limit.follow()
+        self.console.notice(self._limit.follow())
         try:
             if config.evaluation.at_start and self.evaluation.due and not self.first:
                 self._evaluate_before()
@@ -162,7 +163,7 @@ class Training:
                     self._step(step, batch)
                     self.last = step + 1
                     self.stopped = stop.agreed()
-                    if self.stopped is not None and self.last < config.steps:
+                    if self.ended_early:
                         break
             stop.finish()
             if self.first < self.last < config.steps:
@@ -207,7 +208,7 @@ class Training:
         # One step stays unread, so that the next one is issued before this one has ended.
         soon = evaluate or save or copy or write or last or step == self.first
         self._report(keep=0 if soon else 1, evaluate=evaluate)
-        self._limit.follow()
+        self.console.notice(self._limit.follow())
         if step == self.first:
             pipeline.drain()
             self._allow(config.timeouts.step_s)
@@ -239,7 +240,7 @@ class Training:
     def _allow(self, least_s: float) -> None:
         """Give everything up to a step this time from now on, or more if steps are known to take longer."""
         self.pipeline.set_timeout(timedelta(seconds=least_s))
-        self._limit.follow()
+        self.console.notice(self._limit.follow())
 
     def _report(self, *, keep: int, evaluate: bool) -> None:
         """Read the numbers of finished steps; the newest gets the validation loss if it is to be measured."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tawpipe.console import span
-from tawpipe.errors import UserError, is_out_of_memory
+from tawpipe.console import Console, span
+from tawpipe.errors import REPORT, UserError, is_out_of_memory
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.answer.remedy import remedies
@@ -28,7 +28,7 @@ from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.serving.generate import Wanted, why_by_evaluation
 from tawpipe.serving.planner import fullest_bytes
-from tawpipe.train.planned import KEEPS, MEMORY, Planning, fits_to_keep
+from tawpipe.train.planned import KEEPS, MEMORY, Planning, fits_to_keep, probed
 from tawpipe.train.saying.words import gib
 from tawpipe.train.settings.decided import BatchShape
 
@@ -45,23 +45,45 @@ SAVES_LITTLE = 0.97
 """Share of the memory without a setting from which on that saves little."""
 
 
-def measured_for(
-    planning: Planning, schedule: ScheduleSettings, request: PlanRequest | None, tell: Callable[[str], None]
-) -> PlanRequest | None:
-    """Measure what blocks take; return None, and ``tell`` why, if that fails. Call on all ranks, before anything large
-    is there.
+@dataclass(frozen=True)
+class MemoryLoad:
+    """What a run holds in memory besides a typical step.
 
     Args:
-        schedule: that will run.
+        saves: a checkpoint is written at some time, for which the state is copied.
+        goes_on_saving: steps follow a save, and so run while it is being written.
+        soon: lengths of the documents of steps to come, where they are dealt: in pipelines some steps hold much more
+            than the typical one.
+        copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
+        texts: that the model is to write between steps, or after them.
+    """
+
+    saves: bool = True
+    goes_on_saving: bool = True
+    soon: Sequence[tuple[int, ...]] = ()
+    copies: int = 0
+    texts: Wanted | None = None
+
+
+def measured_for(planning: Planning, request: PlanRequest | None, console: Console) -> PlanRequest | None:
+    """Measure what blocks take; return None, and say why, if that fails. Call on all ranks, before anything large is
+    there.
+
+    Args:
+        planning: by the schedule that will run.
         request: what was measured for a plan, if anything was, and is returned.
     """
     if request is not None:
         return request
-    asked = replace(planning.asked, settings=schedule)
-    measured, problem = replace(planning, asked=asked).ask(_machine_of(planning.world, schedule), timed=False)
+    measured, problem = planning.ask(_machine_of(planning.world, planning.asked.settings), timed=False)
     if measured is None:
-        tell(f"memory is not checked before the first step: {problem}")
+        _say(console, f"memory is not checked before the first step: {problem}")
     return measured
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a notice, or a warning if it is a fault to report."""
+    (console.warning if REPORT in line else console.notice)(line)
 
 
 def _machine_of(world: World, schedule: ScheduleSettings, request: PlanRequest | None = None) -> Machine:
@@ -91,75 +113,65 @@ def settled_recompute(world: World, schedule: ScheduleSettings, request: PlanReq
 
 def check_memory(
     planning: Planning,
-    schedule: ScheduleSettings,
     batch: BatchShape,
     measured: PlanRequest,
-    *,
+    load: MemoryLoad,
     others: Callable[[PlanRequest], WouldFit],
-    saves: bool = True,
-    goes_on_saving: bool = True,
-    soon: Sequence[tuple[int, ...]] = (),
-    copies: int = 0,
-    texts: Wanted | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    console: Console,
 ) -> tuple[Needs | None, PlanRequest]:
     """Predict what a process and a node's host will hold, with the request that says so; None if that fails. Call
     on all ranks, before anything large is there.
 
     Args:
-        schedule: that will run.
+        planning: by the schedule that will run.
         measured: what ``measured_for`` gave.
         others: finds what would fit in place of a request that does not.
-        saves: a checkpoint is written at some time, for which the state is copied.
-        goes_on_saving: steps follow a save, and so run while it is being written.
-        soon: lengths of the documents of steps to come, where they are dealt: in pipelines some steps hold much more
-            than the typical one.
-        copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
-        texts: that the model is to write between steps, or after them.
 
     Raises:
         UserError: it is more than there is; on all ranks. It says what would fit.
     """
-    world = planning.world
+    world, schedule = planning.world, planning.asked.settings
     machine = _machine_of(world, schedule, measured)
-    planning = replace(planning, asked=replace(planning.asked, settings=schedule))
     try:
-        needs = memory_quickly(_all_of(machine, measured), measured.step(schedule))
-        for dealt in soon if find(schedule.strategy).axis else ():
-            other = replace(measured, dealt=dealt)
-            fuller = memory_quickly(_all_of(machine, other), other.step(schedule))
-            needs = max(needs, fuller, key=lambda each: each.device)
+        needs = _largest_step(machine, measured, schedule, load.soon)
     except UserError:  # it comes again, when the pipeline is made
         return None, measured
-    if copies:
-        machine = _beside(machine, measured, schedule, copies)
+    if load.copies:
+        machine = _beside(machine, measured, schedule, load.copies)
     given_back = needs.parts["activations"] + needs.parts["working"]  # between steps
     if not measured.has_host:  # no two processes have loaded and read as much
         give_back(world.device)
         loaded, _ = system_of(machine, world.device)  # a plan may have loaded the solver's libraries, 90 MiB
-        system = max(world.gather_numbers(float(max(loaded, measured.system_bytes))))
-        measured = replace(measured, system_bytes=int(system))
-        parts = dict(needs.parts) | {"system": int(system)}
-        if not saves:
-            parts["saving"] = 0
-        elif not goes_on_saving:  # the last copy takes the place of what computing has given back
-            saving = parts["saving"]
-            parts["saving"], given_back = max(0, saving - given_back), max(0, given_back - saving)
-        needs = replace(needs, parts=parts)
-    tell(chunk_words(schedule, _all_of(machine, measured), needs))
+        system = int(max(world.gather_numbers(float(max(loaded, measured.system_bytes)))))
+        measured = replace(measured, system_bytes=system)
+        saving = needs.parts["saving"] if load.saves else 0
+        if load.saves and not load.goes_on_saving:  # the last copy takes the place of what computing has given back
+            saving, given_back = max(0, saving - given_back), max(0, given_back - saving)
+        needs = replace(needs, parts=dict(needs.parts) | {"system": system, "saving": saving})
+    console.notice(chunk_words(schedule, _all_of(machine, measured), needs))
     if _lacks(world, machine, measured, needs):
         if not measured.profile.update_s:  # for memory alone
-            with_times, problem = planning.ask(planning.measure(world))
-            tell("" if with_times else f"what would fit is said without measured times: {problem}")
+            with_times, problem = planning.ask(probed(world))
+            if problem:
+                _say(console, f"what would fit is said without measured times: {problem}")
             measured = with_times or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
-    if texts is not None:
-        besides = texts_bytes(planning.chain, texts, measured, schedule, world.size) - given_back
+    if load.texts is not None:
+        besides = texts_bytes(planning.chain, load.texts, measured, schedule, world.size) - given_back
         needs = replace(needs, parts={**needs.parts, "texts": max(0, besides)})
         if _lacks(world, machine, measured, needs):
             expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, and so much is not there"
-            raise UserError("--sample.tokens", texts.tokens, expected)
+            raise UserError("--sample.tokens", load.texts.tokens, expected)
     return needs, measured
+
+
+def _largest_step(
+    machine: Machine, request: PlanRequest, schedule: ScheduleSettings, soon: Sequence[tuple[int, ...]]
+) -> Needs:
+    """Needs of the typical step, or of the step of ``soon`` that holds more."""
+    steps = [request, *(replace(request, dealt=dealt) for dealt in soon if find(schedule.strategy).axis)]
+    each = (memory_quickly(_all_of(machine, step), step.step(schedule)) for step in steps)
+    return max(each, key=lambda needs: needs.device)
 
 
 def chunk_words(schedule: ScheduleSettings, request: PlanRequest, needs: Needs) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from tawpipe.console import duration, progress
 from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.model.chain import Chain
 from tawpipe.plan.cost.feasible import shortage
-from tawpipe.plan.cost.measure import SHARE, Asked, request_of
+from tawpipe.plan.cost.measure import INSIDE, SHARE, Asked, request_of
 from tawpipe.plan.cost.predict import memory_quickly
 from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.plan.search.plan_file import SavedPlan, load_plan
@@ -34,12 +33,12 @@ from tawpipe.runtime.dtype import reduce_dtype
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, KEPT_BY_PLANS, ScheduleSettings, chosen_by_hand
+from tawpipe.topology import Topology
 from tawpipe.train.settings.checks import check_schedule
 
 if TYPE_CHECKING:
     from tawpipe.plan.cost.request import PlanRequest
     from tawpipe.plan.machine.machine import Machine
-    from tawpipe.plan.search.plan import Plan
 
 STRATEGIES = "strategies.txt"
 """The file in a run's output folder with what every strategy would have cost, by the plan."""
@@ -68,15 +67,18 @@ class Followed:
         schedule: that was decided.
         plan: that it is from; None without one.
         line: for the console.
-        fault: True if there is no plan for a fault of tawpipe, which ``line`` asks to report.
         request: what was measured for a plan that was made now.
+        measured: the machine as it was measured now; None if no plan was to be made.
+        table, left_out: lines about every strategy of a plan that was made now, on rank 0.
     """
 
     schedule: ScheduleSettings
     plan: SavedPlan | None = None
     line: str = ""
-    fault: bool = False
     request: PlanRequest | None = field(default=None, compare=False)
+    measured: Machine | None = field(default=None, compare=False)
+    table: tuple[str, ...] = field(default=(), compare=False)
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def machine(self) -> Machine | None:
@@ -86,10 +88,16 @@ class Followed:
 
 
 def probed(world: World) -> Machine:
-    """The machine, with links as these processes measure them; call on all ranks."""
+    """The machine, with links as these processes measure them; call on all ranks. One process that stands for several
+    has nobody to measure links with: they are taken to be usual.
+    """
     from tawpipe.plan.machine.probe import probe
 
-    return probe(world).machine
+    if world.group is not None or world.size == 1:
+        return probe(world).machine
+    usual = INSIDE["GPU" if world.device.type == "cuda" else "CPU"]
+    alone = probed(World(Topology.grid(1, 1), 0, world.device, None))
+    return replace(machine_unprobed(world), inside=usual, between=usual, host=alone.host)
 
 
 @dataclass(frozen=True)
@@ -100,16 +108,16 @@ class Planning:
         chain: the run's model.
         asked: the run's batch, and how it computes; with the settings under ``schedule`` as they were given.
         by_one: no plan may let several processes compute a row together.
-        measure: gives the machine that a plan is made for.
-        show: is given a plan that is made now, on rank 0.
     """
 
     world: World
     chain: Chain
     asked: Asked
     by_one: bool = False
-    measure: Callable[[World], Machine] = probed
-    show: Callable[[Plan], None] = lambda _: None
+
+    def by(self, settings: ScheduleSettings) -> Planning:
+        """Plan for a run whose schedule is decided: by these settings."""
+        return replace(self, asked=replace(self.asked, settings=settings))
 
     def follow(self, source: str, earlier: RunState | None) -> Followed:
         """Decide what the run follows.
@@ -204,38 +212,46 @@ class Planning:
     def make(self) -> Followed:
         """Measure links and blocks, search, choose."""
         from tawpipe.plan.machine.probe import with_files
-        from tawpipe.plan.search.plan import Plan
-        from tawpipe.plan.search.search import search
 
         begin = time.perf_counter()
         progress.info("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
-        machine = self.measure(self.world)
+        machine = probed(self.world)
         if self.asked.settings.offload_dir:
             machine = with_files(machine, self.world, self.asked.settings.offload_dir)
         request, problem = self.ask(machine)
 
-        def choose() -> str:
-            if request is None:
-                return NO_PLAN + problem
-            try:
-                spent, steps = time.perf_counter() - begin, self.asked.steps or math.inf
-                candidates = search(request, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent))
-                plan = Plan.of(request, candidates)
-                self.show(plan)
-                return plan.text() if plan.chosen else NO_PLAN + plan.reason
-            except Exception as error:
-                return NO_PLAN + problem_of(error)
-
-        text, settings = self.world.text_of_rank_0(choose), self.asked.settings
+        table, left_out, reason = (), (), NO_PLAN + problem
+        if request is not None and self.world.rank == 0:
+            table, left_out, reason = self._chosen(request, begin)
+        text, settings = self.world.text_of_rank_0(lambda: reason), self.asked.settings
         if text.startswith(NO_PLAN):
             line = f"plan: none, training goes on with the settings under schedule ({settings.strategy}): "
             line += text.removeprefix(NO_PLAN)
-            return Followed(settings, None, line, REPORT in text, request)
+            return Followed(settings, None, line, request, machine, table, left_out)
         plan, took_s = SavedPlan.of(text), time.perf_counter() - begin
         line = f"plan: measured and chosen in {duration(took_s)}"
         if plan and self.asked.steps and plan.step_s:
             line += f", {took_s / (took_s + self.asked.steps * plan.step_s):.1%} of what the run will take"
-        return Followed(settings, plan, line, request=request)
+        return Followed(settings, plan, line, request, machine, table, left_out)
+
+    def _chosen(self, request: PlanRequest, begin: float) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+        """Search on this process; return ``table`` and ``left_out`` of ``Followed``, and the text of the plan, or
+        after ``NO_PLAN`` why none is followed.
+
+        Args:
+            begin: of planning, by ``time.perf_counter``.
+        """
+        from tawpipe.plan.search.plan import Plan
+        from tawpipe.plan.search.search import search
+
+        table, left_out, spent, steps = (), (), time.perf_counter() - begin, self.asked.steps or math.inf
+        try:
+            candidates = search(request, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent))
+            plan = Plan.of(request, candidates)
+            table, left_out = tuple(plan.table()), tuple(plan.left_out())
+            return table, left_out, plan.text() if plan.chosen else NO_PLAN + plan.reason
+        except Exception as error:
+            return table, left_out, NO_PLAN + problem_of(error)
 
     def ask(self, machine: Machine, *, timed: bool = True) -> tuple[PlanRequest | None, str]:
         """What a plan for this run is made from, or None and why not, on all ranks.

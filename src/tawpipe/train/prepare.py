@@ -1,13 +1,13 @@
-"""A run before its first step: settings, documents, model, plan and memory, checked and decided in one order.
+"""The steps of a run before its pipeline: settings, documents, model, plan and memory, each checked and decided.
 
-The run, and a dry run of it, prepare alike; they differ in how documents are read, in what is found of a checkpoint and
-in who measures links. Nothing large is there yet: the model is on the meta device.
+The run and the dry run take the steps in this order: ``check_settings``, ``settle_data``, ``build``, ``follow_plan``,
+``check``. Nothing large is there yet: the model is on the meta device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,8 @@ from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
 from tawpipe.train.exporting import Form
 from tawpipe.train.judging.retrieval import RetrievalCheck
 from tawpipe.train.judging.sample import beginnings, wanted_texts
-from tawpipe.train.memory import check_memory, measured_for, room_to_keep, settled_recompute, too_large
-from tawpipe.train.planned import Planning, probed
+from tawpipe.train.memory import MemoryLoad, check_memory, measured_for, room_to_keep, settled_recompute, too_large
+from tawpipe.train.planned import Followed, Planning
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.saying.words import batch_words, device_name, memory_rows, step_rows, without_effect
 from tawpipe.train.settings.checks import check_steps
@@ -56,7 +56,6 @@ from tawpipe.train.settings.recipe import RECIPES, settle
 from tawpipe.train.start import (
     Documents,
     check_start,
-    documents_of,
     documents_of_a_step,
     documents_of_steps,
     first_micro_batches,
@@ -70,52 +69,27 @@ from tawpipe.train.start import (
 if TYPE_CHECKING:
     from tawpipe.plan.cost.request import PlanRequest
     from tawpipe.plan.machine.machine import Machine
-    from tawpipe.plan.search.plan import Plan
 
 SOON = 4
 """Steps whose documents are dealt beforehand, for the memory that they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A run that nothing speaks against.
+class ReadRun:
+    """A run whose documents are read.
 
     Args:
         config: what the user has said, with what was left open settled; all that was decided besides stands here.
+        model: the model as the settings ask for it.
         start: what the run goes on from.
-        built, chain: the model, and the same as blocks.
-        optimizer: makes the optimizer of every unit.
         batch: its batches.
-        dtype, why_dtype: in which it computes, and why in that.
-        schedule: the settings that the schedule is built by, with what a plan decided.
-        plan: that is followed; None without one.
-        machine: as it was measured for the plan; None without one.
-        request: what memory and a plan were asked by; None where blocks could not be measured.
-        needs: memory of a step; None where that could not be found out.
-        disk: what it will write.
-        folder: of the model; None for a preset.
-        carried: what the exported model takes over from that folder, on rank 0.
-        retrieval: part of every evaluation; None without.
     """
 
     config: TrainConfig
-    data: PreparedData
+    model: RunModel
     start: ResumePoint
-    built: BuiltModel
-    chain: Chain
-    optimizer: OptimizerFactory
+    data: PreparedData
     batch: BatchShape
-    dtype: torch.dtype
-    why_dtype: str
-    schedule: ScheduleSettings
-    plan: SavedPlan | None
-    machine: Machine | None
-    request: PlanRequest | None
-    needs: Needs | None
-    disk: DiskNeeds
-    retrieval: RetrievalCheck | None
-    folder: Path | None = None
-    carried: Carried = NOTHING_CARRIED
 
     @property
     def state(self) -> RunState | None:
@@ -123,9 +97,72 @@ class Prepared:
         return self.start.state
 
     @property
+    def done(self) -> int:
+        """Steps that were done before."""
+        return self.state.step if self.state is not None else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples that were consumed before."""
+        return self.state.samples if self.state is not None else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltRun(ReadRun):
+    """A run whose model is built and followed.
+
+    Args:
+        built, chain: the model, and the same as blocks.
+        optimizer: makes the optimizer of every unit.
+        dtype, why_dtype: in which it computes, and why in that.
+    """
+
+    built: BuiltModel
+    chain: Chain
+    optimizer: OptimizerFactory
+    dtype: torch.dtype
+    why_dtype: str
+
+    @property
     def form(self) -> Form:
         """The form of the exported model."""
         return Form.of(self.config, self.built)
+
+    def kernel(self, device: torch.device) -> str:
+        """What computes attention, in words."""
+        text, names = self.chain.config.get_text_config(), [s.name for unit in self.chain.units for s in unit.slots]
+        if self.chain.own_code:
+            scores = "which may hold scores of a row's tokens times its tokens"
+            return f"the model's own ({text._attn_implementation}), {scores}"
+        return kernel_of_model(text, names, device, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(BuiltRun):
+    """A run that nothing speaks against.
+
+    Args:
+        followed: the decision for a plan, or against one.
+        schedule: the settings that the schedule is built by, with what a plan decided.
+        request: what memory and a plan were asked by; None where blocks could not be measured.
+        needs: memory of a step; None where that could not be found out.
+        disk: what it will write.
+        retrieval: part of every evaluation; None without.
+        carried: what the exported model takes over from the model's folder, on rank 0.
+    """
+
+    followed: Followed
+    schedule: ScheduleSettings
+    request: PlanRequest | None
+    needs: Needs | None
+    disk: DiskNeeds
+    retrieval: RetrievalCheck | None
+    carried: Carried
+
+    @property
+    def plan(self) -> SavedPlan | None:
+        """The plan that is followed; None without one."""
+        return self.followed.plan
 
     @property
     def plan_text(self) -> str:
@@ -138,37 +175,9 @@ class Prepared:
         said = {f"schedule.{name}": value for name, value in vars(self.schedule).items()}
         return {"dtype": str(self.dtype).removeprefix("torch."), "packing": self.batch.packing, **said}
 
-    def kernel(self, device: torch.device) -> str:
-        """What computes attention, in words."""
-        text, names = self.chain.config.get_text_config(), [s.name for unit in self.chain.units for s in unit.slots]
-        if self.chain.own_code:
-            scores = "which may hold scores of a row's tokens times its tokens"
-            return f"the model's own ({text._attn_implementation}), {scores}"
-        return kernel_of_model(text, names, device, self.dtype)
 
-
-def prepare(
-    config: TrainConfig,
-    world: World,
-    console: Console,
-    *,
-    start: Callable[[], ResumePoint],
-    documents: Callable[[TrainConfig, RunModel, World, Console, RunState | None], Documents] = documents_of,
-    measure: Callable[[World], Machine] = probed,
-    show: Callable[[Plan], None] = lambda _: None,
-) -> Prepared:
-    """Prepare a run; call on all ranks.
-
-    Args:
-        start: finds what the run goes on from, before its documents are read: their lengths may be in its state.
-        documents: reads them, and settles the lengths of rows and steps by them.
-        measure: gives the machine that a plan is made for.
-        show: is given a plan that is made now, on rank 0.
-
-    Raises:
-        UserError: what the run is refused for.
-    """
-    # Settings, before anything is read.
+def check_settings(config: TrainConfig, world: World, console: Console) -> None:
+    """Refuse settings that cannot work here, before anything is read; call on all ranks."""
     console.topology(f"{world.nodes} on {device_name(world)}")
     _ = share_in_sets(0, world.topology, config.schedule)
     refuse_settings(
@@ -181,33 +190,43 @@ def prepare(
     )
     require_alike(config, world)
 
-    # From where the run goes on, and documents.
-    model = RunModel(config)
-    begins = start()
-    config, data = documents(config, model, world, console, begins.state)
+
+def settle_data(documents: Documents, model: RunModel, start: ResumePoint, world: World, console: Console) -> ReadRun:
+    """Settle batches and steps by the documents that were read.
+
+    Args:
+        documents: with the settings whose lengths they have settled.
+    """
+    config, data = documents
     batch = BatchShape.of(config, data.report.packing, world.size)
     batch.check_longest(data.longest, data.report.longest[1])
-    refuse_other_documents(begins, data, partly=data.report.streamed and not config.streaming)
-    console.notice(*begins.notices)
-    config = _settled(config, data, batch, begins.state, console)
+    refuse_other_documents(start, data, partly=data.report.streamed and not config.streaming)
+    console.notice(*start.notices)
+    config = _settled(config, data, batch, start.state, console)
+    return ReadRun(config=config, model=model, start=start, data=data, batch=batch)
 
-    # The model, built and followed once.
-    vocabulary = vocabulary_size(data.tokenizer)
-    with batch.naming_documents():
-        model.check(vocabulary, data.longest)
-        built, chain = model.followed(vocabulary)
-    if begins.state is not None and begins.state.topology != str(world.nodes):
-        console.notice(f"processes: {world.nodes} (before: {begins.state.topology}; --nproc, --nodes)")
-    console.notice(built.other_base_words, other_commit_words(begins.state, built))
-    name, why = chosen_dtype(config.dtype, world, begins.state.dtype if begins.state is not None else "")
+
+def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
+    """Build the model on the meta device and follow it; call on all ranks."""
+    config, state, vocabulary = run.config, run.state, vocabulary_size(run.data.tokenizer)
+    with run.batch.naming_documents():
+        run.model.check(vocabulary, run.data.longest)
+        built, chain = run.model.followed(vocabulary)
+    if state is not None and state.topology != str(world.nodes):
+        console.notice(f"processes: {world.nodes} (before: {state.topology}; --nproc, --nodes)")
+    console.notice(built.other_base_words, other_commit_words(state, built))
+    name, why = chosen_dtype(config.dtype, world, state.dtype if state is not None else "")
     dtype = DTYPES[name]
     console.notice(built.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
-
-    optimizer, line = resumed_factory(factory_of(config), begins, chain.units)
+    optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
+    return BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
 
-    # The plan.
+
+def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning, Followed]:
+    """Decide on a plan; return what it is made from, and the decision. Call on all ranks."""
+    config, batch, data, chain = run.config, run.batch, run.data, run.chain
     by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are told apart by row
     planning = Planning(
         world,
@@ -216,7 +235,7 @@ def prepare(
             batch.row_tokens,
             batch.rows,
             batch.micro_batch,
-            dtype=dtype,
+            dtype=run.dtype,
             lengths=typical_lengths(data, batch),
             micro_batches=first_micro_batches(data, batch, world.size),
             profile="measure",
@@ -224,93 +243,97 @@ def prepare(
             quantize=config.quantize,
             compiled=config.compile,
             dealt=documents_of_a_step(data, batch, chain),
-            optimizer=optimizer,
-            steps=max(0, int(config.steps) - (begins.state.step if begins.state is not None else 0)),
+            optimizer=run.optimizer,
+            steps=max(0, int(config.steps) - run.done),
             learning_rate=float(config.learning_rate),
         ),
         by_one=by_row or batch.dealt,  # bins are of so many ranks
-        measure=measure,
-        show=show,
     )
     console.notice(too_large(planning))
     with progress_to(console.line):
-        followed = planning.follow(config.plan, begins.state)
+        followed = planning.follow(config.plan, run.state)
+    if followed.table and config.dry_run:
+        console.line("\n".join(f"  {line}" for line in (*followed.table, *followed.left_out)))
     if followed.line:
-        (console.warning if followed.fault else console.line)(followed.line)
-    schedule = followed.schedule
-    refuse_cut_rows(chain, schedule)  # a plan from elsewhere may say what the user has not
+        (console.warning if REPORT in followed.line else console.line)(followed.line)
+    refuse_cut_rows(chain, followed.schedule)  # a plan from elsewhere may say what the user has not
+    return planning, followed
 
-    # Memory and disk.
-    def ask(other: TrainConfig) -> PlanRequest:
-        """What memory and a plan are asked by where other settings hold; on this process alone."""
-        _, chain = RunModel(other).followed(vocabulary)
-        optimizer = with_groups(factory_of(other), rule_of(planning.asked.optimizer))
-        asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=optimizer)
-        return replace(planning, chain=chain, asked=asked).ask_alone(followed.machine or machine_unprobed(world))
 
-    done, samples = (begins.state.step, begins.state.samples) if begins.state is not None else (0, 0)
-    window = min(batch.document_tokens, longest_context(chain))
-    disk = disk_needs(config, built, chain, state=state_bytes(config, built, chain, dtype, optimizer), done=done)
-    tell = lambda line: (console.warning if REPORT in line else console.notice)(line)  # noqa: E731
-    measured = measured_for(planning, schedule, followed.request, tell)
-    earlier = begins.state if begins.state is not None and begins.state.topology == str(world.nodes) else None
-    before = str(earlier.settled.get("recompute", "full")) if earlier is not None else ""
-    schedule = replace(schedule, recompute=settled_recompute(world, schedule, measured, before))
+def check(run: BuiltRun, planning: Planning, followed: Followed, console: Console) -> Prepared:
+    """Check memory, disk, and that model and documents suit each other; call on all ranks.
+
+    Args:
+        planning, followed: see ``follow_plan``.
+    """
+    config, batch, world, built, chain = run.config, run.batch, planning.world, run.built, run.chain
+    state = state_bytes(config, built, chain, run.dtype, run.optimizer)
+    disk = disk_needs(config, built, chain, state=state, done=run.done)
+
+    # What the backward passes compute again: as in the run before, on the same nodes.
+    planning = planning.by(followed.schedule)
+    request, needs = measured_for(planning, followed.request, console), None
+    before = ""
+    if run.state is not None and run.state.topology == str(world.nodes):
+        before = str(run.state.settled.get("recompute", "full"))
+    schedule = replace(followed.schedule, recompute=settled_recompute(world, followed.schedule, request, before))
     if before == "none" != schedule.recompute:
         console.notice(f"recompute: {schedule.recompute} (before: none, for which memory is lacking)")
-    needs, request = None, measured
-    if measured is not None:
+
+    # Memory of the largest step with all that there is besides; what is left keeps more.
+    planning = planning.by(schedule)
+    if request is not None:
+        asks = partial(_request_for, run=run, planning=planning, machine=followed.machine)
         needs, request = check_memory(
-            planning,
-            schedule,
-            batch,
-            measured,
-            others=lambda short: WouldFit(short, config, ask),
-            saves=bool(config.checkpoint.memory_every or disk.states),
-            goes_on_saving=_goes_on_saving(config, done),
-            soon=documents_of_steps(data, batch, min(SOON, int(config.steps) - done), samples),
-            copies=_copies_in_memory(config, world),
-            texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
-            tell=tell,
+            planning, batch, request, _load(run, disk, world), lambda short: WouldFit(short, config, asks), console
         )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
+
     check_disk(config, disk, world)
-    retrieval = check_start(config, built, data, ranks=schedule.sequence_ranks or 1)
-    prepared = Prepared(
-        config=config,
-        data=data,
-        start=begins,
-        built=built,
-        chain=chain,
-        optimizer=optimizer,
-        batch=batch,
-        dtype=dtype,
-        why_dtype=why,
+    retrieval = check_start(config, built, run.data, ranks=schedule.sequence_ranks or 1)
+    carried, words = NOTHING_CARRIED, ""
+    if config.export.enabled and config.steps:
+        carried, words = world.of_rank_0(lambda: _carried(run), (NOTHING_CARRIED, ""))
+    console.notice(words)
+    return Prepared(
+        **vars(run),
+        followed=followed,
         schedule=schedule,
-        plan=followed.plan,
-        machine=followed.machine,
         request=request,
         needs=needs,
         disk=disk,
         retrieval=retrieval,
-        folder=model.folder,
+        carried=carried,
     )
-    return _with_carried(prepared, world, console) if config.export.enabled and config.steps else prepared
 
 
-def _with_carried(prepared: Prepared, world: World, console: Console) -> Prepared:
-    """The run with what its export takes over from the model's folder, captured on rank 0; call on all ranks."""
-    form, chain, data, carried = prepared.form, prepared.chain, prepared.data, NOTHING_CARRIED
+def _request_for(other: TrainConfig, *, run: BuiltRun, planning: Planning, machine: Machine | None) -> PlanRequest:
+    """Ask for memory and a plan with other settings, on this process alone."""
+    _, chain = RunModel(other).followed(vocabulary_size(run.data.tokenizer))
+    optimizer = with_groups(factory_of(other), rule_of(run.optimizer))
+    asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=optimizer)
+    return replace(planning, chain=chain, asked=asked).ask_alone(machine or machine_unprobed(planning.world))
 
-    def make() -> str:
-        nonlocal carried
-        carried = form.carry(chain, prepared.folder, data.tokenizer, data.ends)
-        return form.words(chain, prepared.folder, data.ends)
 
-    console.notice(world.text_of_rank_0(make))
-    return replace(prepared, carried=carried)
+def _load(run: BuiltRun, disk: DiskNeeds, world: World) -> MemoryLoad:
+    """What memory holds besides a typical step."""
+    config, data, batch = run.config, run.data, run.batch
+    window = min(batch.document_tokens, longest_context(run.chain))
+    return MemoryLoad(
+        saves=bool(config.checkpoint.memory_every or disk.states),
+        goes_on_saving=_goes_on_saving(config, run.done),
+        soon=documents_of_steps(data, batch, min(SOON, int(config.steps) - run.done), run.samples),
+        copies=_copies_in_memory(config, world),
+        texts=wanted_texts(beginnings(config.sample, data), config.sample.tokens, window),
+    )
+
+
+def _carried(run: BuiltRun) -> tuple[Carried, str]:
+    """What the export takes over from the model's folder, and words about it."""
+    carried = run.form.carry(run.chain, run.model.folder, run.data.tokenizer, run.data.ends)
+    return carried, run.form.words(run.chain, run.model.folder, run.data.ends)
 
 
 def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The training run: from settings to a trained model in a folder.
 
-``run`` reads as a recipe; every process of the run calls it. What happens step by step stands in ``loop``.
+``run`` is a recipe in eight steps; every process of the run calls it. Steps 2 to 4 stand in ``prepare``, where the dry
+run takes them too, and what happens in a training step stands in ``loop``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +40,139 @@ from tawpipe.runtime.world import World, connect
 from tawpipe.streams import lossy
 from tawpipe.train.exporting import TOKENIZER
 from tawpipe.train.going_on import how_this_process_goes_on
-from tawpipe.train.judging.evaluation import Best, loss_words
+from tawpipe.train.judging.evaluation import loss_words
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left, naming_recompute, said_bytes
 from tawpipe.train.planned import PLAN, STRATEGIES
-from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
+from tawpipe.train.prepare import (
+    Prepared,
+    build,
+    check,
+    check_settings,
+    follow_plan,
+    rows_of_run,
+    settle_data,
+    tell_without_effect,
+)
+from tawpipe.train.run_model import RunModel
 from tawpipe.train.saying.metrics import last_step, peak_memory_bytes
 from tawpipe.train.saying.tracking import Tracking
 from tawpipe.train.saying.words import measured_words
 from tawpipe.train.settings.checks import faults_of
 from tawpipe.train.settings.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.settings.trackers import TrackedRun
-from tawpipe.train.start import refuse_other_form, refuse_other_run
+from tawpipe.train.start import documents_of, refuse_other_form, refuse_other_run
 from tawpipe.train.stopping import StopRequest
+
+Rows = list[tuple[str, str]]
+"""Names and words, of a table on the console."""
 
 
 def run(config: TrainConfig) -> int:
-    """Train as ``config`` says; the exit code of the process. Every process of the run calls it."""
-    started = time.perf_counter()
-    # Of all ranks: under torchrun they share a terminal with rank 0. What libraries print ends no run, either.
+    """Train as ``config`` says; return the exit code of the process. Every process of the run calls it."""
+    begin = time.perf_counter()
+
+    # 1 Connect the processes, and refuse settings that cannot work.
+    _set_up_process(config)
+    world = _connected(config)
+    console = Console(world.rank, bar=config.log.progress == "auto")
+    # Agents of torchrun count by themselves: a node that joins later has seen no restart.
+    restarts = int(max(world.gather_numbers(float(restart_count()))))
+    faults = faults_of(config, world.size)
+    injector = Injector(faults, world.rank, restart=restarts) if faults else None
+    check_settings(config, world, console)
+
+    # 2 Read the data. A checkpoint comes first: it says how long the rows of its run are.
+    model = RunModel(config)
+    disk, memory = open_stores(config, world, injector)
+    start = _choose_start(config, console, disk, memory, injector, restarts)
+    documents = documents_of(config, model, world, console, start.state)
+    read = settle_data(documents, model, start, world, console)
+
+    # 3 Build the model, without weights.
+    built = build(read, world, console)
+
+    # 4 Plan the schedule. From here on nothing should speak against the run.
+    planning, followed = follow_plan(built, world, console)
+    prepared = check(built, planning, followed, console)
+    config = prepared.config
+
+    # 5 Make the pipeline: weights, optimizer states, buffers and links.
+    if followed.machine is not None:
+        world = replace(world, far_bytes_per_s=followed.machine.far_share)
+    pipeline = _make_pipeline(prepared, world, injector)
+    check_left(world, pipeline.transport.group_bytes, prepared.needs)
+    if pipeline.checked:
+        console.line(pipeline.checked)
+    if prepared.plan is not None:
+        prepared.plan.check_model(pipeline.spec)
+
+    # 6 Resume from the checkpoint, or begin anew.
+    if start.state is not None:
+        _resume(prepared, console, pipeline)
+    else:
+        if config.resume == "auto" or restarts:
+            console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
+        console.line(f"weights: {prepared.built.origin(seed=config.seed)}")
+    for name, words in (("adapter", prepared.built.adapter_words), ("frozen", prepared.built.frozen_words)):
+        if words:
+            console.line(f"{name}: {words}")
+    start.take(config.output_path, disk)
+    if world.rank == 0 and (config.steps or start.state is None):  # a look at a run is not what it goes on with
+        _save_settings(prepared, console)
+    tell_without_effect(config.schedule, world, console)
+    before_rows = _rows_of_next(prepared, pipeline)
+    console.plan(before_rows)
+
+    # 7 Take the steps, then write samples with the best weights.
+    with StopRequest(world, partial(how_this_process_goes_on, config) if launched_here() else None) as stop:
+        with _tracking(prepared, world, console) as tracking:
+            training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
+            with naming_recompute(prepared.schedule):
+                seconds = training.run(stop)
+            peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
+            if training.ended_early:
+                tracking.outcome = "stopped"
+            model_rows = [] if training.ended_early else _judge_model(training)
+
+        # 8 Say the results, export the model, leave.
+        rows = _results(training, pipeline, prepared.data, seconds)
+        rows.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
+        if world.device.type == "cuda":
+            rows.append(("of this GPU at most", str(Taken.of(world.device))))
+        rows += model_rows
+        if config.export.enabled and config.steps and training.last and not training.ended_early:
+            rows += [("model", str(_export(prepared, pipeline))), ("export", "checked")]
+        rows.append(("whole run", duration(time.perf_counter() - begin)))
+        if config.report and world.rank == 0:
+            _write_page(prepared, training, before_rows, rows, console)
+        console.summary(rows)
+        if training.ended_early:
+            console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
+        pipeline.close()
+        if memory is not None and not training.saves.unsaved:
+            memory.remove()
+        world.leave()
+    if training.saves.unsaved:
+        raise RunError(f"the last checkpoint could not be written: {training.saves.unsaved}")
+    # The launcher does so after ctrl-C, too.
+    by_hand = stop.caught is signal.SIGINT or (training.ended_early and training.stopped is signal.SIGINT)
+    return 128 + signal.SIGINT if by_hand else 0
+
+
+def _set_up_process(config: TrainConfig) -> None:
+    """Prepare what Python and torch share in this process."""
+    # On all ranks: under torchrun they share a terminal with rank 0. What libraries print ends no run, either.
     sys.stdout, sys.stderr = lossy(sys.stdout), lossy(above_bar(sys.stderr))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Or torch would fill every new tensor, to find faults by.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # The processes, and what the faults of a test are.
+
+
+def _connected(config: TrainConfig) -> World:
+    """Connect the processes of the run."""
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
@@ -73,98 +180,41 @@ def run(config: TrainConfig) -> int:
     )
     if world.device.type == "cpu":
         share_allocator()
-    console = Console(world.rank, bar=config.log.progress == "auto")
-    # Agents of torchrun count by themselves: a node that joins later has seen no restart.
-    restarts = int(max(world.gather_numbers(float(restart_count()))))
-    faults = faults_of(config, world.size)
-    injector = Injector(faults, world.rank, restart=restarts) if faults else None
+    return world
 
-    # What is trained, from where on; then the pipeline with its state.
-    stores: list[tuple[Disk, Memory | None]] = []
 
-    def start() -> ResumePoint:
-        stores.append(open_stores(config, world, injector))
-        return _choose_start(config, console, *stores[0], injector, restarts)
+def _judge_model(training: Training) -> Rows:
+    """Load the weights with the lowest validation loss and write samples, as far as the settings ask for it; return
+    rows about both.
+    """
+    config, best, step, rows = training.config, training.evaluation.best, training.last, Rows()
+    if config.checkpoint.best and best.step:
+        words = f"step {best.step}, validation loss {loss_words(best.loss)}"
+        if best.step != step:
+            try:
+                training.pipeline.load(examine(training.disk, [training.disk.folder / step_name(best.step)]))
+                step, words = best.step, f"{words}: what follows is of its checkpoint"
+            except RunError as problem:
+                words += f", but its checkpoint cannot be loaded ({problem}): what follows is of step {step}"
+        rows.append(("best", words))
+    if config.sample.tokens:
+        rows += [("sample", str(sample)) for sample in training.write_samples(step)]
+    return rows
 
-    table = list[str]()
-    prepared = prepare(config, world, console, start=start, show=lambda plan: table.extend(plan.table()))
-    config, data, begins, built = prepared.config, prepared.data, prepared.start, prepared.built
-    disk, memory = stores[0]
-    if prepared.machine is not None:
-        world = replace(world, far_bytes_per_s=prepared.machine.far_share)
-    pipeline = _make_pipeline(prepared, world, injector)
-    check_left(world, pipeline.transport.group_bytes, prepared.needs)
-    if pipeline.checked:
-        console.line(pipeline.checked)
-    if prepared.plan is not None:
-        prepared.plan.check_model(pipeline.spec)
-    if begins.state is not None:
-        for option, before, now in changes_of_the_run(config):
-            console.notice(f"{option}: {now} from here on; {before} before")
-        _resume(prepared, console, pipeline)
-    else:
-        if config.resume == "auto" or restarts:
-            console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
-        console.line(f"weights: {built.origin(seed=config.seed)}")
 
-    # What there is to say and to keep before the first step.
-    if built.adapter_words:
-        console.line(f"adapter: {built.adapter_words}")
-    if built.frozen_words:
-        console.line(f"frozen: {built.frozen_words}")
-    begins.take(config.output_path, disk)
-    if world.rank == 0 and (config.steps or begins.state is None):  # a look at a run is not what it goes on with
-        _save_settings(prepared, table, console)
-    tell_without_effect(prepared.config.schedule, world, console)
-    before_rows = _rows_of_next(prepared, pipeline)
-    console.plan(before_rows)
+def _write_page(prepared: Prepared, training: Training, before: Rows, results: Rows, console: Console) -> None:
+    """Write the page of the run and add a row about it; a run can do without.
 
-    how_to_go_on = lambda: how_this_process_goes_on(config)  # noqa: E731
-    with StopRequest(world, how_to_go_on if launched_here() else None) as stop:
-        # The steps, and what is made of the model while all is open.
-        with _tracking(prepared, world, console) as tracking:
-            training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
-            with naming_recompute(prepared.schedule):
-                seconds = training.run(stop)
-            peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
-            stopped, of_step = training.stopped is not None and training.last < config.steps, training.last
-            of_model: list[tuple[str, str]] = []
-            if config.checkpoint.best and training.evaluation.best.step and not stopped:
-                of_step, words = _go_back_to_best(pipeline, disk, training.evaluation.best, training.last)
-                of_model.append(("best", words))
-            if config.sample.tokens and not stopped:
-                of_model += [("sample", str(sample)) for sample in training.write_samples(of_step)]
-            if stopped:
-                tracking.outcome = "stopped"
+    Args:
+        before: rows from before the first step.
+    """
+    config = prepared.config
+    with console.showing(config.report):
+        from tawpipe.train.page import write_run_page
 
-        # What came of it.
-        evaluation, saves = training.evaluation, training.saves
-        results = _results(training, pipeline, data, seconds)
-        results.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
-        if world.device.type == "cuda":
-            results.append(("of this GPU at most", str(Taken.of(world.device))))
-        results += of_model
-        if config.export.enabled and config.steps and training.last and not stopped:
-            results += [("model", str(_export(prepared, pipeline))), ("export", "checked")]
-        results.append(("whole run", duration(time.perf_counter() - started)))
-        if config.report and world.rank == 0:
-            with console.showing(config.report):
-                from tawpipe.train.page import write_run_page
-
-                write_run_page(Path(config.report), config, before_rows, results, evaluation.retrieval, data.report)
-                results.append(("page", config.report))
-        console.summary(results)
-        if stopped:
-            console.notice(f"stopped after step {training.last}; {how_to_go_on()}")
-        pipeline.close()
-        if memory is not None and not saves.unsaved:
-            memory.remove()
-        world.leave()
-    if saves.unsaved:
-        raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
-    # The launcher does so after ctrl-C, too.
-    by_hand = stop.caught is signal.SIGINT or (stopped and training.stopped is signal.SIGINT)
-    return 128 + signal.SIGINT if by_hand else 0
+        retrieval = training.evaluation.retrieval
+        write_run_page(Path(config.report), config, before, results, retrieval, prepared.data.report)
+        results.append(("page", config.report))
 
 
 def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
@@ -180,7 +230,7 @@ def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
         raise RunError(f"{error}. `{again}` writes it from a checkpoint") from error
 
 
-def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> list[tuple[str, str]]:
+def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> Rows:
     """Rows that say what came of the steps."""
     done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
@@ -210,23 +260,19 @@ def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
         name=config.log.run_name,
         settings={leaf.key: reduce(getattr, path, config) for path, leaf in leaves.items()} | prepared.decided,
         plan=prepared.plan_text,
-        resumed_step=prepared.state.step if prepared.state is not None else 0,
+        resumed_step=prepared.done,
     )
     return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.missed)
 
 
-def _save_settings(prepared: Prepared, table: Sequence[str], console: Console) -> None:
-    """Write settings, plan and tokenizer beside the metrics; a run can do without these files.
-
-    Args:
-        table: of all strategies, where a plan was made now.
-    """
+def _save_settings(prepared: Prepared, console: Console) -> None:
+    """Write settings, plan and tokenizer beside the metrics; a run can do without these files."""
     config, plan = prepared.config, prepared.plan_text
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
         replace_text(config.output_path / SETTINGS, config_text(config))
         goes_on = prepared.state is not None and plan  # and then with the table of the run before, if there is none
-        for name, text in ((PLAN, plan), (STRATEGIES, "\n".join(table))):
+        for name, text in ((PLAN, plan), (STRATEGIES, "\n".join(prepared.followed.table))):
             if text:
                 replace_text(config.output_path / name, text)
             elif not goes_on:
@@ -294,12 +340,11 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
     return pipeline
 
 
-def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> list[tuple[str, str]]:
+def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> Rows:
     """Rows that say what is about to happen, and what it costs."""
     batch, data, bins = prepared.batch, prepared.data, None
     if batch.dealt:
-        samples = prepared.state.samples if prepared.state is not None else 0
-        bins = pipeline.deal(data.train.step(samples, batch.step_tokens).lengths)
+        bins = pipeline.deal(data.train.step(prepared.samples, batch.step_tokens).lengths)
     said = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
     return rows_of_run(prepared, said, bins, pipeline.world)
 
@@ -308,6 +353,8 @@ def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
     config, data, begins = prepared.config, prepared.data, prepared.start
     state, place = begins.state, begins.place
     assert state is not None and begins.source is not None
+    for option, before, now in changes_of_the_run(config):
+        console.notice(f"{option}: {now} from here on; {before} before")
     refuse_other_run(config, state, pipeline.chain, place)
     pipeline.load(begins.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
@@ -328,17 +375,3 @@ def _same_tokens(tokenizer: Any, folder: Path) -> bool:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return True
     return load_tokenizer(str(folder), "--tokenizer").get_vocab() == tokenizer.get_vocab()
-
-
-def _go_back_to_best(pipeline: Pipeline, disk: Disk, best: Best, last: int) -> tuple[int, str]:
-    """Load the state with the lowest validation loss, which is what is to be exported; the step of the model that there
-    is now, and what was done, in words.
-    """
-    words = f"step {best.step}, validation loss {loss_words(best.loss)}"
-    if best.step != last:
-        try:
-            pipeline.load(examine(disk, [disk.folder / step_name(best.step)]))
-        except RunError as problem:
-            return last, f"{words}, but its checkpoint cannot be loaded ({problem}): what follows is of step {last}"
-        words += ": what follows is of its checkpoint"
-    return best.step, words
