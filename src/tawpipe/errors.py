@@ -13,10 +13,11 @@ class UserError(Exception):
             library (``options.library`` has its option).
         value: what it was.
         expected: what it may be, or what would be right here; one sentence without a full stop.
+        need: what a refused strategy would need, as data (``schedule.refusal``); None elsewhere.
     """
 
-    def __init__(self, setting: str, value: object, expected: str) -> None:
-        self.setting, self.value, self.expected = setting, value, expected
+    def __init__(self, setting: str, value: object, expected: str, *, need: object = None) -> None:
+        self.setting, self.value, self.expected, self.need = setting, value, expected, need
         super().__init__(f"{setting}: got {value!r}; {expected}")
 
 

@@ -46,6 +46,7 @@ from tawpipe.plan.search.search import search
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.made import SEARCH
+from tawpipe.schedule.refusal import MemoryOfPosition
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.strategies.table import strategies
@@ -371,7 +372,7 @@ def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, mo
 
     def worse(costs, positions, micro_batches, **more):
         if not fits:
-            raise UserError("memory of a position", 1, "more")
+            raise UserError("memory of a position", 1, "more", need=MemoryOfPosition())
         return Layout(len(costs.blocks), (0, *range(2, positions + 1)), tuple(range(positions)))
 
     names = ("1f1b", "interleaved-1f1b", "generated")

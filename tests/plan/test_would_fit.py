@@ -23,6 +23,7 @@ from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.refused import in_plain_words
 from tawpipe.plan.search.search import TOO_LONG, search
+from tawpipe.schedule.refusal import MemoryOfPosition, MicroBatchCount
 from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.settings.config import TrainConfig
@@ -134,7 +135,7 @@ def test_a_search_that_may_take_no_longer_names_what_fits():
 
 
 def test_reasons_speak_of_machines_and_not_of_settings_that_nobody_set():
-    no_room = in_plain_words(UserError("memory of a position", "0", "at least 3: position 1 keeps so much"))
+    no_room = in_plain_words(UserError("memory of a position", "0", "more", need=MemoryOfPosition()))
     assert no_room == "no micro-batch has room in a device beside weights, gradients and optimizer state"
-    odd = in_plain_words(UserError("micro-batches", 5, "4 or 6, which make groups"))
+    odd = in_plain_words(UserError("micro-batches", 5, "even groups", need=MicroBatchCount(4, 6)))
     assert odd == "4 or 6 micro-batches are needed, not 5"

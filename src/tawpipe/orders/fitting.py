@@ -17,6 +17,7 @@ from tawpipe.schedule.pipelines.limits import filling
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.periodic import Periodic, periodic
 from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work, makespan, play
+from tawpipe.schedule.refusal import MemoryOfPosition
 
 MARGINS = (0.0, 1.0, 2.0)
 """Units of memory that are kept free for what is on its way to or from the host."""
@@ -188,5 +189,5 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
     if not fits(costs, least):
         more = least - costs.memory
         expected = f"at least {least:.6g}, {more:.6g} more: {what}; or stages of fewer layers"
-        raise UserError("memory of a position", costs.memory, expected)
+        raise UserError("memory of a position", costs.memory, expected, need=MemoryOfPosition())
     return least

@@ -24,6 +24,7 @@ from tawpipe.orders.ticks import Ticks
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, filling, searched
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+from tawpipe.schedule.refusal import LeastLayers
 
 MOST = 1_000_000
 """The same for what is looked at in any case."""
@@ -67,7 +68,7 @@ def generate(
     """
     if len(costs.blocks) - 2 < positions:
         expected = f"at least {positions}, one for every position; or a pipeline of {max(1, len(costs.blocks) - 2)}"
-        raise UserError("layers of the model", len(costs.blocks) - 2, expected)
+        raise UserError("layers of the model", len(costs.blocks) - 2, expected, need=LeastLayers(positions))
     most = max(MOST, budget)
     if micro_batches > searched(positions):  # the order goes on as it does with fewer
         micro_batches, most = filling(positions), budget

@@ -13,6 +13,7 @@ from itertools import accumulate
 from tawpipe.errors import UserError
 from tawpipe.orders.ticks import Ticks
 from tawpipe.schedule.pipelines.work import StageCosts
+from tawpipe.schedule.refusal import MemoryOfPosition
 
 
 def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
@@ -29,7 +30,8 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
         place = needed.index(max(needed))
         least, there = max(needed) / scale, stages.costs.memory / scale
         expected = f"at least {least:.6g}: position {place} keeps so much of one micro-batch in {layout}"
-        raise UserError("memory of a position", f"{there:.6g}", f"{expected}, {least - there:.3g} more than there is")
+        expected += f", {least - there:.3g} more than there is"
+        raise UserError("memory of a position", f"{there:.6g}", expected, need=MemoryOfPosition())
     for place in range(layout.size):
         own_stages = layout.stages_of(place)
         for stage, below in zip(own_stages, accumulate(stages.kept[stage] for stage in own_stages), strict=True):

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tawpipe.errors import UserError
 from tawpipe.options import bounded, describe
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.refusal import Unset
 from tawpipe.schedule.spec import ModelSpec
 
 Compression = Literal["none", "exact", "int8", "fp8"]
@@ -164,8 +165,9 @@ def check_values(settings: ScheduleSettings) -> None:
         UserError: the first of them.
     """
     if settings.offload_dir and not settings.sequence_chunk:
-        expected = "nothing without sequence_chunk: whole rows wait in the host's memory"
-        raise UserError("schedule.offload_dir", settings.offload_dir, expected)
+        why = "whole rows wait in the host's memory"
+        expected = f"nothing without sequence_chunk: {why}"
+        raise UserError("schedule.offload_dir", settings.offload_dir, expected, need=Unset(why))
     hints = get_type_hints(ScheduleSettings)
     for setting in fields(settings):
         value, choices = getattr(settings, setting.name), _choices(hints[setting.name])

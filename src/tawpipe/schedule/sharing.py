@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tawpipe.dealing.speeds import parse_speeds
 from tawpipe.errors import UserError
+from tawpipe.schedule.refusal import Unset
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.topology import Topology
@@ -23,8 +24,8 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
         good = [str(size) for size in range(1, local + 1) if local % size == 0]
         words = " or ".join([*([", ".join(good[:-1])] if good[1:] else []), good[-1]])
         many = f"must divide the {local} processes of every node"
-        expected = f"{words}: it {many if local > 1 else 'counts processes of one node, and every node has one'}"
-        raise UserError("schedule.sequence_ranks", ranks, expected)
+        why = f"it {many if local > 1 else 'counts processes of one node, and every node has one'}"
+        raise UserError("schedule.sequence_ranks", ranks, f"{words}: {why}", need=Unset(why))
     return share_micro_batches(count, topology.world_size, ranks, speeds_of(settings, topology))
 
 
@@ -39,6 +40,7 @@ def speeds_of(settings: ScheduleSettings, topology: Topology) -> tuple[float, ..
         expected = f"{topology.world_size} speeds, one for every process, as in {topology.world_size}x1; or none"
         raise UserError("schedule.device_speeds", settings.device_speeds, expected)
     if speeds and max(speeds) > MOST_APART * min(speeds):
-        expected = f"none that is {MOST_APART} times as slow as others: leave such devices out"
-        raise UserError("schedule.device_speeds", settings.device_speeds, expected)
+        why = "leave such devices out"
+        expected = f"none that is {MOST_APART} times as slow as others: {why}"
+        raise UserError("schedule.device_speeds", settings.device_speeds, expected, need=Unset(why))
     return tuple(speed / max(speeds) for speed in speeds) if len(set(speeds)) > 1 else ()

@@ -25,6 +25,7 @@ from tawpipe.orders.solver.rounded import Rounded
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
+from tawpipe.schedule.refusal import MemoryOfPosition
 
 __all__ = ["Solved", "heuristics", "peak", "solve"]
 
@@ -99,7 +100,8 @@ def solve(
     split = split or any(work.kind == "W" for works in start.compute for work in works)
     worst = max(peak(layout, start, costs))
     if not fits(costs, worst):
-        raise UserError("memory of a position", costs.memory, f"at least {worst:.6g}, what the order given needs")
+        expected = f"at least {worst:.6g}, what the order given needs"
+        raise UserError("memory of a position", costs.memory, expected, need=MemoryOfPosition())
     work = math.inf if deterministic is None else deterministic
     search = _Solving(layout, costs, micro_batches, split, start, begin, workers, seed)
     search.grant(begin + seconds * (1 - CALM), work * (1 - CALM))

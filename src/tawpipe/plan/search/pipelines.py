@@ -18,7 +18,6 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.plan.cost.predict import memory_of, memory_quickly, short_schedule
 from tawpipe.plan.cost.request import PlanRequest
-from tawpipe.plan.search.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, filling, searched
@@ -28,6 +27,7 @@ from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
+from tawpipe.schedule.refusal import MemoryOfPosition
 from tawpipe.schedule.settings import RECOMPUTE
 from tawpipe.schedule.sizes.footprint import home_bytes
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
@@ -214,9 +214,10 @@ def _made(
                 raise TooLong
             costs = replace(costs, memory=max(0, costs.memory - lacking // boundary - 1))
     except UserError as error:
-        if error.setting != MEMORY_OF_A_POSITION:
+        if not isinstance(error.need, MemoryOfPosition):
             raise
-        raise UserError(NO_ROOM, f"{request.memory_bytes / 2**30:.4g} GiB", "more, for a pipeline's stages") from error
+        there, need = f"{request.memory_bytes / 2**30:.4g} GiB", MemoryOfPosition(request.memory_bytes)
+        raise UserError("memory of a device", there, "more, for a pipeline's stages", need=need) from error
     return pipeline
 
 

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import re
-
 from tawpipe.errors import UserError
 from tawpipe.options.names import option_of
+from tawpipe.schedule.refusal import AnotherStrategy, LeastLayers, MemoryOfPosition, MicroBatchCount, Unset
 from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED
-
-NO_ROOM = "memory of a device"
-"""What holds no micro-batch of a pipeline's stages."""
-MEMORY_OF_A_POSITION = "memory of a position"
-"""The same, as searches for orders call it, in their own units."""
-_LEAST = re.compile(r"at least (\d+)")
 
 
 def in_plain_words(error: UserError) -> str:
     """What a strategy would need that is not there, without the name of the strategy.
 
-    >>> in_plain_words(UserError("layers of the model", 4, "at least 8, one for each of the 2 stages of 4 positions"))
+    >>> in_plain_words(UserError("layers of the model", 4, "at least 8, one for each stage", need=LeastLayers(8)))
     'at least 8 layers are needed'
-    >>> in_plain_words(UserError("schedule.strategy", "1f1b", "another one: layers share a tensor"))
+    >>> shared = AnotherStrategy("layers share a tensor")
+    >>> in_plain_words(UserError("schedule.strategy", "1f1b", "another one: layers share a tensor", need=shared))
     'layers share a tensor'
     """
-    setting, value, expected = error.setting, error.value, error.expected
-    least = _LEAST.match(expected)
-    if setting == "layers of the model" and least:
-        return f"at least {least[1]} layers are needed"
-    if setting in (NO_ROOM, MEMORY_OF_A_POSITION):
-        there = value if setting == NO_ROOM else "a device"
-        return f"no micro-batch has room in {there} beside weights, gradients and optimizer state"
-    if setting == "micro-batches":
-        return f"{expected.partition(',')[0]} micro-batches are needed, not {value}"
-    if setting == "schedule.strategy":
-        return expected.removeprefix("another one: ")
-    if setting == "schedule.stages":
-        return expected.partition(";")[0].removeprefix("nothing: ")
+    setting, why = error.setting, error.expected
+    match error.need:
+        case LeastLayers(number):
+            return f"at least {number} layers are needed"
+        case MemoryOfPosition(size):
+            device = "a device" if size is None else f"{size / 2**30:.4g} GiB"
+            return f"no micro-batch has room in {device} beside weights, gradients and optimizer state"
+        case MicroBatchCount(fewer, more):
+            return f"{fewer} or {more} micro-batches are needed, not {error.value}"
+        case AnotherStrategy(why):
+            return why
+        case Unset(why):
+            pass
     if setting.removeprefix("schedule.") in (*UNPLANNED, *KEPT_BY_PLANS):
-        return f"{option_of(setting)} {value} is not for it: {expected.partition(': ')[2] or expected}"
-    return expected if setting.startswith("schedule.") else f"{setting}: {expected}"
+        return f"{option_of(setting)} {error.value} is not for it: {why}"
+    return error.expected if setting.startswith("schedule.") else f"{setting}: {error.expected}"

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from tawpipe.dealing.speeds import by_speed
 from tawpipe.errors import UserError
+from tawpipe.schedule.refusal import LeastLayers
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,8 @@ class Layout:
         layers, stages = blocks - 2, size * per_position
         if layers < stages:
             expected = f"at least {stages}, one for each of the {per_position} stages of {size} positions"
-            raise UserError(
-                "layers of the model", layers, f"{expected}; or a pipeline of {max(1, layers // per_position)}"
-            )
+            expected += f"; or a pipeline of {max(1, layers // per_position)}"
+            raise UserError("layers of the model", layers, expected, need=LeastLayers(stages))
         cuts = [next(1 + layer for layer in range(layers) if layer * stages // layers == s) for s in range(stages)]
         places = [s % size if not folded or s // size % 2 == 0 else size - 1 - s % size for s in range(stages)]
         return cls(blocks, (0, *cuts[1:]), tuple(places))

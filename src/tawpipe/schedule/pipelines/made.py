@@ -25,6 +25,7 @@ from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.strategy import KEPT, ActivationPipeline, order_of_layout, parse_order
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+from tawpipe.schedule.refusal import MemoryOfPosition
 from tawpipe.schedule.sizes.activations import peak_activations
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
@@ -91,7 +92,7 @@ def _within(step: StepSpec) -> PipelineCosts:
             lower = high - (most - shape.costs.memory)
         given = replace(given, memory=lower if lower > low else (low + high) / 2)
     expected = f"more: {least:.6g} was the least, with what is on its way between positions"
-    raise UserError("memory of a position", shape.costs.memory, expected)
+    raise UserError("memory of a position", shape.costs.memory, expected, need=MemoryOfPosition())
 
 
 def held_at_once(step: StepSpec, shape: PipelineShape, order: Order) -> float:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import Order, Work
+from tawpipe.schedule.refusal import MicroBatchCount
 
 
 def one_f_one_b(layout: Layout, micro_batches: int) -> Order:
@@ -55,7 +56,7 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
     if not makes_groups(micro_batches, size):
         below, above = nearest_groups(micro_batches, size)
         expected = f"{below} or {above}, which make groups of one size, of at least {size} positions each"
-        raise UserError("micro-batches", micro_batches, expected)
+        raise UserError("micro-batches", micro_batches, expected, need=MicroBatchCount(below, above))
     group = micro_batches // max(1, micro_batches // size)
 
     def works(kind: str, position: int) -> list[Work]:

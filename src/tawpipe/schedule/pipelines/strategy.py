@@ -23,6 +23,7 @@ from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
 from tawpipe.schedule.pipelines.work import KINDS, BlockTimes, Order, PipelineCosts, play
 from tawpipe.schedule.placement import Home
+from tawpipe.schedule.refusal import AnotherStrategy
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import ModelSpec
@@ -122,8 +123,9 @@ class ActivationPipeline(Strategy):
         positions = Positions(topology, self.axis)
         if positions.size < 2:
             several = [axis for axis in AXES if Positions(topology, axis).size > 1]
-            expected = f"one of {', '.join(several)}" if several else "nothing: a pipeline needs several devices"
-            raise UserError("schedule.stages", self.axis, f"{expected}; {AXES[self.axis]} it would have one position")
+            why = f"one of {', '.join(several)}" if several else "a pipeline needs several devices"
+            expected = f"{why if several else f'nothing: {why}'}; {AXES[self.axis]} it would have one position"
+            raise UserError("schedule.stages", self.axis, expected, need=AnotherStrategy(why))
         return positions
 
     def speeds(self, positions: Positions) -> tuple[float, ...]:
@@ -290,8 +292,8 @@ def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions
         raise UserError("schedule.stages", given, f"{size} positions, as there are {size} to lay it over")
     usual = strategy.usual_places(size, layout.stages)
     if usual is not None and layout.places != usual:
-        places = ",".join(map(str, usual))
-        raise UserError("schedule.stages", given, f"stages at {places} under {strategy.name}; generated takes any")
+        why = f"stages at {','.join(map(str, usual))} under {strategy.name}"
+        raise UserError("schedule.stages", given, f"{why}; generated takes any", need=AnotherStrategy(why))
     return layout
 
 

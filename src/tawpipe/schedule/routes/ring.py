@@ -20,6 +20,7 @@ from functools import cached_property
 from tawpipe.errors import UserError
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home, padded_stripe
+from tawpipe.schedule.refusal import LeastLayers
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
@@ -76,7 +77,8 @@ def stages_of_blocks(model: ModelSpec, size: int) -> tuple[int, ...]:
     """
     layers = len(model.blocks) - 2
     if layers < size:
-        raise UserError("layers of the model", layers, f"at least {size}, one for every process of the ring of weipipe")
+        expected = f"at least {size}, one for every process of the ring of weipipe"
+        raise UserError("layers of the model", layers, expected, need=LeastLayers(size))
     return (0, *(layer * size // layers for layer in range(layers)), size - 1)
 
 
