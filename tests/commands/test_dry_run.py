@@ -136,7 +136,7 @@ def test_a_model_too_large_for_the_memory_is_refused(capsys, monkeypatch: pytest
 
     monkeypatch.setattr(memory, "machine_unprobed", small)
     monkeypatch.setattr(memory, "remedies", lambda *_: [])  # they are of the run's own test, and take long
-    monkeypatch.setattr(WouldFit, "lines", lambda _: iter(()))
+    monkeypatch.setattr(WouldFit, "ways", lambda _: iter(()))
     assert main(["train", "--dry-run", *SMALL, "--nproc", "4", "--plan", "none"]) == 2
     assert "memory: got 'a run that needs" in capsys.readouterr().err
 

@@ -17,6 +17,7 @@ from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.options.names import Change
 from tawpipe.plan.answer.longest import NEAR, POSITIONS, PRECISION, _longest_of
 from tawpipe.plan.answer.remedy import remedies
 from tawpipe.plan.cost import measure as measure_module
@@ -141,7 +142,7 @@ def test_a_saved_plan_plays_its_chunks_again(tmp_path):
 def test_ways_out_have_chunks():
     asked = asked_of(needed(asked_of(), 2048), global_batch=4)
     ways = remedies(asked, step_of(asked, "flat", sequence_chunk=0))
-    assert any("--schedule.sequence-chunk 2048" in way for way in ways)
+    assert any(Change("schedule.sequence_chunk", 2048) in way.changes for way in ways)
 
 
 # files

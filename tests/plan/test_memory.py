@@ -22,6 +22,7 @@ from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.model.bits.quantized import passing_bytes
 from tawpipe.model.chain import Chain
+from tawpipe.options.names import Change
 from tawpipe.plan.answer import would_fit
 from tawpipe.plan.answer.remedy import remedies
 from tawpipe.plan.cost import measure as measure_module
@@ -480,7 +481,7 @@ def test_ways_out_fit_and_say_what_they_cost():
     tight = replace(asked, memory_bytes=full)
     needs = memory_quickly(tight, step)
     assert "on every device" in shortage(tight, needs) and "homes" in shortage(tight, needs)
-    found = (way for way in remedies(tight, step) if way.startswith("--schedule.recompute full: "))
+    found = (str(way) for way in remedies(tight, step) if way.changes == (Change("schedule.recompute", "full"),))
     assert next(found).endswith("s a step")
 
 

@@ -16,6 +16,7 @@ from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.console import progress_to
 from tawpipe.errors import UserError
+from tawpipe.options.names import Change
 from tawpipe.plan.answer.longest import Longest, limit_of
 from tawpipe.plan.answer.remedy import remedies
 from tawpipe.plan.cost.bench import Bench
@@ -166,7 +167,7 @@ def test_a_saved_plan_has_its_sets(tmp_path):
 
 def test_ways_out_have_sets():
     asked = asked_of(4, needed(asked_of(), 2))
-    assert any("--schedule.sequence-ranks 2" in way for way in remedies(asked, step_of(asked, "flat")))
+    assert any(Change("schedule.sequence_ranks", 2) in way.changes for way in remedies(asked, step_of(asked, "flat")))
 
 
 def test_the_longest_row_is_a_nodes_where_that_is_longer():

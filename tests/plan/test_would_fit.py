@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tawpipe
 from plan_requests import plan_request, profile
 from schedules import llama
 from tawpipe.cli import main
@@ -16,6 +18,7 @@ from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings
 from tawpipe.plan.answer import would_fit
+from tawpipe.plan.answer.remedy import WayOut
 from tawpipe.plan.answer.would_fit import WouldFit
 from tawpipe.plan.cost.feasible import some_fit
 from tawpipe.plan.cost.profile import size_of
@@ -23,7 +26,7 @@ from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.refused import in_plain_words
 from tawpipe.plan.search.search import TOO_LONG, search
-from tawpipe.schedule.refusal import MemoryOfPosition, MicroBatchCount
+from tawpipe.schedule.refusal import AnotherStrategy, LeastLayers, MemoryOfPosition, MicroBatchCount, Unset
 from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.settings.config import TrainConfig
@@ -60,7 +63,7 @@ def ask(config: TrainConfig) -> PlanRequest:
 
 
 def said_of(request: PlanRequest, config: TrainConfig | None = None) -> list[tuple[str, str, str]]:
-    lines = list(WouldFit(request, config or TrainConfig(), ask).lines())
+    lines = list(map(str, WouldFit(request, config or TrainConfig(), ask).ways()))
     named = [NAMED.fullmatch(line) for line in lines]
     assert all(named), lines
     return [(one[1], one[2], one[3]) for one in named if one]
@@ -104,9 +107,9 @@ def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
 def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     monkeypatch.setattr(would_fit, "some_fit", lambda request, over: request.global_batch <= 2)
-    monkeypatch.setattr(WouldFit, "_planned", lambda self, request, words: words)
-    lines = list(WouldFit(replace(nothing(), micro_batch=4), TrainConfig(), ask).lines())
-    assert "--micro-batch 2 --global-batch 2 of fewer rows" in lines
+    monkeypatch.setattr(WouldFit, "_planned", lambda self, request, changes: WayOut(changes, 1.0))
+    lines = list(map(str, WouldFit(replace(nothing(), micro_batch=4), TrainConfig(), ask).ways()))
+    assert "--micro-batch 2 --global-batch 2: 1.000 s a step of fewer rows" in lines
 
 
 WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
@@ -139,3 +142,19 @@ def test_reasons_speak_of_machines_and_not_of_settings_that_nobody_set():
     assert no_room == "no micro-batch has room in a device beside weights, gradients and optimizer state"
     odd = in_plain_words(UserError("micro-batches", 5, "even groups", need=MicroBatchCount(4, 6)))
     assert odd == "4 or 6 micro-batches are needed, not 5"
+
+
+def test_no_plan_and_no_run_takes_messages_apart():
+    """Refusals and ways out are data: their text may say anything. What users write may be matched."""
+    needs = LeastLayers(8), MemoryOfPosition(2**30), MicroBatchCount(4, 6), AnotherStrategy("x"), Unset("x")
+    for need in needs:
+        errors = (UserError("schedule.sequence_ranks", 5, text, need=need) for text in ("at least 3: y; z", ""))
+        assert len({in_plain_words(error) for error in errors}) == 1, need
+    root = Path(tawpipe.__file__).parent
+    matching = {
+        str(path.relative_to(root))
+        for room in ("plan", "train", "schedule/pipelines", "orders")
+        for path in (root / room).rglob("*.py")
+        if "\nimport re\n" in path.read_text(encoding="utf-8")
+    }
+    assert matching == {"plan/cost/measure.py", "train/settings/optimizers.py"}, "a topology; names of parameters"

@@ -15,7 +15,9 @@ from tawpipe.cli import main
 from tawpipe.console import Console
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.options.names import Change
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.answer.remedy import WayOut
 from tawpipe.plan.answer.would_fit import WouldFit
 from tawpipe.plan.cost.measure import Asked, request_of
 from tawpipe.plan.machine.machine import Device, Machine
@@ -204,13 +206,15 @@ def test_smaller_batches_are_said_in_the_settings_of_bins() -> None:
     given = {"global_batch": 64, "sequence_length": 256, "schedule": ScheduleSettings(sequence_ranks=2)}
     batch = BatchShape.of(replace(CONFIG, **given, micro_batch=1, bin_tokens=512), "balanced", 4)
     assert (batch.rows, batch.row_tokens, batch.step_tokens) == (16, 1024, 16384)
-    ways = "--sequence-length 512: 1 s", "--sequence-length 128: 1 s", "--global-batch 8: 1 s of fewer rows"
-    said = [memory._for_bins(way, batch) for way in ways]
-    assert said == [
-        "--bin-tokens 256: 1 s",
-        "--bin-tokens 64 --max-document 128: 1 s",
-        "--tokens-per-step 8192: 1 s of fewer tokens",
+    smaller = ("sequence_length", 512), ("sequence_length", 128), ("global_batch", 8)
+    ways = [WayOut((Change("micro_batch", 1), Change(*change)), 1.0) for change in smaller]
+    assert [str(memory._for_bins(way, batch)) for way in ways] == [
+        "--micro-batch 1 --bin-tokens 256: 1.000 s a step of as many rows",
+        "--micro-batch 1 --bin-tokens 64 --max-document 128: 1.000 s a step of as many rows",
+        "--micro-batch 1 --tokens-per-step 8192: 1.000 s a step of fewer tokens",
     ]
+    rows = replace(batch, packing="split")
+    assert [memory._for_bins(way, rows) for way in ways] == ways
 
 
 @pytest.mark.parametrize(

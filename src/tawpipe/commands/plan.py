@@ -237,7 +237,7 @@ def lines(
     if plan.memory:
         yield plan.memory
     if plan.chosen is None:
-        yield from (f"would fit: {line}" for line in WouldFit(plan.request, config, ask).lines())
+        yield from (f"would fit: {way}" for way in WouldFit(plan.request, config, ask).ways())
     if plan.chosen and plan.runner_up and (words := crossing(plan.request, plan.chosen, plan.runner_up)):
         yield words
     yield from without_loss(plan)

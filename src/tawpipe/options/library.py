@@ -5,8 +5,6 @@ Settings that are called alike on both sides (``schedule.recompute``) are not he
 
 from __future__ import annotations
 
-import re
-
 from tawpipe.errors import UserError
 from tawpipe.options.names import option_of
 
@@ -25,7 +23,7 @@ OPTIONS = {
     "where": "--resume",
 }
 """Argument -> option, for arguments that commands call otherwise."""
-GROUPS = re.compile(r"(lora|rope)\.\w+")
+GROUPS = ("lora", "rope")
 """Settings of the library that are groups of options."""
 
 
@@ -35,6 +33,6 @@ def as_option(error: UserError) -> UserError:
     >>> str(as_option(UserError("local_rank", 2, "at most 1"))), str(as_option(UserError("seed", -1, "0 or more")))
     ('--nproc: got 2; at most 1', 'seed: got -1; 0 or more')
     """
-    name = error.setting
-    option = OPTIONS.get(name) or (option_of(name) if GROUPS.fullmatch(name) else "")
+    name, (group, _, setting) = error.setting, error.setting.partition(".")
+    option = OPTIONS.get(name) or (option_of(name) if group in GROUPS and setting.isidentifier() else "")
     return UserError(option, error.value, error.expected) if option else error

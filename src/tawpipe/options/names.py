@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 
 def option_of(key: str) -> str:
@@ -14,6 +15,28 @@ def option_of(key: str) -> str:
     '--optimizer.clip-norm'
     """
     return "--" + key.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of a setting.
+
+    Args:
+        setting: its key (``optimizer.clip_norm``).
+    """
+
+    setting: str
+    value: object
+
+
+def spelled(changes: Iterable[Change]) -> str:
+    """Return the words of the command line that make these changes.
+
+    >>> spelled([Change("optimizer.clip_norm", 0), Change("schedule.early_updates", True)])
+    '--optimizer.clip-norm 0 --schedule.early-updates true'
+    """
+    values = ((change.setting, change.value) for change in changes)
+    return " ".join(f"{option_of(key)} {str(v).lower() if isinstance(v, bool) else v}" for key, v in values)
 
 
 class Names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,8 +13,9 @@ import torch
 from tawpipe.console import Console, span
 from tawpipe.errors import REPORT, UserError, is_out_of_memory
 from tawpipe.model.chain import Chain
+from tawpipe.options.names import Change
 from tawpipe.pipeline.sizes import widths_of
-from tawpipe.plan.answer.remedy import remedies
+from tawpipe.plan.answer.remedy import WayOut, remedies
 from tawpipe.plan.cost.feasible import shortage
 from tawpipe.plan.cost.measure import system_of
 from tawpipe.plan.cost.predict import Needs, memory_quickly, predict, state_bytes
@@ -311,21 +311,22 @@ def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     return replace(request, memory_bytes=machine.most_memory, machine=replace(there, device_of=machine.device_of))
 
 
-def _for_bins(way: str, batch: BatchShape) -> str:
+def _for_bins(way: WayOut, batch: BatchShape) -> WayOut:
     """Rows are bins under ``balanced``: shorter ones, of all processes that compute one, hold the longest document;
     fewer ones are fewer tokens.
     """
-    if not batch.dealt:
-        return way
-
-    def shorter(match: re.Match[str]) -> str:
-        tokens = int(match[1])
-        longest = f" --max-document {tokens}" if tokens < batch.document_tokens else ""
-        return f"--bin-tokens {tokens // batch.ranks}{longest}"
-
-    way = re.sub(r"--sequence-length (\d+)", shorter, way)
-    fewer = lambda match: f"--tokens-per-step {batch.step_tokens * int(match[1]) // batch.rows}"  # noqa: E731
-    return re.sub(r"--global-batch (\d+)", fewer, way).replace(" of fewer rows", " of fewer tokens")
+    changes: list[Change] = []
+    for change in way.changes:
+        match change:
+            case Change("sequence_length", int(tokens)) if batch.dealt:
+                changes.append(Change("bin_tokens", tokens // batch.ranks))
+                if tokens < batch.document_tokens:
+                    changes.append(Change("max_document", tokens))
+            case Change("global_batch", int(rows)) if batch.dealt:
+                changes.append(Change("tokens_per_step", batch.step_tokens * rows // batch.rows))
+            case _:
+                changes.append(change)
+    return replace(way, changes=tuple(changes))
 
 
 def _refuse(
@@ -337,8 +338,8 @@ def _refuse(
 ) -> str:
     step, whole = request.step(schedule), _all_of(machine, request)
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
-    ways = list(remedies(request, step)) or list(others(request).lines())
+    ways = list(remedies(request, step)) or list(others(request).ways())
     seconds = span(predict(request, step).step_seconds)
-    fits = "; ".join(dict.fromkeys(_for_bins(way, batch) for way in ways))
+    fits = "; ".join(dict.fromkeys(str(_for_bins(way, batch)) for way in ways))
     fits = fits or "no setting that was tried does: more devices, or a smaller model"
     raise UserError("memory", f"a run that needs {lacks}", f"what fits (this would take {seconds} a step): {fits}")

@@ -1,15 +1,20 @@
-"""Ways out where memory does not suffice for the settings of a schedule: others, and what they cost in time."""
+"""Ways out where memory does not suffice for the settings of a schedule: others, and what they cost in time.
+
+A way out is data, and ``str`` alone puts it into words.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import or_
 from typing import Any
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
-from tawpipe.plan.cost.feasible import fits, relieved, with_settings
+from tawpipe.options.names import Change, spelled
+from tawpipe.plan.cost.feasible import fits, gib, relieved, with_settings
 from tawpipe.plan.cost.predict import memory_quickly, predict
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import Plan
@@ -26,9 +31,39 @@ LEANER: tuple[dict[str, Any], ...] = (
 """Changes that need less memory, those that cost the least time first."""
 MOST_S = 4.0
 """Seconds that a search for the best plan may compute once something fits: a refusal is not waited for."""
+BATCHES = {
+    "sequence_length": " of as many rows",
+    "bin_tokens": " of as many rows",
+    "global_batch": " of fewer rows",
+    "tokens_per_step": " of fewer tokens",
+}
+"""Settings of a batch, and the words that say what a step with less of them holds."""
 
 
-def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
+@dataclass(frozen=True)
+class WayOut:
+    """A change of a run with which it fits.
+
+    Args:
+        changes: settings with their new values.
+        seconds: of a step.
+        strategy, peak_bytes: what a plan chooses then, and its memory of a device; empty where nothing is chosen.
+        machines: a change of the machines in words, in place of settings.
+    """
+
+    changes: tuple[Change, ...]
+    seconds: float
+    strategy: str = ""
+    peak_bytes: int = 0
+    machines: str = ""
+
+    def __str__(self) -> str:
+        chosen = f" ({self.strategy}, {gib(self.peak_bytes)} GiB)" if self.strategy else ""
+        of_batch = "".join(BATCHES.get(change.setting, "") for change in self.changes)
+        return f"{self.machines or spelled(self.changes)}: {span(self.seconds)} a step{chosen}{of_batch}"
+
+
+def remedies(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
     """Settings of the schedule with which the same run would fit, with its seconds a step: those that are nearest, and
     those of the best plan.
 
@@ -38,7 +73,7 @@ def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
     yield from _leaner(request, step)
     best = Plan.of(request, search(request, most_s=lambda _: MOST_S)).chosen
     if best is not None and best.step is not None:
-        yield f"{' '.join(options_of(best.step, step))}: {span(best.seconds)} a step"
+        yield WayOut(changes_of(best.step, step), best.seconds)
 
 
 def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
@@ -70,13 +105,13 @@ def _changed(step: StepSpec, changes: Iterable[dict[str, Any]]) -> Iterator[Step
             yield other
 
 
-def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[str]:
+def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
     """Every change by itself that suffices; if none does, all of them up to the one with which it fits."""
     for changes, most in ((_changes(request, step), None), (_together(request, step), 1)):
         tried = ((other, _seconds(request, other)) for other in _changed(step, changes))
         fitting = [(other, seconds) for other, seconds in tried if seconds is not None]
         for other, seconds in fitting[:most]:
-            yield f"{' '.join(options_of(other, step))}: {span(seconds)} a step"
+            yield WayOut(changes_of(other, step), seconds)
         if fitting:
             return
 
@@ -90,8 +125,7 @@ def _seconds(request: PlanRequest, step: StepSpec) -> float | None:
         return None
 
 
-def options_of(after: StepSpec, before: StepSpec) -> list[str]:
-    """The settings of one step that are not those of the other, as one types them."""
+def changes_of(after: StepSpec, before: StepSpec) -> tuple[Change, ...]:
+    """Return the settings of one step that are not those of the other."""
     values, others = settings_of(after), settings_of(before)
-    named = ((name.replace("_", "-"), value) for name, value in values.items() if value != others[name])
-    return [f"--schedule.{name} {value}" for name, value in named]
+    return tuple(Change(f"schedule.{name}", value) for name, value in values.items() if value != others[name])

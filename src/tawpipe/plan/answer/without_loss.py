@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
-from tawpipe.plan.answer.remedy import options_of
+from tawpipe.options.names import spelled
+from tawpipe.plan.answer.remedy import changes_of
 from tawpipe.plan.cost.feasible import QUICK_PLAYED, fits, plays, with_settings
 from tawpipe.plan.cost.predict import memory_quickly, predict
 from tawpipe.plan.cost.request import PlanRequest
@@ -28,7 +29,7 @@ def without_loss(plan: Plan) -> Iterator[str]:
     usual = {name: "none" for option in codings(request) for name in option}
     plain = with_settings(chosen.step, **usual)
     if plain != chosen.step:
-        seconds, words = span(predict(request, plain).step_seconds), " ".join(options_of(chosen.step, plain))
+        seconds, words = span(predict(request, plain).step_seconds), spelled(changes_of(chosen.step, plain))
         yield f"chosen, as no number changes with it: {words}; without it a step takes {seconds} ({bits})"
         return
     ways = list(_coded(request, chosen, plan.candidates))
@@ -68,5 +69,5 @@ def _coded(
             except UserError:  # not for this strategy
                 continue
             if fits(asked, memory_quickly(asked, other)):
-                words = " ".join(options_of(other, usual))
+                words = spelled(changes_of(other, usual))
                 yield predict(asked, other).step_seconds, candidate.seconds, words

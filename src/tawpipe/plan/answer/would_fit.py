@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from typing import Any
 
-from tawpipe.console import span
-from tawpipe.options.names import option_of
-from tawpipe.plan.cost.feasible import gib, some_fit
+from tawpipe.options.names import Change
+from tawpipe.plan.answer.remedy import WayOut
+from tawpipe.plan.cost.feasible import some_fit
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.search import search
@@ -26,14 +26,14 @@ CHANGES: tuple[Mapping[str, tuple[Any, Any]], ...] = (
 """Settings of a run that need less memory, as what they are now and what they would be, in the order of the answer. A
 plan itself chooses what is left open. A further change is a further line.
 """
-EARLY = "schedule.early_updates"
-"""It needs less memory where one device's gradients then need no home in the host's memory, without clipping."""
-SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest], str]] = {
-    "micro_batch": (1, PlanRequest.with_micro_batch, ""),
-    "global_batch": (1, PlanRequest.with_rows, " of fewer rows"),
-    "sequence_length": (128, PlanRequest.with_length, " of as many rows"),
+EARLY, UNCLIPPED = Change("schedule.early_updates", True), Change("optimizer.clip_norm", 0)
+"""The first needs less memory where one device's gradients then need no home in the host's memory, without clipping."""
+SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest]]] = {
+    "micro_batch": (1, PlanRequest.with_micro_batch),
+    "global_batch": (1, PlanRequest.with_rows),
+    "sequence_length": (128, PlanRequest.with_length),
 }
-"""Numbers of a batch that are halved until it fits: the least, the request with another one, and what else to say."""
+"""Numbers of a batch that are halved until it fits: the least, and the request with another one."""
 SECONDS, OF_ONE, VAIN_S = 8.0, 2.0, 5.0
 """Seconds of computing after which no other change is looked at; seconds that one plan may take; seconds that it may
 take before anything fits.
@@ -62,44 +62,43 @@ class WouldFit:
     def __post_init__(self) -> None:
         self._end = time.thread_time() + SECONDS
 
-    def lines(self) -> Iterator[str]:
+    def ways(self) -> Iterator[WayOut]:
         """Every single change that suffices, with its seconds a step; if none does, smaller batches and rows together
         with the last of ``CHANGES``; then how many machines would do.
         """
-        none, least = True, ([], self.request)
-        for words, request in self._changed():
-            least = words, request
-            if line := self._planned(request, " ".join(words)):
+        none, least = True, ((), self.request)
+        for changes, request in self._changed():
+            least = changes, request
+            if way := self._planned(request, changes):
                 none = False
-                yield line
-        smaller = list(self._smaller([], self.request))
+                yield way
+        smaller = list(self._smaller((), self.request))
         if none and not smaller and least[0]:
             smaller = list(self._smaller(*least))
         yield from smaller
-        if line := self._more_machines():
-            yield line
+        if way := self._more_machines():
+            yield way
 
-    def _changed(self) -> Iterator[tuple[list[str], PlanRequest]]:
-        said = set[str]()
-        for change in CHANGES:
-            settings = {name: new for name, (old, new) in change.items() if _value(self.config, name) == old}
-            words = [f"{option_of(name)} {str(value).lower()}" for name, value in settings.items()]
-            if not words or " ".join(words) in said or self._is_over():
+    def _changed(self) -> Iterator[tuple[tuple[Change, ...], PlanRequest]]:
+        tried = set[tuple[Change, ...]]()
+        for values in CHANGES:
+            open_ = ((name, new) for name, (old, new) in values.items() if _value(self.config, name) == old)
+            changes = tuple(Change(name, new) for name, new in open_)
+            early = EARLY in changes
+            if not changes or changes in tried or self._is_over():
                 continue
-            if EARLY in settings:
-                if self.request.machine.world_size > 1 or "state" not in self.request.levels:
-                    continue
-                words.append("--optimizer.clip-norm 0")
-            said.add(" ".join(words))
+            if early and (self.request.machine.world_size > 1 or "state" not in self.request.levels):
+                continue
+            tried.add(changes)
             try:
-                request = self.ask(_with(self.config, settings))
+                request = self.ask(_with(self.config, changes))
             except Exception:  # not for this model, or not here: measuring it may take more than there is
                 continue
             given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
-            yield words, replace(request, **given)
+            yield (*changes, UNCLIPPED) if early else changes, replace(request, **given)
 
-    def _smaller(self, words: list[str], request: PlanRequest) -> Iterator[str]:
-        for name, (least, changed, more) in SMALLER.items():
+    def _smaller(self, changes: tuple[Change, ...], request: PlanRequest) -> Iterator[WayOut]:
+        for name, (least, changed) in SMALLER.items():
             now = getattr(request, name)
             if now <= least or not some_fit(changed(request, least), self._is_over):
                 continue
@@ -110,13 +109,13 @@ class WouldFit:
                 other = changed(request, number)
                 if some_fit(other, self._is_over):
                     # A batch of fewer rows than a micro-batch has makes that smaller, too.
-                    changes = [key for key in SMALLER if getattr(other, key) != getattr(request, key)]
-                    said = [f"{option_of(key)} {getattr(other, key)}" for key in changes]
-                    if line := self._planned(other, " ".join([*words, *said])):
-                        yield line + more
+                    values = ((key, getattr(other, key)) for key in SMALLER)
+                    less = (Change(key, value) for key, value in values if value != getattr(request, key))
+                    if way := self._planned(other, (*changes, *less)):
+                        yield way
                     break
 
-    def _more_machines(self) -> str:
+    def _more_machines(self) -> WayOut | None:
         """The fewest machines like these with which it fits."""
         self._end = max(self._end, time.thread_time() + OF_ONE)
         now = len(self.request.machine.nodes)
@@ -124,7 +123,7 @@ class WouldFit:
         while not some_fit(self._on(enough), self._is_over):
             short, enough = enough, 2 * enough
             if enough > now * MOST_NODES or self._is_over():
-                return ""
+                return None
         while enough - short > 1 and not self._is_over():
             middle = (short + enough) // 2
             short, enough = (short, middle) if some_fit(self._on(middle), self._is_over) else (middle, enough)
@@ -134,7 +133,7 @@ class WouldFit:
         each = max(request.machine.nodes)
         fewest = "" if enough - short == 1 and not self._is_over() else "at most "
         what = f"{fewest}{enough} machines of {each} device{'s' if each > 1 else ''} each{assumed}"
-        return self._planned(request, what)
+        return self._planned(request, (), what)
 
     def _on(self, nodes: int) -> PlanRequest:
         machine = self.request.machine
@@ -145,12 +144,12 @@ class WouldFit:
     def _is_over(self) -> bool:
         return time.thread_time() > self._end
 
-    def _planned(self, request: PlanRequest, words: str) -> str:
-        """What a plan chooses for a request, in words; empty if nothing fits."""
+    def _planned(self, request: PlanRequest, changes: tuple[Change, ...], machines: str = "") -> WayOut | None:
+        """What a plan chooses for a request; None if nothing fits."""
         chosen = Plan.of(request, search(request, most_s=lambda _: OF_ONE, vain_s=VAIN_S)).chosen
         if chosen is None or chosen.prediction is None:
-            return ""
-        return f"{words}: {span(chosen.seconds)} a step ({chosen.strategy}, {gib(chosen.prediction.peak_bytes)} GiB)"
+            return None
+        return WayOut(changes, chosen.seconds, chosen.strategy, chosen.prediction.peak_bytes, machines)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -159,10 +158,10 @@ def _value(config: Any, name: str) -> Any:
     return config
 
 
-def _with(config: Any, settings: Mapping[str, Any]) -> Any:
+def _with(config: Any, changes: Iterable[Change]) -> Any:
     """The dataclass with other values by their dotted names."""
-    for name, value in settings.items():
-        group, _, rest = name.partition(".")
+    for change in changes:
+        group, _, rest = change.setting.partition(".")
         inner = getattr(config, group)
-        config = replace(config, **{group: _with(inner, {rest: value}) if rest else value})
+        config = replace(config, **{group: _with(inner, [Change(rest, change.value)]) if rest else change.value})
     return config
