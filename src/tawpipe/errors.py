@@ -13,7 +13,8 @@ class UserError(Exception):
             library (``options.library`` has its option).
         value: what it was.
         expected: what it may be, or what would be right here; one sentence without a full stop.
-        need: what a refused strategy would need, as data (``schedule.refusal``); None elsewhere.
+        need: what a refused strategy would need, as data (``schedule.refusal``), or why it is refused, in words that
+            name no strategy; None where no search for settings asks.
     """
 
     def __init__(self, setting: str, value: object, expected: str, *, need: object = None) -> None:

@@ -26,7 +26,7 @@ from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.refused import in_plain_words
 from tawpipe.plan.search.search import TOO_LONG, search
-from tawpipe.schedule.refusal import AnotherStrategy, LeastLayers, MemoryOfPosition, MicroBatchCount, Unset
+from tawpipe.schedule.refusal import LeastLayers, MemoryOfPosition, MicroBatchCount
 from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.settings.config import TrainConfig
@@ -107,7 +107,7 @@ def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
 def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     monkeypatch.setattr(would_fit, "some_fit", lambda request, over: request.global_batch <= 2)
-    monkeypatch.setattr(WouldFit, "_planned", lambda self, request, changes: WayOut(changes, 1.0))
+    monkeypatch.setattr(WouldFit, "_planned", lambda self, request, changes: [WayOut(changes, 1.0)])
     lines = list(map(str, WouldFit(replace(nothing(), micro_batch=4), TrainConfig(), ask).ways()))
     assert "--micro-batch 2 --global-batch 2: 1.000 s a step of fewer rows" in lines
 
@@ -146,8 +146,7 @@ def test_reasons_speak_of_machines_and_not_of_settings_that_nobody_set():
 
 def test_no_plan_and_no_run_takes_messages_apart():
     """Refusals and ways out are data: their text may say anything. What users write may be matched."""
-    needs = LeastLayers(8), MemoryOfPosition(2**30), MicroBatchCount(4, 6), AnotherStrategy("x"), Unset("x")
-    for need in needs:
+    for need in (LeastLayers(8), MemoryOfPosition(2**30), MicroBatchCount(4, 6), "it cannot be"):
         errors = (UserError("schedule.sequence_ranks", 5, text, need=need) for text in ("at least 3: y; z", ""))
         assert len({in_plain_words(error) for error in errors}) == 1, need
     root = Path(tawpipe.__file__).parent

@@ -32,17 +32,3 @@ class MicroBatchCount:
 
     fewer: int
     more: int
-
-
-@dataclass(frozen=True)
-class AnotherStrategy:
-    """Another strategy, or other stages."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Unset:
-    """A setting with the value that the strategy gives it."""
-
-    why: str

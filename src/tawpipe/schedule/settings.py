@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tawpipe.errors import UserError
 from tawpipe.options import bounded, describe
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.refusal import Unset
 from tawpipe.schedule.spec import ModelSpec
 
 Compression = Literal["none", "exact", "int8", "fp8"]
@@ -167,7 +166,7 @@ def check_values(settings: ScheduleSettings) -> None:
     if settings.offload_dir and not settings.sequence_chunk:
         why = "whole rows wait in the host's memory"
         expected = f"nothing without sequence_chunk: {why}"
-        raise UserError("schedule.offload_dir", settings.offload_dir, expected, need=Unset(why))
+        raise UserError("schedule.offload_dir", settings.offload_dir, expected, need=why)
     hints = get_type_hints(ScheduleSettings)
     for setting in fields(settings):
         value, choices = getattr(settings, setting.name), _choices(hints[setting.name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tawpipe.dealing.speeds import parse_speeds
 from tawpipe.errors import UserError
-from tawpipe.schedule.refusal import Unset
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.topology import Topology
@@ -25,7 +24,7 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
         words = " or ".join([*([", ".join(good[:-1])] if good[1:] else []), good[-1]])
         many = f"must divide the {local} processes of every node"
         why = f"it {many if local > 1 else 'counts processes of one node, and every node has one'}"
-        raise UserError("schedule.sequence_ranks", ranks, f"{words}: {why}", need=Unset(why))
+        raise UserError("schedule.sequence_ranks", ranks, f"{words}: {why}", need=why)
     return share_micro_batches(count, topology.world_size, ranks, speeds_of(settings, topology))
 
 
@@ -42,5 +41,5 @@ def speeds_of(settings: ScheduleSettings, topology: Topology) -> tuple[float, ..
     if speeds and max(speeds) > MOST_APART * min(speeds):
         why = "leave such devices out"
         expected = f"none that is {MOST_APART} times as slow as others: {why}"
-        raise UserError("schedule.device_speeds", settings.device_speeds, expected, need=Unset(why))
+        raise UserError("schedule.device_speeds", settings.device_speeds, expected, need=why)
     return tuple(speed / max(speeds) for speed in speeds) if len(set(speeds)) > 1 else ()

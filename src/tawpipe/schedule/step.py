@@ -21,7 +21,6 @@ from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_weight
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
-from tawpipe.schedule.refusal import Unset
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, recompute_of_blocks
 from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.spec import ModelSpec
@@ -392,12 +391,10 @@ class Strategy(ABC):
             value, neutral = getattr(step.settings, name), getattr(usual, name)
             if value not in (neutral, "exact"):  # of which was said above where it can be
                 expected = "nothing" if neutral == "" else neutral
-                expected = f"{expected} under {self.name}: {reason}"
-                raise UserError(f"schedule.{name}", value, expected, need=Unset(reason))
+                raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}", need=reason)
         if step.copies_in_host and Kind.WEIGHT not in self.travels:
             reason = "its devices compute with weights that stay there"
-            expected = f"state or none under {self.name}: {reason}"
-            raise UserError("schedule.host_homes", "all", expected, need=Unset(reason))
+            raise UserError("schedule.host_homes", "all", f"state or none under {self.name}: {reason}", need=reason)
 
 
 @dataclass(frozen=True)

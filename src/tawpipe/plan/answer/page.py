@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,9 @@ def _on_links(request: PlanRequest, factor: float) -> PlanRequest:
 def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
     """Of a step with the settings of a candidate; None where they cannot work."""
     assert candidate.step is not None
-    try:
+    with suppress(UserError):
         return predict(request, candidate.step).step_seconds
-    except UserError:
-        return None
+    return None
 
 
 def _longest_sections(longest: Longest) -> Iterator[Section]:

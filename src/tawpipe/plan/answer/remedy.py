@@ -5,7 +5,8 @@ A way out is data, and ``str`` alone puts it into words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import or_
@@ -88,41 +89,25 @@ def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
     return changes
 
 
-def _together(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
-    return list(accumulate(_changes(request, step), or_))
-
-
-def _changed(step: StepSpec, changes: Iterable[dict[str, Any]]) -> Iterator[StepSpec]:
-    """The step with each of these changes, where that is another one."""
-    for change in changes:
-        try:
-            other = with_settings(
-                step, **{name: value for name, value in change.items() if name not in step.strategy.refusals}
-            )
-        except UserError:
-            continue
-        if other != step:
-            yield other
-
-
 def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
     """Every change by itself that suffices; if none does, all of them up to the one with which it fits."""
-    for changes, most in ((_changes(request, step), None), (_together(request, step), 1)):
-        tried = ((other, _seconds(request, other)) for other in _changed(step, changes))
-        fitting = [(other, seconds) for other, seconds in tried if seconds is not None]
-        for other, seconds in fitting[:most]:
-            yield WayOut(changes_of(other, step), seconds)
+    changes = _changes(request, step)
+    for trials, most in ((changes, None), (accumulate(changes, or_), 1)):
+        fitting = [way for change in trials if (way := _way_out(request, step, change))]
+        yield from fitting[:most]
         if fitting:
             return
 
 
-def _seconds(request: PlanRequest, step: StepSpec) -> float | None:
-    """Of a step with the settings of ``step``; None where it does not fit, or cannot work."""
-    try:
-        other = request.step(step.settings, step.strategy)
-        return predict(request, other).step_seconds if fits(request, memory_quickly(request, other)) else None
-    except UserError:
-        return None
+def _way_out(request: PlanRequest, step: StepSpec, change: dict[str, Any]) -> WayOut | None:
+    """Return the way out by a change; None where it changes nothing, cannot work or does not suffice."""
+    with suppress(UserError):
+        refusals = step.strategy.refusals
+        other = with_settings(step, **{name: value for name, value in change.items() if name not in refusals})
+        changed = request.step(other.settings, other.strategy)
+        if other != step and fits(request, memory_quickly(request, changed)):
+            return WayOut(changes_of(other, step), predict(request, changed).step_seconds)
+    return None
 
 
 def changes_of(after: StepSpec, before: StepSpec) -> tuple[Change, ...]:

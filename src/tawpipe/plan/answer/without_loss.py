@@ -7,6 +7,7 @@ bits are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from tawpipe.console import span
 from tawpipe.errors import UserError
@@ -64,10 +65,8 @@ def _coded(
             continue
         asked = request.with_homes(step.settings.host_homes or "none")
         for option in codings(request):
-            try:
+            with suppress(UserError):  # not for this strategy
                 other, usual = with_settings(step, **option), asked.step(asked.settings)
-            except UserError:  # not for this strategy
-                continue
-            if fits(asked, memory_quickly(asked, other)):
-                words = spelled(changes_of(other, usual))
-                yield predict(asked, other).step_seconds, candidate.seconds, words
+                if fits(asked, memory_quickly(asked, other)):
+                    words = spelled(changes_of(other, usual))
+                    yield predict(asked, other).step_seconds, candidate.seconds, words

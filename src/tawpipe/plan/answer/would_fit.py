@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
+from operator import attrgetter
 from typing import Any
 
 from tawpipe.options.names import Change
@@ -66,23 +67,21 @@ class WouldFit:
         """Every single change that suffices, with its seconds a step; if none does, smaller batches and rows together
         with the last of ``CHANGES``; then how many machines would do.
         """
-        none, least = True, ((), self.request)
+        none, changes, request = True, (), self.request
         for changes, request in self._changed():
-            least = changes, request
-            if way := self._planned(request, changes):
+            for way in self._planned(request, changes):
                 none = False
                 yield way
         smaller = list(self._smaller((), self.request))
-        if none and not smaller and least[0]:
-            smaller = list(self._smaller(*least))
+        if none and not smaller and changes:
+            smaller = list(self._smaller(changes, request))
         yield from smaller
-        if way := self._more_machines():
-            yield way
+        yield from self._more_machines()
 
     def _changed(self) -> Iterator[tuple[tuple[Change, ...], PlanRequest]]:
         tried = set[tuple[Change, ...]]()
         for values in CHANGES:
-            open_ = ((name, new) for name, (old, new) in values.items() if _value(self.config, name) == old)
+            open_ = ((name, new) for name, (old, new) in values.items() if attrgetter(name)(self.config) == old)
             changes = tuple(Change(name, new) for name, new in open_)
             early = EARLY in changes
             if not changes or changes in tried or self._is_over():
@@ -111,11 +110,10 @@ class WouldFit:
                     # A batch of fewer rows than a micro-batch has makes that smaller, too.
                     values = ((key, getattr(other, key)) for key in SMALLER)
                     less = (Change(key, value) for key, value in values if value != getattr(request, key))
-                    if way := self._planned(other, (*changes, *less)):
-                        yield way
+                    yield from self._planned(other, (*changes, *less))
                     break
 
-    def _more_machines(self) -> WayOut | None:
+    def _more_machines(self) -> Iterator[WayOut]:
         """The fewest machines like these with which it fits."""
         self._end = max(self._end, time.thread_time() + OF_ONE)
         now = len(self.request.machine.nodes)
@@ -123,7 +121,7 @@ class WouldFit:
         while not some_fit(self._on(enough), self._is_over):
             short, enough = enough, 2 * enough
             if enough > now * MOST_NODES or self._is_over():
-                return None
+                return
         while enough - short > 1 and not self._is_over():
             middle = (short + enough) // 2
             short, enough = (short, middle) if some_fit(self._on(middle), self._is_over) else (middle, enough)
@@ -133,7 +131,7 @@ class WouldFit:
         each = max(request.machine.nodes)
         fewest = "" if enough - short == 1 and not self._is_over() else "at most "
         what = f"{fewest}{enough} machines of {each} device{'s' if each > 1 else ''} each{assumed}"
-        return self._planned(request, (), what)
+        yield from self._planned(request, (), what)
 
     def _on(self, nodes: int) -> PlanRequest:
         machine = self.request.machine
@@ -144,18 +142,11 @@ class WouldFit:
     def _is_over(self) -> bool:
         return time.thread_time() > self._end
 
-    def _planned(self, request: PlanRequest, changes: tuple[Change, ...], machines: str = "") -> WayOut | None:
-        """What a plan chooses for a request; None if nothing fits."""
+    def _planned(self, request: PlanRequest, changes: tuple[Change, ...], machines: str = "") -> Iterator[WayOut]:
+        """Yield what a plan chooses for a request, if anything fits."""
         chosen = Plan.of(request, search(request, most_s=lambda _: OF_ONE, vain_s=VAIN_S)).chosen
-        if chosen is None or chosen.prediction is None:
-            return None
-        return WayOut(changes, chosen.seconds, chosen.strategy, chosen.prediction.peak_bytes, machines)
-
-
-def _value(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part, None)
-    return config
+        if chosen is not None and chosen.prediction is not None:
+            yield WayOut(changes, chosen.seconds, chosen.strategy, chosen.prediction.peak_bytes, machines)
 
 
 def _with(config: Any, changes: Iterable[Change]) -> Any:

@@ -15,7 +15,6 @@ from tawpipe.plan.cost.typical import TypicalStep, mean_bin, slices_in, typical_
 from tawpipe.plan.machine.machine import Machine
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
-from tawpipe.schedule.refusal import AnotherStrategy
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.sizes.activations import ALIKE, Shares
@@ -297,7 +296,7 @@ class PlanRequest:
         if self.compiled and step.strategy.splits:
             why = why or "backward passes of compiled layers cannot be taken apart"
         if why:
-            raise UserError("schedule.strategy", step.strategy.name, f"another one: {why}", need=AnotherStrategy(why))
+            raise UserError("schedule.strategy", step.strategy.name, f"another one: {why}", need=why)
         for unit, home in zip(self.model.units, step.homes, strict=True):
             if self.needs_whole and unit.trainable and len(home.ranks) > 1:
                 expected = f"one that keeps whole units, for {self.needs_whole}, which looks at whole matrices"

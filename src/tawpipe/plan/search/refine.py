@@ -5,6 +5,7 @@ whether what it sends is coded without loss.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ def improve(
                 return step, prediction
             if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
-            try:
+            with suppress(UserError):  # not for this strategy, or two settings that do not go together
                 if request.dealt and step.strategy.axis:  # other stages are dealt other bins
                     other = request.step(replace(step.settings, **change))
                 else:
@@ -53,10 +54,8 @@ def improve(
                     continue
                 outlook.plays -= work if work > QUICK_PLAYED else 0
                 tried = predict(request, other)
-            except UserError:  # not for this strategy, or two settings that do not go together
-                continue
-            if tried.step_seconds < prediction.step_seconds * (1 - GAIN):
-                step, prediction = other, tried
+                if tried.step_seconds < prediction.step_seconds * (1 - GAIN):
+                    step, prediction = other, tried
         if prediction.step_seconds > before * (1 - GAIN):
             break
     return step, prediction
@@ -109,15 +108,13 @@ def coded(request: PlanRequest, candidate: Candidate) -> Candidate:
     if why_not_coded(request) or plays(request, candidate.step) > QUICK_PLAYED // 2:  # each takes seconds
         return candidate
     for option in codings(request):
-        try:
+        with suppress(UserError):  # not for this strategy
             other = with_settings(candidate.step, **option)
             if bound_of(request, other) >= seconds or not fits(request, memory_quickly(request, other)):
                 continue
             tried = predict(request, other)
-        except UserError:  # not for this strategy
-            continue
-        if tried.step_seconds < seconds:
-            best, seconds = replace(candidate, step=other, prediction=tried), tried.step_seconds * (1 - GAIN)
+            if tried.step_seconds < seconds:
+                best, seconds = replace(candidate, step=other, prediction=tried), tried.step_seconds * (1 - GAIN)
     return best
 
 

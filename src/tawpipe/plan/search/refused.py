@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tawpipe.errors import UserError
 from tawpipe.options.names import option_of
-from tawpipe.schedule.refusal import AnotherStrategy, LeastLayers, MemoryOfPosition, MicroBatchCount, Unset
+from tawpipe.schedule.refusal import LeastLayers, MemoryOfPosition, MicroBatchCount
 from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED
 
 
@@ -13,12 +13,12 @@ def in_plain_words(error: UserError) -> str:
 
     >>> in_plain_words(UserError("layers of the model", 4, "at least 8, one for each stage", need=LeastLayers(8)))
     'at least 8 layers are needed'
-    >>> shared = AnotherStrategy("layers share a tensor")
-    >>> in_plain_words(UserError("schedule.strategy", "1f1b", "another one: layers share a tensor", need=shared))
+    >>> why = "layers share a tensor"
+    >>> in_plain_words(UserError("schedule.strategy", "1f1b", f"another one: {why}", need=why))
     'layers share a tensor'
     """
-    setting, why = error.setting, error.expected
-    match error.need:
+    setting, need, expected = error.setting, error.need, error.expected
+    match need:
         case LeastLayers(number):
             return f"at least {number} layers are needed"
         case MemoryOfPosition(size):
@@ -26,10 +26,8 @@ def in_plain_words(error: UserError) -> str:
             return f"no micro-batch has room in {device} beside weights, gradients and optimizer state"
         case MicroBatchCount(fewer, more):
             return f"{fewer} or {more} micro-batches are needed, not {error.value}"
-        case AnotherStrategy(why):
-            return why
-        case Unset(why):
-            pass
     if setting.removeprefix("schedule.") in (*UNPLANNED, *KEPT_BY_PLANS):
-        return f"{option_of(setting)} {error.value} is not for it: {why}"
-    return error.expected if setting.startswith("schedule.") else f"{setting}: {error.expected}"
+        return f"{option_of(setting)} {error.value} is not for it: {need or expected}"
+    if setting in ("schedule.strategy", "schedule.stages"):
+        return str(need or expected)
+    return expected if setting.startswith("schedule.") else f"{setting}: {expected}"

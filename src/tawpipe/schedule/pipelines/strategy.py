@@ -23,7 +23,6 @@ from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
 from tawpipe.schedule.pipelines.work import KINDS, BlockTimes, Order, PipelineCosts, play
 from tawpipe.schedule.placement import Home
-from tawpipe.schedule.refusal import AnotherStrategy
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import ModelSpec
@@ -125,7 +124,7 @@ class ActivationPipeline(Strategy):
             several = [axis for axis in AXES if Positions(topology, axis).size > 1]
             why = f"one of {', '.join(several)}" if several else "a pipeline needs several devices"
             expected = f"{why if several else f'nothing: {why}'}; {AXES[self.axis]} it would have one position"
-            raise UserError("schedule.stages", self.axis, expected, need=AnotherStrategy(why))
+            raise UserError("schedule.stages", self.axis, expected, need=why)
         return positions
 
     def speeds(self, positions: Positions) -> tuple[float, ...]:
@@ -293,7 +292,7 @@ def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions
     usual = strategy.usual_places(size, layout.stages)
     if usual is not None and layout.places != usual:
         why = f"stages at {','.join(map(str, usual))} under {strategy.name}"
-        raise UserError("schedule.stages", given, f"{why}; generated takes any", need=AnotherStrategy(why))
+        raise UserError("schedule.stages", given, f"{why}; generated takes any", need=why)
     return layout
 
 
