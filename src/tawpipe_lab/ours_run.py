@@ -5,7 +5,7 @@ computing, which sleeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.executor import Executor
-from tawpipe.runtime.homes.home_actions import Optimizers, UpdateRule
+from tawpipe.runtime.frame import Frame, UpdateRule
+from tawpipe.runtime.homes.home_actions import Optimizers
 from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers
@@ -172,12 +173,12 @@ class _LinkedExecutor(Executor):
     def __init__(self, rank: int, *, link: HostLink | None, busy: BusyTime, **settings: Any) -> None:
         super().__init__(rank, **settings)
         if link is not None and self.streaming is not None:
-            run = dict(self._run)
-            self._run |= {op: partial(self._through, link, busy, run[op]) for op in (Op.UPDATE, Op.ADD, Op.RAISE)}
+            of_homes = {op: self._handlers[op] for op in (Op.UPDATE, Op.ADD, Op.RAISE)}
+            self._handlers |= {op: partial(self._through, link, busy, run) for op, run in of_homes.items()}
 
-    def _through(self, link: HostLink, busy: BusyTime, run: Callable[..., None], action: Action, step: Any) -> None:
+    def _through(self, link: HostLink, busy: BusyTime, run: Callable[..., None], action: Action, frame: Frame) -> None:
         begin = time.perf_counter()
-        run(action, step)
+        run(action, frame)
         if not any(buffer.is_home for buffer in (*action.reads, *action.writes)):
             return
         sides = (action.reads, action.writes)
@@ -204,11 +205,11 @@ class _SleepingCompute:
         """Of activations, at any time."""
         self._rank = rank
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def forward(self, action: Action, frame: Frame) -> None:
         in_backward = self._model.blocks[action.block].kind == "head"
         self._compute(action, 0.0 if in_backward else self._workload.block_parts[action.block].forward_s)
 
-    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def backward(self, action: Action, frame: Frame) -> None:
         part, m = self._workload.block_parts[action.block], action.micro_batch
         if self._model.blocks[action.block].kind == "head":
             self._compute(action, part.seconds)
@@ -217,18 +218,18 @@ class _SleepingCompute:
         seconds = part.backward_input_s - (part.forward_s if kept else 0.0)
         self._compute(action, seconds + (part.backward_weight_s if action.op is Op.BACKWARD else 0.0))
 
-    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+    def backward_weight(self, action: Action, frame: Frame) -> None:
         self._compute(action, self._workload.block_parts[action.block].backward_weight_s)
 
-    def prepare(self, action: Action, given: StepInput) -> None:
+    def prepare(self, action: Action, frame: Frame) -> None:
         pass
 
-    def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
+    def travel(self, action: Action, frame: Frame) -> None:
         tensors = {transfer.buffer: self._held[transfer.buffer] for transfer in action.transfers if transfer.send}
-        self._held |= transport.exchange(action, tensors)
+        self._held |= frame.transport.exchange(action, tensors)
         self._drop(action)
 
-    def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame) -> dict[Buffer, Tensor]:
         return {buffer: self._new(buffer) for buffer in action.writes}
 
     def _compute(self, action: Action, seconds: float) -> None:
@@ -265,18 +266,18 @@ class _SleepingCompute:
             if buffer.kind not in STAYING:
                 self._held.pop(buffer, None)
 
-    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def keys(self, action: Action, frame: Frame) -> None:
         m = action.micro_batch
         self._held[action.writes[0]] = self._all_keys(m)
         self._sleeper.compute(self._workload.keys_s(m) / self._step.ranks_of(m))
 
-    def keys_together(self, action: Action, transport: Transport) -> None:
+    def keys_together(self, action: Action, frame: Frame) -> None:
         whole = self._held.setdefault(action.reads[0], self._all_keys(action.micro_batch))
         share, every = whole[self._rank % len(whole)], whole.view(-1)
         gathers = action.collective == "all_gather"
-        transport.together(action, [(share, every) if gathers else (every, torch.empty_like(share))])
+        frame.transport.together(action, [(share, every) if gathers else (every, torch.empty_like(share))])
 
-    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def keys_backward(self, action: Action, frame: Frame) -> None:
         m = action.micro_batch  # once more, and the gradients of its input and its weights
         self._sleeper.compute(3 * self._workload.keys_s(m) / self._step.ranks_of(m))
         self._drop(action)
@@ -285,7 +286,7 @@ class _SleepingCompute:
         ranks = self._step.ranks_of(m)
         return torch.ones(ranks, max(1, int(self._workload.keys_bytes * self._workload.tokens(m)) // 4 // ranks))
 
-    def offload(self, action: Action) -> None:
+    def offload(self, action: Action, frame: Frame) -> None:
         """Pass the link to the host. What waits there is no memory of the device, and so none of this process."""
         if self._workload.host_s:
             with self._sleeper.busy("HOST"):
@@ -294,7 +295,7 @@ class _SleepingCompute:
 
     reload = offload
 
-    def losses(self, action: Action) -> list[Tensor]:
+    def losses(self, action: Action, frame: Frame) -> list[Tensor]:
         return []
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from tawpipe.errors import UserError
 from tawpipe.plan.machine.machine import uniform
 from tawpipe.runtime.compute.step_input import LapInput
 from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
@@ -180,8 +180,8 @@ class _SleepingPasses:
         """A step begins."""
         self.began, self.back, self._held = [], [], {}
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
-        work, group, block = self._workload, action.micro_batch, action.block
+    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
+        work, group, block, given = self._workload, action.micro_batch, action.block, frame.given
         if block == 0:
             self.began.append(time.perf_counter())
             last = given.number >= work.laps + work.chunks
@@ -196,18 +196,18 @@ class _SleepingPasses:
         if self._alone and block > work.layers:
             self.back.append(time.perf_counter())
 
-    def prepare(self, action: Action, given: LapInput) -> None:
-        given.last = given.last or bool(self._held[action.reads[0]][0])
+    def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
+        frame.given.last |= bool(self._held[action.reads[0]][0])
 
-    def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
+    def travel(self, action: Action, frame: Frame[LapInput]) -> None:
         sent = (transfer.buffer for transfer in action.transfers if transfer.send)
         messages = {buffer: self._sent(buffer.kind, self._held.pop(buffer)) for buffer in sent}
-        for buffer in transport.exchange(action, messages):
+        for buffer in frame.transport.exchange(action, messages):
             self._held[buffer] = bytes(self._room(buffer)[0][:HEADER])
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
-    def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
         return {buffer: self._room(buffer)[1] for buffer in action.writes}
 
     def _room_of(self, buffer: Buffer) -> tuple[bytearray, Tensor]:

@@ -12,6 +12,7 @@ import pytest
 from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -92,20 +93,22 @@ def test_a_device_sleeps_for_its_stages_and_holds_keys_until_slices_have_come_ba
     work, schedule = ours.computed(name, TINY, TOPOLOGY, knobs), ours.schedule_of(name, TINY, TOPOLOGY, knobs)
     assert isinstance(work, DealtWorkload)
     asked = 0.0
+    transport: Any = None
+    frame = Frame({}, transport, StepInput({}, scale=1.0, seed=None, step=0))
     for rank in range(4):
         sleeper = Sleeper(BusyTime())
-        compute, given = _SleepingCompute(work, schedule, rank, sleeper), StepInput({}, scale=1.0, seed=None, step=0)
+        compute = _SleepingCompute(work, schedule, rank, sleeper)
         most = 0
         for action in schedule.programs[rank]:
             if action.op is Op.EXCHANGE and action.transfers[0].buffer.is_activation:
-                compute._held |= compute.room_for(action, given)
+                compute._held |= compute.room_for(action, frame)
                 compute._drop(action)
             elif action.op is Op.FORWARD:
-                compute.forward(action, {}, given)
+                compute.forward(action, frame)
             elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-                compute.backward(action, {}, given)
+                compute.backward(action, frame)
             elif action.op is Op.BACKWARD_WEIGHT:
-                compute.backward_weight(action, {})
+                compute.backward_weight(action, frame)
             kept = [buffer for buffer in compute._held if buffer.kind.value == "kv"]
             most = max(most, sum(compute._held[buffer].nbytes for buffer in kept))
         assert not compute._held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tawpipe.runtime.compute.embedding import forward as embed
 from tawpipe.runtime.compute.repeated import compare, sums_when_new
 from tawpipe.runtime.compute.rows import OnDevice
 from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.frame import Frame
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.blocks import offload, reload
 from tawpipe.schedule.buffers import Buffer, block_input, context, home_weight, loss, reloaded
@@ -64,6 +66,8 @@ def row(*labels: int) -> MicroBatch:
 
 GIVEN = StepInput({4: row(2, 3, IGNORE)}, scale=1.0, seed=None, step=0)
 WEIGHTS = {home_weight(unit): torch.full((8,), 2.0) for unit in range(5)}
+TRANSPORT: Any = None
+FRAME = Frame(WEIGHTS, TRANSPORT, GIVEN)
 
 
 def forward(block: int, *, frees: bool = True) -> Action:
@@ -87,28 +91,28 @@ def test_a_row_goes_through_all_blocks_and_no_weight_stays() -> None:
     chain = SmallChain()
     made = compute(chain)
     for block in range(4):
-        made.forward(forward(block), WEIGHTS, GIVEN)
+        made.forward(forward(block), FRAME)
         assert not chain.bound  # a visit has ended
     norm = Action(Op.NORM, Lane.COMPUTE, (loss(4),), (), (loss(4),), group="world")
-    (value,) = made.losses(norm)
+    (value,) = made.losses(norm, FRAME)
     assert value == (1 + 2) * 2 * 2 * 2  # of the two tokens that count
-    assert made.losses(Action(Op.NORM, Lane.COMPUTE, group="world")) == []
+    assert made.losses(Action(Op.NORM, Lane.COMPUTE, group="world"), FRAME) == []
 
 
 def test_an_input_that_waits_in_the_hosts_memory_comes_back_as_it_was() -> None:
     chain = SmallChain()
     made = compute(chain)
-    made.forward(forward(0), WEIGHTS, GIVEN)
-    made.forward(forward(1, frees=False), WEIGHTS, GIVEN)
-    made.offload(offload(1, 4, 0))
-    made.reload(reload(1, 4, 0))
+    made.forward(forward(0), FRAME)
+    made.forward(forward(1, frees=False), FRAME)
+    made.offload(offload(1, 4, 0), FRAME)
+    made.reload(reload(1, 4, 0), FRAME)
     reads, writes = (home_weight(1), reloaded(0, 1), context(4)), (block_input(4, 3),)
     again = Action(Op.FORWARD, Lane.COMPUTE, reads, writes, block=1, micro_batch=4)
     seen: list[Tensor] = []
     chain._layer = lambda hidden, weight: seen.append(hidden.clone()) or hidden
     with pytest.raises(KeyError):
-        made.reload(reload(1, 4, 0))  # its place in the host's memory is free again
-    made.forward(again, WEIGHTS, GIVEN)
+        made.reload(reload(1, 4, 0), FRAME)  # its place in the host's memory is free again
+    made.forward(again, FRAME)
     assert torch.equal(seen[0], torch.tensor([[[2.0], [4.0], [6.0]]]))
 
 
@@ -131,10 +135,10 @@ def counted() -> Callable[[Tensor, Tensor], Tensor]:
 )
 def test_a_layer_that_is_more_than_what_it_is_given_is_refused_by_name(layer, reason) -> None:
     made = compute(SmallChain(layer))
-    weights = {buffer: flat.clone() for buffer, flat in WEIGHTS.items()}
-    made.forward(forward(0), weights, GIVEN)
+    frame = replace(FRAME, buffers={buffer: flat.clone() for buffer, flat in WEIGHTS.items()})
+    made.forward(forward(0), frame)
     with pytest.raises(UserError, match=f"layer 0 of Small.*{reason}"):
-        made.forward(forward(1), weights, GIVEN)
+        made.forward(forward(1), frame)
 
 
 def test_every_token_is_counted_by_one_rank() -> None:

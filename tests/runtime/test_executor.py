@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,12 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.executor import Executor
-from tawpipe.runtime.homes.home_actions import UpdateRule
+from tawpipe.runtime.frame import Frame, UpdateRule
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.step import Schedule
 
 CPU = torch.device("cpu")
@@ -35,17 +34,17 @@ class KnownGradients:
     def __init__(self, gradient: Callable[[int], float] = lambda m: m + 1.0) -> None:
         self.gradient, self.fails = gradient, ""
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def forward(self, action: Action, frame: Frame) -> None:
         if self.fails and str(action).startswith(self.fails):
             raise ZeroDivisionError("in a block")
 
-    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def backward(self, action: Action, frame: Frame) -> None:
         for buffer in action.gradients:
             if buffer not in action.reads:
-                buffers[buffer].zero_()
-            buffers[buffer].add_(self.gradient(action.micro_batch))
+                frame.buffers[buffer].zero_()
+            frame.buffers[buffer].add_(self.gradient(action.micro_batch))
 
-    def losses(self, action: Action) -> list[Tensor]:
+    def losses(self, action: Action, frame: Frame) -> list[Tensor]:
         return [torch.tensor(float(one.at[0]), dtype=torch.float64) for one in action.frees]
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -16,6 +16,7 @@ from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.runtime.compute.compute import Compute
 from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.homes.optimizer import adamw, check_elementwise
 from tawpipe.runtime.homes.storage import PlaceOfPiece
 from tawpipe.runtime.lanes import CpuLane, Failure
@@ -73,9 +74,10 @@ def test_calls_of_layers_take_no_random_numbers_of_the_caller():
     """PREPARE runs the embedding side, dropout included, for what comes besides the hidden states."""
     holder = Holder(real_model(family_config("gpt2", embd_pdrop=0.5)))
     compute = Compute(holder.chain, holder.chain.spec, chunk_tokens=8)
-    given = StepInput({0: packed_batch(((9, 7),))}, scale=1.0, seed=0, step=0)
+    transport: Any = None
+    frame = Frame({}, transport, StepInput({0: packed_batch(((9, 7),))}, scale=1.0, seed=0, step=0))
     before = torch.get_rng_state()
-    compute.prepare(Action(Op.PREPARE, Lane.COMPUTE, writes=(context(0),), micro_batch=0), given)
+    compute.prepare(Action(Op.PREPARE, Lane.COMPUTE, writes=(context(0),), micro_batch=0), frame)
     assert torch.equal(torch.get_rng_state(), before)
     assert compute.held.batches[context(0)].calls
 

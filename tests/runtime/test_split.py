@@ -19,6 +19,7 @@ from tawpipe.runtime.compute.compute import Compute
 from tawpipe.runtime.compute.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.compute.split import DeferredProducts
 from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.frame import Frame
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, linear, loss, pooled
 
@@ -95,18 +96,19 @@ def gradients_of(
     """A step's gradients, most bytes between the two parts, and the parameters that have no gradient between them."""
     chain, most, missing = holder.chain, 0, list[str]()
     compute = Compute(chain, chain.spec, chunk_tokens=8, split_backward=split or bool(second))
-    given = StepInput(dict(enumerate(batches)), scale=1.0, seed=0, step=0)
     buffers = {pooled(f"W{u}", 0): flat for u, flat in enumerate(holder.values)}
     buffers |= {pooled(f"G{u}", 0): flat for u, flat in enumerate(holder.gradients)}
+    transport: Any = None
+    frame = Frame(buffers, transport, StepInput(dict(enumerate(batches)), scale=1.0, seed=0, step=0))
     for action in step_of(compute, len(batches), kept, second):
         if action.op is Op.FORWARD:
-            compute.forward(action, buffers, given)
+            compute.forward(action, frame)
         elif action.op is Op.BACKWARD_WEIGHT:
             if not missing:
                 missing = [name for name, one in holder.named_gradients().items() if not one.any()]
-            compute.backward_weight(action, buffers)
+            compute.backward_weight(action, frame)
         else:
-            compute.backward(action, buffers, given)
+            compute.backward(action, frame)
         if (done := linear(action.micro_batch, action.block)) in action.writes:
             most = max(most, compute.held.deferred[done].bytes)
     assert not any(compute.held.tables[kind] for kind in (Kind.GRAPH, Kind.INPUT_GRADIENT, Kind.LINEAR))

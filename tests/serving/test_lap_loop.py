@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from tawpipe.errors import RunError
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.runtime.compute.step_input import LapInput
 from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
@@ -45,12 +46,12 @@ class CountedPasses:
         """By cache the passes that have met it."""
         self.drawn: list[int] = []
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
+    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
         group, block = action.micro_batch, action.block
         if block == 0:
             self.drawn += self.held.pop(ids(group), [])[:1]
-            number = given.number * self.groups + group
-            given.last |= number >= self.last
+            number = frame.given.number * self.groups + group
+            frame.given.last |= number >= self.last
             carried = [number, int(number >= self.last), *[7] * random.randrange(ROOM - 2)]
         else:
             carried = self.held.pop(block_input(group, block))
@@ -60,14 +61,14 @@ class CountedPasses:
             self.seen.setdefault(layer_cache(block), []).append(carried[0])
         self.held[ids(group) if block == self.head else block_input(group, block + 1)] = carried
 
-    def prepare(self, action: Action, given: LapInput) -> None:
-        given.last |= bool(self.held[action.reads[0]][1])
+    def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
+        frame.given.last |= bool(self.held[action.reads[0]][1])
 
-    def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
+    def travel(self, action: Action, frame: Frame[LapInput]) -> None:
         sent = {t.buffer: torch.tensor(self.held.pop(t.buffer)) for t in action.transfers if t.send}
-        self.held |= {buffer: tensor.tolist() for buffer, tensor in transport.exchange(action, sent).items()}
+        self.held |= {buffer: tensor.tolist() for buffer, tensor in frame.transport.exchange(action, sent).items()}
 
-    def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
         return {buffer: torch.zeros(ROOM, dtype=torch.long) for buffer in action.writes}
 
 
@@ -146,12 +147,12 @@ class IdlePasses(CountedPasses):
 
     time: GivenTime
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
+    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
         if action.block == action.micro_batch == 0:
             self.time.looked()
             self.time.now += 0.6
             self.time.looked()
-        super().forward(action, buffers, given)
+        super().forward(action, frame)
 
 
 def test_an_idle_loop_stays_within_the_watchdogs_limit_however_long_it_takes(monkeypatch):

@@ -55,8 +55,8 @@ from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Continuation, Steps
 from tawpipe.runtime.compute.measures import AnswersByRow, Measure
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
+from tawpipe.runtime.frame import UpdateRule
 from tawpipe.runtime.homes.groups import PipelineOptimizer
-from tawpipe.runtime.homes.home_actions import UpdateRule
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.leaving import leave_at_exit

@@ -24,7 +24,7 @@ from tawpipe.pipeline.sizes import step_costs
 from tawpipe.runtime.compute.measures import Measure
 from tawpipe.runtime.compute.moves import make_places
 from tawpipe.runtime.compute.step_input import StepInput
-from tawpipe.runtime.homes.home_actions import UpdateRule
+from tawpipe.runtime.frame import UpdateRule
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.watch.limits import StepLimit, estimate_s
 from tawpipe.runtime.watch.recording import Recording

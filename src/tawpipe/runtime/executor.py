@@ -8,7 +8,7 @@ strategy is a schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tawpipe.errors import RunError
 from tawpipe.runtime.compute.step_input import LapInput, StepInput
-from tawpipe.runtime.homes.home_actions import HomeActions, Optimizers, StepValues, UpdateRule
+from tawpipe.runtime.frame import Frame, UpdateRule
+from tawpipe.runtime.homes.home_actions import HomeActions, Optimizers
 from tawpipe.runtime.homes.step_result import VALUES, StepResult
 from tawpipe.runtime.homes.storage import Storage
-from tawpipe.runtime.lanes import CpuLane, Event, Failure, LaneProtocol, Moment, make_lane
+from tawpipe.runtime.lanes import CpuLane, Doing, Event, Failure, LaneProtocol, Moment, make_lane
 from tawpipe.runtime.transport.refresh import Refresh
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.watch.faults import Injector
@@ -36,31 +37,45 @@ from tawpipe.schedule.step import Schedule
 
 
 class BlockCompute(Protocol):
-    """``Compute``, or something that stands for it in a measurement."""
+    """``Compute``, or something that stands for it in a service or a measurement."""
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
+    def forward(self, action: Action, frame: Frame) -> None: ...
 
-    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
+    def backward(self, action: Action, frame: Frame) -> None: ...
 
-    def offload(self, action: Action) -> None: ...
+    def backward_weight(self, action: Action, frame: Frame) -> None: ...
 
-    def reload(self, action: Action) -> None: ...
+    def prepare(self, action: Action, frame: Frame) -> None: ...
 
-    def losses(self, action: Action) -> list[Tensor]: ...
+    def keys(self, action: Action, frame: Frame) -> None: ...
 
-    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
+    def keys_together(self, action: Action, frame: Frame) -> None: ...
 
-    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
+    def keys_backward(self, action: Action, frame: Frame) -> None: ...
 
-    def keys_together(self, action: Action, transport: Transport) -> None: ...
+    def travel(self, action: Action, frame: Frame) -> None: ...
 
-    def prepare(self, action: Action, given: StepInput) -> None: ...
+    def room_for(self, action: Action, frame: Frame) -> dict[Buffer, Tensor]: ...
 
-    def travel(self, action: Action, transport: Transport, given: StepInput) -> None: ...
+    def offload(self, action: Action, frame: Frame) -> None: ...
 
-    def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]: ...
+    def reload(self, action: Action, frame: Frame) -> None: ...
 
-    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None: ...
+    def losses(self, action: Action, frame: Frame) -> list[Tensor]: ...
+
+
+COMPUTING = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+    Op.PREPARE: "prepare",
+    Op.KEYS: "keys",
+    Op.KEYS_BACKWARD: "keys_backward",
+    Op.OFFLOAD: "offload",
+    Op.RELOAD: "reload",
+}
+"""Methods of ``BlockCompute`` that run actions. An object that computes laps has only those that laps need."""
 
 
 @dataclass
@@ -107,8 +122,7 @@ class Executor:
             self._buffers[home_weight(unit)] = storage.compute_copy[unit]
             if unit in storage.gradient and not storage.in_host:
                 self._buffers[home_gradient(unit)] = storage.gradient[unit]
-        losses = lambda action: compute.losses(action)  # noqa: E731 - what plays laps has none
-        self._home = home = HomeActions(storage, transport, optimizers, buffers=self._buffers, losses=losses)
+        self._home = home = HomeActions(storage, optimizers)
         self.streaming = home.streaming
         self.refresh = Refresh(storage.units, transport)
         """What changes the copies of weights that stay from step to step."""
@@ -129,29 +143,23 @@ class Executor:
         self._submitted = self._drained = 0  # actions, and those of which all are known to have ended
         self._ended: Moment | None = None
         """The end of the last step that was issued."""
-        doing = lambda: {lane: worker.doing() for lane, worker in self._lanes.items()}  # noqa: E731
-        messages = lambda label: messages_of(label, self.transport.topology, rank)  # noqa: E731
         self.watchdog = Watchdog(
-            doing, where or f"rank {rank}", messages=messages, failure=lambda: failure.error, device=self.device
+            self._doing,
+            where or f"rank {rank}",
+            messages=partial(messages_of, topology=transport.topology, rank=rank),
+            failure=lambda: failure.error,
+            device=self.device,
         )
-        self._run: dict[Op, Callable[[Action, StepValues], None]] = {
-            Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
-            Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
-            Op.KEYS: lambda action, step: compute.keys(action, self._buffers, step.given),
-            Op.KEYS_BACKWARD: lambda action, step: compute.keys_backward(action, self._buffers, step.given),
-            Op.PREPARE: lambda action, step: compute.prepare(action, step.given),
-            Op.BACKWARD_INPUT: lambda action, step: compute.backward(action, self._buffers, step.given),
-            Op.BACKWARD_WEIGHT: lambda action, _: compute.backward_weight(action, self._buffers),
-            Op.ZERO: lambda action, _: self._zero(action),
-            Op.ADD: lambda action, _: home.add(action),
-            Op.RAISE: lambda action, _: self._raise(action),
+        self._handlers: dict[Op, Callable[[Action, Frame], None]] = {
+            **{op: getattr(compute, name) for op, name in COMPUTING.items() if hasattr(compute, name)},
             Op.EXCHANGE: self._exchange,
-            Op.COLLECTIVE: lambda action, _: self._collective(action),
-            Op.OFFLOAD: lambda action, _: compute.offload(action),
-            Op.RELOAD: lambda action, _: compute.reload(action),
-            Op.SIZE: lambda action, _: self.refresh.size(action, self._buffers),
+            Op.COLLECTIVE: self._collective,
+            Op.SIZE: self._size,
+            Op.ZERO: self._zero,
+            Op.RAISE: self._raise,
+            Op.ADD: home.add,
             Op.COUNT: home.count,
-            Op.NORM: home.norm,
+            Op.NORM: self._norm,
             Op.UPDATE: home.update,
         }
 
@@ -188,7 +196,7 @@ class Executor:
         self._refuse_after_failure()
         issued = self._issue(
             schedule,
-            StepValues(given, rule, values, ended),
+            Frame(self._buffers, self.transport, given, rule, values, ended),
             name,
             faulty=given.step + 1 if training else 0,
             recording=recording,
@@ -212,8 +220,8 @@ class Executor:
         while laps or not last:
             while len(laps) < LAPS_AHEAD and not last:
                 lap = LapInput(number)
-                step = StepValues(lap, UpdateRule(), torch.empty(0))
-                laps.append((lap, self._issue(schedule, step, f"lap {number + 1}")))
+                frame = Frame(self._buffers, self.transport, lap)
+                laps.append((lap, self._issue(schedule, frame, f"lap {number + 1}")))
                 number += 1
             lap, issued = laps.popleft()
             for lane in awaited:
@@ -222,6 +230,9 @@ class Executor:
         self.drain()
         return number
 
+    def _doing(self) -> dict[Lane, Doing | None]:
+        return {lane: worker.doing() for lane, worker in self._lanes.items()}
+
     def _refuse_after_failure(self) -> None:
         if (cause := self._failure.error) is not None:
             self._failure.told = True
@@ -229,7 +240,7 @@ class Executor:
             raise RunError(words) from cause
 
     def _issue(
-        self, schedule: Schedule, step: StepValues, name: str, *, faulty: int = 0, recording: Recording | None = None
+        self, schedule: Schedule, frame: Frame, name: str, *, faulty: int = 0, recording: Recording | None = None
     ) -> _Issued:
         """Issue one step, or one lap.
 
@@ -244,10 +255,10 @@ class Executor:
             lane.begin_step()
         try:
             for index, action in enumerate(schedule.programs[self.rank]):
-                run: Callable[[], None] = partial(self._run[action.op], action, step)
+                run: Callable[[], None] = partial(self._handlers[action.op], action, frame)
                 if self.injector is not None and faulty:
                     run = self.injector.around(action, faulty, run, self._buffers)
-                event = self._submit(action, recording.around(index, str(action), run) if recording else run, step)
+                event = self._submit(action, recording.around(index, str(action), run) if recording else run, frame)
                 issued.last[action.lane] = event
                 if action.op is Op.NORM:
                     issued.normed = event
@@ -311,12 +322,12 @@ class Executor:
         """Updates happen again after a number that was not finite, because the weights have been replaced."""
         self._home.forgive()
 
-    def _submit(self, action: Action, run: Callable[[], None], step: StepValues) -> Event:
+    def _submit(self, action: Action, run: Callable[[], None], frame: Frame) -> Event:
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
         awaited, ahead = self._hazards.before(**names), self.transport.ahead
         begins = ahead is not None and ahead.begins(action)
         if begins:
-            awaited.append(self._begin_ahead(action, step))
+            awaited.append(self._begin_ahead(action, frame))
         event = self._lanes[action.lane].submit(run, awaited, action)
         if begins:
             self._begun[action.lane].append(event)
@@ -324,7 +335,7 @@ class Executor:
         self._submitted += 1
         return event
 
-    def _begin_ahead(self, action: Action, step: StepValues) -> Event:
+    def _begin_ahead(self, action: Action, frame: Frame) -> Event:
         """Begin an action as soon as its buffers allow, of an EXCHANGE those that it receives into: they are written
         from then on. Its lane is not waited for, so what else happens there to the buffers is.
         """
@@ -333,18 +344,18 @@ class Executor:
             delay = self._delay(f"{lane.value} ahead") if self._delay else None
             self._beside[lane] = CpuLane(f"{lane.value} ahead", self._failure, delay=delay)
             self._begun[lane] = deque(maxlen=MOST_AHEAD)
-        begin = partial(self._begin, action, step, tuple(self._begun[lane]))
+        begin = partial(self._begin, action, frame, tuple(self._begun[lane]))
         return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), action)
 
-    def _begin(self, action: Action, step: StepValues, earlier: Sequence[Event]) -> None:
+    def _begin(self, action: Action, frame: Frame, earlier: Sequence[Event]) -> None:
         """The beginning of an action, in the thread beside its lane.
 
         Args:
             earlier: the ends of what that lane was given before, of what begins ahead, at most ``MOST_AHEAD``.
         """
-        buffers, most = self._buffers, MOST_AHEAD
+        buffers, most = frame.buffers, MOST_AHEAD
         if action.writes[0].is_activation:
-            buffers = self.compute.room_for(action, step.given)
+            buffers = self.compute.room_for(action, frame)
             most = most_ahead(sum(tensor.nbytes for tensor in buffers.values()))
         elif action.group == "node":  # no latency to hide: the next would take its rate from what is needed first
             most = 1
@@ -355,24 +366,30 @@ class Executor:
 
     # actions
 
-    def _exchange(self, action: Action, step: StepValues) -> None:
+    def _exchange(self, action: Action, frame: Frame) -> None:
         if action.transfers[0].buffer.is_activation:
-            self.compute.travel(action, self.transport, step.given)
+            self.compute.travel(action, frame)
         else:
-            self.transport.exchange(action, self._buffers)
+            self.transport.exchange(action, frame.buffers)
 
-    def _collective(self, action: Action) -> None:
+    def _collective(self, action: Action, frame: Frame) -> None:
         if action.lane is Lane.SEQ:
-            self.compute.keys_together(action, self.transport)
+            self.compute.keys_together(action, frame)
         elif action.refreshes:
-            self.refresh.gather(action, self._buffers)
+            self.refresh.gather(action, frame.buffers)
         else:
-            self.transport.collective(action, self._buffers)
+            self.transport.collective(action, frame.buffers)
+
+    def _size(self, action: Action, frame: Frame) -> None:
+        self.refresh.size(action, frame.buffers)
+
+    def _norm(self, action: Action, frame: Frame) -> None:
+        self._home.norm(action, frame, self.compute.losses(action, frame))
 
     @torch.no_grad()
-    def _zero(self, action: Action) -> None:
-        self._buffers[action.writes[0]].zero_()
+    def _zero(self, action: Action, frame: Frame) -> None:
+        frame.buffers[action.writes[0]].zero_()
 
     @torch.no_grad()
-    def _raise(self, action: Action) -> None:
-        self._buffers[action.writes[0]].copy_(self._buffers[action.reads[0]], non_blocking=True)
+    def _raise(self, action: Action, frame: Frame) -> None:
+        frame.buffers[action.writes[0]].copy_(frame.buffers[action.reads[0]], non_blocking=True)

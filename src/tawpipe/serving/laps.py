@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.runtime.compute.step_input import LapInput
+from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.transport.compression import decode, encode
-from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, ids
 from tawpipe.schedule.sizes.footprint import TRAVELLING
@@ -108,12 +108,12 @@ class ServeCompute:
             Kind.IDS: _HEAD.size + (rows + room.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
         }
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: LapInput) -> None:
+    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
         """FORWARD of a block for a group's pass. Weights are held, whatever the action reads."""
         block, group = action.block, action.micro_batch
         last = len(self.chain.blocks) - 1
         if block == 0:
-            output: Any = self._embed(group, given)
+            output: Any = self._embed(group, frame.given)
         else:
             carried, hidden = self._held[block_input(group, block)]
             if block == last:
@@ -126,15 +126,15 @@ class ServeCompute:
         for buffer in action.frees:
             self._held.pop(buffer, None)
 
-    def prepare(self, action: Action, given: LapInput) -> None:
+    def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
         """PREPARE: what the message of a pass says, and what layers are called with besides their input."""
         (arrived,) = action.reads
         carried, hidden = self._read(self._held[arrived], action.micro_batch)
-        given.last |= carried.last
+        frame.given.last |= carried.last
         self._held[arrived] = carried, hidden
         self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
 
-    def travel(self, action: Action, transport: Transport, given: LapInput) -> None:
+    def travel(self, action: Action, frame: Frame[LapInput]) -> None:
         """An EXCHANGE of hidden states or of drawn tokens."""
         on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
         if len(self._under_way) == TRAVELLING:
@@ -142,13 +142,13 @@ class ServeCompute:
         for transfer in action.transfers:
             if transfer.send:
                 message = self._message(self._held.pop(transfer.buffer))
-                if transport.ahead is None:  # a receive takes what it has room for, and no less
+                if frame.transport.ahead is None:  # a receive takes what it has room for, and no less
                     room = self._room[transfer.buffer.kind]
                     message = torch.nn.functional.pad(message, (0, room - message.numel()))
                 tensors[transfer.buffer] = message.to(self.chain.device)
-        if transport.ahead is None:
-            tensors |= self.room_for(action, given)
-        received = transport.exchange(action, tensors)
+        if frame.transport.ahead is None:
+            tensors |= self.room_for(action, frame)
+        received = frame.transport.exchange(action, tensors)
         self._held.update(received)
         if on_cuda:  # or its memory would be given away before the other lane has read it
             for tensor in tensors.values():
@@ -157,7 +157,7 @@ class ServeCompute:
                 tensor.record_stream(self.stream)
             self._under_way.append(torch.cuda.current_stream().record_event())
 
-    def room_for(self, action: Action, given: LapInput) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
         """Room for the longest messages that an EXCHANGE may receive."""
         empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
         return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}

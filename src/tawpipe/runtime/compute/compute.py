@@ -20,7 +20,7 @@ from tawpipe.runtime.compute.activations import DeviceBatch
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.repeated import check_new, sums_when_new
 from tawpipe.runtime.compute.step_input import StepInput
-from tawpipe.runtime.transport.transport import Transport
+from tawpipe.runtime.frame import Frame
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, linear
 
@@ -28,12 +28,12 @@ from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_g
 class Compute(Blocks):
     """Runs FORWARD and BACKWARD actions, and what belongs to them."""
 
-    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def forward(self, action: Action, frame: Frame[StepInput]) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
         it without weights.
         """
-        kind, b, m = self.spec.blocks[action.block].kind, action.block, action.micro_batch
-        self.bind(action, buffers)
+        kind, b, m, given = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.given
+        self.bind(action, frame.buffers)
         before = sums_when_new(self, action) if kind != "head" else None
         held = self.held.batches[context(m)] if kind != "embedding" else None
         if held is None:
@@ -52,17 +52,17 @@ class Compute(Blocks):
             self.held.inputs[block_input(m, b + 1)] = output
         self.release(action)
 
-    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def backward(self, action: Action, frame: Frame[StepInput]) -> None:
         """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
         their buffers. BACKWARD_INPUT, of a layer on whole rows: but for those of its products, and what these are
         computed from is held.
         """
-        kind, b, m = self.spec.blocks[action.block].kind, action.block, action.micro_batch
-        self.bind(action, buffers)
+        kind, b, m, given = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.given
+        self.bind(action, frame.buffers)
         held = self.held.batches[context(m)]
         cut = kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
         in_chunks = cut or (kind == "head" and held.local.input_ids.numel() > self.chunk_tokens)
-        units = self._collect(action, buffers, in_chunks=in_chunks)
+        units = self._collect(action, frame.buffers, in_chunks=in_chunks)
         wanted, gradient = input_gradient(m, b) in action.writes, None
         if kind == "head":
             gradient = head.backward(self, action, held, given, wanted=wanted)
@@ -81,9 +81,9 @@ class Compute(Blocks):
             self.chain.finish_collect(unit)
         self.release(action)
 
-    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+    def backward_weight(self, action: Action, frame: Frame[StepInput]) -> None:
         """BACKWARD_WEIGHT: the gradients of a layer's weights that BACKWARD_INPUT has left out. It reads no weights."""
-        units = self._collect(action, buffers)
+        units = self._collect(action, frame.buffers)
         self.held.deferred[linear(action.micro_batch, action.block)].run(self.chain.gradient_of)
         for unit in units:
             self.chain.finish_collect(unit)
@@ -99,22 +99,22 @@ class Compute(Blocks):
             self.chain.collect(unit, buffers[buffer], accumulate=adds, in_chunks=in_chunks)
         return units
 
-    def prepare(self, action: Action, given: StepInput) -> None:
+    def prepare(self, action: Action, frame: Frame[StepInput]) -> None:
         """PREPARE: what layers are called with besides their input."""
-        m = action.micro_batch
+        m, given = action.micro_batch, frame.given
         batch, part = self.dealt(given, m)[0].to(self.chain.device), given.slices.get(m)
         # The embedding side runs for it, and draws what it draws where the embedding is.
         make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, given, m, part)
         calls = self.drawing(replace(action, block=0), given, make)
         self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, None, part)
 
-    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def keys(self, action: Action, frame: Frame[StepInput]) -> None:
         """KEYS: this rank's keys and values of a layer."""
-        self.bind(action, buffers)
-        cut_layer.make_keys(self, action, given)
+        self.bind(action, frame.buffers)
+        cut_layer.make_keys(self, action, frame.given)
         self.release(action)
 
-    def keys_together(self, action: Action, transport: Transport) -> None:
+    def keys_together(self, action: Action, frame: Frame[StepInput]) -> None:
         """A COLLECTIVE of keys and values, or of their gradients. What of these is not this rank's goes with the sums,
         on the lane that made it and has waited for this one: dropped here it would be of no use to anybody until then,
         for as many layers as the host is ahead.
@@ -126,36 +126,36 @@ class Compute(Blocks):
             pairs = [(part[dealt.place], part) for part in self.held.keys[buffer]]
         else:
             pairs = self.held.key_gradients[buffer]
-        transport.together(action, [(part.view(-1), whole.view(-1)) for part, whole in pairs])
+        frame.transport.together(action, [(part.view(-1), whole.view(-1)) for part, whole in pairs])
 
-    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+    def keys_backward(self, action: Action, frame: Frame[StepInput]) -> None:
         """KEYS_BACKWARD: propagate the gradients of this rank's keys and values to the weights and to the input's."""
-        self.bind(action, buffers)
-        units = self._collect(action, buffers, in_chunks=True, accumulate=True)
-        cut_layer.keys_backward(self, action, given)
+        self.bind(action, frame.buffers)
+        units = self._collect(action, frame.buffers, in_chunks=True, accumulate=True)
+        cut_layer.keys_backward(self, action, frame.given)
         for unit in units:
             self.chain.finish_collect(unit)
         self.release(action)
 
-    def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
+    def travel(self, action: Action, frame: Frame[StepInput]) -> None:
         """An EXCHANGE of activations, in the lane of a direction between two ranks."""
-        moves.travel(self, action, transport, given)
+        moves.travel(self, action, frame.transport, frame.given)
 
-    def room_for(self, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[StepInput]) -> dict[Buffer, Tensor]:
         """Memory for the activations that an EXCHANGE receives."""
-        return moves.room_for(self, action, given)
+        return moves.room_for(self, action, frame.given)
 
-    def offload(self, action: Action) -> None:
+    def offload(self, action: Action, frame: Frame[StepInput]) -> None:
         """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
         one, drops the device's copy: its memory goes back to the stream that made it.
         """
         moves.copy(self, action, to_host=True)
 
-    def reload(self, action: Action) -> None:
+    def reload(self, action: Action, frame: Frame[StepInput]) -> None:
         """RELOAD: bring it back."""
         moves.copy(self, action, to_host=False)
 
-    def losses(self, action: Action) -> list[Tensor]:
+    def losses(self, action: Action, frame: Frame[StepInput]) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""
         losses = [self.held.losses.pop(buffer) for buffer in action.frees if buffer.kind is Kind.LOSS]
         if self.chain.device.type == "cuda":
