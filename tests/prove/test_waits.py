@@ -46,14 +46,14 @@ def whole_rows(monkeypatch):
 
 
 def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatch) -> None:
-    forward = layer.forward
+    forward = layer._output
 
     def looking(*given: Any) -> Tensor:
         output = forward(*given)
         assert output.sum().item() == output.sum().item()
         return output
 
-    monkeypatch.setattr(layer, "forward", looking)
+    monkeypatch.setattr(layer, "_output", looking)
     with fake_cuda():
         row = prove(alone(DEVICE), tmp_path / "found.json", only=["waits"]).checks["waits"]
     assert row["status"] == FAILS

@@ -143,12 +143,9 @@ class Executor:
         self._submitted = self._drained = 0  # actions, and those of which all are known to have ended
         self._ended: Moment | None = None
         """The end of the last step that was issued."""
+        messages, name = partial(messages_of, topology=transport.topology, rank=rank), where or f"rank {rank}"
         self.watchdog = Watchdog(
-            self._doing,
-            where or f"rank {rank}",
-            messages=partial(messages_of, topology=transport.topology, rank=rank),
-            failure=lambda: failure.error,
-            device=self.device,
+            self._doing, name, messages=messages, failure=lambda: failure.error, device=self.device
         )
         self._handlers: dict[Op, Callable[[Action, Frame], None]] = {
             **{op: getattr(compute, name) for op, name in COMPUTING.items() if hasattr(compute, name)},
@@ -194,13 +191,9 @@ class Executor:
         training = given.seed is not None
         name = f"step {given.step + 1}" if training else "an evaluation"
         self._refuse_after_failure()
-        issued = self._issue(
-            schedule,
-            Frame(self._buffers, self.transport, given, rule, values, ended),
-            name,
-            faulty=given.step + 1 if training else 0,
-            recording=recording,
-        )
+        frame = Frame(self._buffers, self.transport, given, rule, values, ended)
+        faulty = given.step + 1 if training else 0
+        issued = self._issue(schedule, frame, name, faulty=faulty, recording=recording)
         assert issued.normed is not None
         return StepResult(issued.normed, values, ended, self._failure)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -16,7 +16,7 @@ from tawpipe.runtime.compute.recompute import Saved
 from tawpipe.runtime.compute.rows import Rows
 from tawpipe.runtime.compute.sets import SetTokens
 from tawpipe.runtime.compute.split import DeferredProducts
-from tawpipe.runtime.compute.step_input import DocumentSlice
+from tawpipe.runtime.compute.step_input import DocumentSlice, StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, Buffer, Kind
 
@@ -61,16 +61,25 @@ class WaitingGraph:
     storages: tuple[tuple[int, int, tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...]], ...]
 
 
+class LayerRunner(Protocol):
+    """The code that computes layers of a micro-batch: ``layer``, ``cut_layer`` or ``sliced``."""
+
+    def forward(self, blocks: Any, action: Action, held: DeviceBatch, given: StepInput, before: Any, /) -> None: ...
+
+    def backward(self, blocks: Any, action: Action, held: DeviceBatch, given: StepInput, /, *, wanted: bool) -> Any: ...
+
+
 @dataclass
 class DeviceBatch:
-    """A micro-batch on the device: its tensors, those of the tokens that this rank computes, and the calls of its
-    layers.
+    """A micro-batch on the device: its tensors, those of the tokens that this rank computes, the calls of its layers
+    and what computes these.
     """
 
     batch: MicroBatch
     local: MicroBatch
     dealt: SetTokens | None
     calls: tuple[LayerCall, ...]
+    runner: LayerRunner
     embedded: GradientEdge | None
     """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
     not kept alive by it.

@@ -15,14 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tawpipe.runtime.compute import cut_layer, embedding, head, layer, moves, sliced
+from tawpipe.runtime.compute import cut_layer, embedding, head, moves, sliced
 from tawpipe.runtime.compute.activations import DeviceBatch
 from tawpipe.runtime.compute.blocks import Blocks
-from tawpipe.runtime.compute.repeated import check_new, sums_when_new
+from tawpipe.runtime.compute.repeated import sums_when_new
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.frame import Frame
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, linear
+from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient, linear
 
 
 class Compute(Blocks):
@@ -32,7 +32,7 @@ class Compute(Blocks):
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
         it without weights.
         """
-        kind, b, m, given = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.given
+        kind, m, given = self.spec.blocks[action.block].kind, action.micro_batch, frame.given
         self.bind(action, frame.buffers)
         before = sums_when_new(self, action) if kind != "head" else None
         held = self.held.batches[context(m)] if kind != "embedding" else None
@@ -40,16 +40,8 @@ class Compute(Blocks):
             embedding.forward(self, action, given, before)
         elif kind == "head":
             head.forward(self, action, held, given)
-        elif held.part is not None:
-            sliced.forward(self, action, held, given, before)
-        elif self.sequence_chunk or held.dealt:
-            cut_layer.forward(self, action, held, given, before)
         else:
-            hidden = self.input(action)
-            output = layer.forward(self, action, hidden, held.calls, given)
-            if before is not None:
-                check_new(self, action, given, before, output, partial(self.chain.layer, b, hidden, held.calls))
-            self.held.inputs[block_input(m, b + 1)] = output
+            held.runner.forward(self, action, held, given, before)
         self.release(action)
 
     def backward(self, action: Action, frame: Frame[StepInput]) -> None:
@@ -60,18 +52,14 @@ class Compute(Blocks):
         kind, b, m, given = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.given
         self.bind(action, frame.buffers)
         held = self.held.batches[context(m)]
-        cut = kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
-        in_chunks = cut or (kind == "head" and held.local.input_ids.numel() > self.chunk_tokens)
+        in_chunks = kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
+        in_chunks |= kind == "head" and held.local.input_ids.numel() > self.chunk_tokens
         units = self._collect(action, frame.buffers, in_chunks=in_chunks)
         wanted, gradient = input_gradient(m, b) in action.writes, None
         if kind == "head":
             gradient = head.backward(self, action, held, given, wanted=wanted)
-        elif kind == "layer" and held.part is not None:
-            gradient = sliced.backward(self, action, held, given, wanted=wanted)
-        elif cut:
-            gradient = cut_layer.backward(self, action, held, given, wanted=wanted)
         elif kind == "layer":
-            gradient = layer.backward(self, action, held.calls, given, wanted=wanted)
+            gradient = held.runner.backward(self, action, held, given, wanted=wanted)
         else:
             embedding.backward(self, action, held, given)
         if wanted:
@@ -106,7 +94,8 @@ class Compute(Blocks):
         # The embedding side runs for it, and draws what it draws where the embedding is.
         make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, given, m, part)
         calls = self.drawing(replace(action, block=0), given, make)
-        self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, None, part)
+        runner = embedding.runner_of(self, None, part)
+        self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, runner, None, part)
 
     def keys(self, action: Action, frame: Frame[StepInput]) -> None:
         """KEYS: this rank's keys and values of a layer."""

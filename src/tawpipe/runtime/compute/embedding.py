@@ -10,12 +10,13 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tawpipe.errors import RunError
 from tawpipe.model.batch import tokens_of
-from tawpipe.runtime.compute.activations import ROWS, DeviceBatch
+from tawpipe.runtime.compute import cut_layer, layer, sliced
+from tawpipe.runtime.compute.activations import ROWS, DeviceBatch, LayerRunner
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.chunks import spans_of
 from tawpipe.runtime.compute.repeated import check_new
-from tawpipe.runtime.compute.sliced import calls_of
-from tawpipe.runtime.compute.step_input import StepInput
+from tawpipe.runtime.compute.sets import SetTokens
+from tawpipe.runtime.compute.step_input import DocumentSlice, StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient
 
@@ -33,13 +34,14 @@ def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tenso
         hidden, calls = blocks.drawing(action, given, lambda: chain.embed(batch))
     check_new(blocks, action, given, before, hidden, lambda: chain.embed(batch)[0])
     if (part := given.slices.get(m)) is not None:
-        calls = blocks.drawing(action, given, lambda: calls_of(blocks, given, m, part))
+        calls = blocks.drawing(action, given, lambda: sliced.calls_of(blocks, given, m, part))
     local = batch.tokens_at(dealt.own) if dealt else batch
     with torch.set_grad_enabled(keep):
         hidden = tokens_of(hidden, dealt.own) if dealt else hidden
     edge = get_gradient_edge(hidden) if keep else None
     if context(m) in action.writes:
-        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, edge, part)
+        runner = runner_of(blocks, dealt, part)
+        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, runner, edge, part)
     _keep_rows(blocks, next(buffer for buffer in action.writes if buffer.kind in ROWS), hidden.detach())
 
 
@@ -53,6 +55,13 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
             output = blocks.drawing(action, given, lambda: blocks.chain.embed(held.batch))[0]
             graph = get_gradient_edge(tokens_of(output, held.dealt.own) if held.dealt else output)
         torch.autograd.backward(graph, arriving)
+
+
+def runner_of(blocks: Blocks, dealt: SetTokens | None, part: DocumentSlice | None) -> LayerRunner:
+    """Choose what computes the layers of a micro-batch."""
+    if part is not None:
+        return sliced
+    return cut_layer if blocks.sequence_chunk or dealt else layer
 
 
 def _keep_rows(blocks: Blocks, target: Buffer, hidden: Tensor) -> None:

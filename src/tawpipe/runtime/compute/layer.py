@@ -9,16 +9,24 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.stubs import LayerCall
-from tawpipe.runtime.compute.activations import READ, SAVED, LayerGraph
+from tawpipe.runtime.compute.activations import READ, SAVED, DeviceBatch, LayerGraph
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
+from tawpipe.runtime.compute.repeated import check_new
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import Kind, block_input, input_gradient, linear
 
 
-def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
-    """A layer's output; what the action writes besides is what its backward pass starts from."""
+def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
+    """Hold a layer's output, and what else the action writes: the beginning of its backward pass."""
+    hidden, b = blocks.input(action), action.block
+    output = _output(blocks, action, hidden, held.calls, given)
+    check_new(blocks, action, given, before, output, lambda: blocks.chain.layer(b, hidden, held.calls))
+    blocks.held.inputs[block_input(action.micro_batch, b + 1)] = output
+
+
+def _output(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
     b, m, held = action.block, action.micro_batch, blocks.held
     layer = partial(blocks.chain.layer, b, calls=calls)
     kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
@@ -42,9 +50,7 @@ def forward(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCa
     return output.detach()
 
 
-def backward(
-    blocks: Blocks, action: Action, calls: tuple[LayerCall, ...], given: StepInput, *, wanted: bool
-) -> Tensor | None:
+def backward(blocks: Blocks, action: Action, batch: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
     """Propagate through the graph that was kept, or through one computed again; the gradient of the input, if it is
     ``wanted``. BACKWARD_INPUT: but for the products with weights, and what these are computed from is held.
     """
@@ -58,7 +64,7 @@ def backward(
             kept.forget()
         else:
             leaf, deferred = kept.detach().requires_grad_(wanted), None
-            layer = partial(blocks.chain.layer, b, calls=calls)
+            layer = partial(blocks.chain.layer, b, calls=batch.calls)
             if action.op is Op.BACKWARD_INPUT:
                 deferred = blocks.defers(b)
                 layer = deferred.around(layer)
