@@ -441,7 +441,7 @@ def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
     work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, packing, topology)
     assert isinstance(work, DealtWorkload)
     schedule = ours.schedule_of(name, whole, topology, knobs) if is_ours else None
-    if schedule is not None and schedule.step.strategy.axis:
+    if schedule is not None and schedule.step.divided_over > 1:
         free, factors = LinkModel(math.inf), {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
         costs = workload_costs(work, between=free, inside=free, compute_factor=factors)
         modelled_s = play(schedule, costs, steps=1).makespan

@@ -18,6 +18,7 @@ from tawpipe.errors import UserError
 from tawpipe.orders.fitting import heuristics
 from tawpipe.plan.search.pipelines import hops
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.made import Made
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
@@ -315,7 +316,7 @@ def found_for(
     settings = settings_of(name, knobs)
     if isinstance(workload, LengthsWorkload):
         work = _mean_bin(workload, topology, settings)
-    elif isinstance(workload, TimedWorkload) and strategy.arranges:
+    elif isinstance(workload, TimedWorkload) and isinstance(strategy, Made):
         work = computed(name, workload, topology, knobs)
         assert isinstance(work, TimedWorkload)
     else:

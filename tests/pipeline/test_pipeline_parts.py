@@ -201,7 +201,9 @@ def test_a_strategy_under_which_a_model_or_an_optimizer_cannot_run_is_refused() 
     model = nn.Linear(2, 2)
     chain.units = build_units(model, {name: (0,) for name, _ in model.named_parameters()}, ("only",))
     step: Any = SimpleNamespace(
-        strategy=SimpleNamespace(splits=False, axis="", name="flat"),
+        strategy=SimpleNamespace(name="flat"),
+        divided_over=1,
+        kept=frozenset(),
         homes=[Home.over((0, 1), 6)],
         settings=replace(ScheduleSettings(), strategy="flat"),
     )

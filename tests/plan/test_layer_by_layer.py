@@ -11,12 +11,13 @@ from tawpipe.plan.cost.predict import memory_quickly, predict
 from tawpipe.plan.cost.profile import Profile, size_of
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.machine.machine import Device, Machine
-from tawpipe.plan.search import pipelines
-from tawpipe.plan.search.pipelines import changes
+from tawpipe.plan.search.pipelines import planner_of
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.plan_file import planned_settings
 from tawpipe.plan.search.search import Candidate, with_settings
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.pipelines import made
+from tawpipe.schedule.pipelines.limits import BUDGET
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sizes.footprint import BlockMemory, Widths
@@ -49,9 +50,9 @@ def chosen() -> tuple[PlanRequest, list[dict[str, str]]]:
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelines, "KEEP_TRIES", 500)
-        patch.setattr(pipelines, "SOLVE_S", 0.1)
-        return request, [*changes(request, step, lambda _: True)]
+        patch.setattr(made, "KEEP_TRIES", 500)
+        patch.setattr(made, "SOLVE_S", 0.1)
+        return request, [*step.strategy.changes(planner_of(request), step, lambda _: True, budget=BUDGET)]
 
 
 def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
@@ -78,8 +79,7 @@ def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
     step = request.step(replace(DEFAULT, strategy="solved", **options[-1]))
     plain = with_settings(request.step(ScheduleSettings(strategy="solved")))
     for one, solver, note in ((step, True, False), (step, False, True), (plain, True, True)):
-        monkeypatch.setattr(pipelines, "has_solver", lambda solver=solver: solver)
-        monkeypatch.setattr("tawpipe.plan.search.plan.has_solver", lambda solver=solver: solver)
+        monkeypatch.setattr(made, "has_solver", lambda solver=solver: solver)
         plan = Plan.of(request, [Candidate("solved", one, predict(request, one), True)])
         assert ("heuristic order" in "\n".join(plan.table())) is note
         lines = [line for line in plan.left_out() if "OR-tools is not installed (pip install" in line]
@@ -91,8 +91,8 @@ def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
 
 @pytest.mark.slow
 def test_without_a_solver_the_choice_stays(monkeypatch):
-    monkeypatch.setattr(pipelines, "has_solver", lambda: False)
+    monkeypatch.setattr(made, "has_solver", lambda: False)
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))
-    *_, mixed = changes(request, step, lambda _: True)
+    *_, mixed = step.strategy.changes(planner_of(request), step, lambda _: True, budget=BUDGET)
     assert mixed["pipeline_order"]

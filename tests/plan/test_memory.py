@@ -32,7 +32,7 @@ from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.feasible import fits, shortage, with_settings
 from tawpipe.plan.cost.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, system_of
 from tawpipe.plan.cost.memory import estimate_memory, measure_memory
-from tawpipe.plan.cost.predict import BETWEEN_BLOCKS, PLAYED_ROUNDS, Needs, memory_of, memory_quickly, shortened
+from tawpipe.plan.cost.predict import BETWEEN_BLOCKS, Needs, memory_of, memory_quickly, shortened
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.machine.machine import Device, Machine, machine_from, spell_machine, uniform
 from tawpipe.plan.search.plan import Plan
@@ -46,6 +46,7 @@ from tawpipe.runtime.memory import Taken, give_back
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.made import Made
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.activations import activations_held, peak_activations
 from tawpipe.schedule.sizes.footprint import BlockMemory, costs
@@ -511,8 +512,8 @@ def test_what_ranks_hold_does_not_depend_on_links(nodes: tuple[int, ...], rows: 
     link = LinkModel(2e5, 1e-5)
     machine = Machine(nodes, link, link, {0: replace(link, bytes_per_s=5e4)}, device=Device("H100"))
     asked = plan_request(machine, global_batch=rows, memory=10**7)
-    for name in (name for name, strategy in strategies().items() if not strategy.arranges):
+    for name in (name for name, strategy in strategies().items() if not isinstance(strategy, Made)):
         with suppress(UserError):
             step = step_of(asked, name)
-            short, _, _ = shortened(asked, step, PLAYED_ROUNDS if step.strategy.axis else 2)
+            short, _, _ = shortened(asked, step, step.strategy.rounds_held)
             assert memory_quickly(asked, step) == memory_of(asked, build(short)), name

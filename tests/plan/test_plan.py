@@ -44,7 +44,7 @@ from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.search.search import search
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.limits import searched
+from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
 from tawpipe.schedule.pipelines.made import SEARCH
 from tawpipe.schedule.refusal import MemoryOfPosition
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
@@ -295,7 +295,7 @@ def search_with(monkeypatch, generate) -> None:
     monkeypatch.setattr(SEARCH, "_registered", replace(SEARCH(), generate=generate))
 
 
-@pytest.mark.parametrize(("hopeless", "budgets"), [(0.5, {0}), (100, {pipelines.QUICK, pipelines.BUDGET})])
+@pytest.mark.parametrize(("hopeless", "budgets"), [(0.5, {0}), (100, {QUICK, BUDGET})])
 def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets, monkeypatch):
     used, generate = set(), SEARCH().generate
     search_with(monkeypatch, lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
@@ -352,13 +352,14 @@ def test_stages_are_looked_for_with_less_memory_too_and_the_better_are_kept(shor
         given.append(costs.memory)
         good = len(given) == (3 if shorter else 2)
         layout = Layout.parse("0,2,4,5@0,1,2,3" if good else "0,5,6,7@0,1,2,3", len(costs.blocks))
-        assert len(given) == 1 or budget > pipelines.QUICK
+        assert len(given) == 1 or budget > QUICK
         return layout
 
     search_with(monkeypatch, generate)
     strategy = pipelines.made_for(asked, strategies()["generated"])
     step = asked.step(replace(asked.settings, strategy="generated"), strategy)
-    changes = pipelines.changes(asked, step, lambda recompute: recompute == "full")
+    worth = lambda recompute: recompute == "full"  # noqa: E731
+    changes = strategy.changes(pipelines.planner_of(asked), step, worth, budget=BUDGET)
     steps = [with_settings(step, **change) for change in changes]
     assert len(given) == 3 and given[0] == given[1] > given[2] > 0
     seconds = [predict(asked, one).step_seconds for one in (step, *steps)]
@@ -430,7 +431,7 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
 def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
     """Those that are made for costs: others need no search. Balanced stages may be far better than even ones."""
     asked = plan_request(global_batch=8)
-    monkeypatch.setattr(pipelines, "QUICK_EFFORT", 1)
+    monkeypatch.setattr("tawpipe.plan.search.candidate.QUICK_EFFORT", 1)
     monkeypatch.setattr(searching, "HOPELESS", 0.0)
     names = ("tawpipe-spread", "1f1b", "zero-bubble", "generated", "solved")
     hopeless = {one.strategy: one for one in search_only(asked, *names)}

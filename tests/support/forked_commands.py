@@ -147,11 +147,12 @@ def _run(words: list[str], variables: dict[str, str], files: list[str], few_stra
 def _plan_quickly() -> None:
     """As the fixtures ``few_strategies`` and ``quickly_solved`` do, until the end of the process."""
     from plan_requests import FEW
-    from tawpipe.plan.search import pipelines, search
+    from tawpipe.plan.search import search
+    from tawpipe.schedule.pipelines import made
 
     few = {name: one for name, one in search.strategies().items() if name in FEW}
     search.strategies = lambda: few
-    pipelines.KEEP_TRIES, pipelines.SOLVE_S = 500, 0.1
+    made.KEEP_TRIES, made.SOLVE_S = 500, 0.1
 
 
 def _imported(modules: Sequence[str], variables: Mapping[str, str]) -> bool:

@@ -86,7 +86,7 @@ def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
 
 @pytest.mark.slow
 def test_a_step_to_come_may_hold_more_than_the_typical_one_and_is_what_is_said(monkeypatch, chain):
-    monkeypatch.setattr(memory, "find", lambda _: SimpleNamespace(axis="world"))  # one process is no pipeline
+    monkeypatch.setattr(memory, "find", lambda _: SimpleNamespace(cuts_documents=True))  # one process is no pipeline
     few, full = (40, 30), (250, 240, 230, 220)
     needs = [check(monkeypatch, chain, memory_bytes=0, dealt=few, soon=soon) for soon in ((), (few,), (full, few))]
     none, same, more = (each.parts["activations"] for each in needs if each is not None)

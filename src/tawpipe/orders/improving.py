@@ -18,7 +18,7 @@ from tawpipe.runtime.watch.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import held_at_once
+from tawpipe.schedule.pipelines.made import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
@@ -127,8 +127,7 @@ class Improving:
 
 
 def _can_improve(pipeline: Pipeline, rows: int) -> bool:
-    strategy = strategies()[pipeline.settings.strategy]
-    if not strategy.improves:
+    if not isinstance(strategies()[pipeline.settings.strategy], SolvedPipeline):
         return False
     step = pipeline.schedule(rows).step
     return len({len(of_rank) for of_rank in step.micro_batches}) == 1

@@ -162,7 +162,7 @@ class Pipeline:
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         self._cuts: float | None = None
         """How documents may be cut, see ``Strategy.dealing``."""
-        if training.bin_tokens and strategy_of(schedule)[0].axis and not training.compile_layers:
+        if training.bin_tokens and strategy_of(schedule)[0].cuts_documents and not training.compile_layers:
             self._cuts, self.checked = slices_of_documents(
                 Pipeline, chain, source, world, loss=loss, check=checks.check
             )

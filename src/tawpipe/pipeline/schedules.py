@@ -126,7 +126,7 @@ class Schedules:
             UserError: attention's results are to be kept, and no kernel computes them.
         """
         wanted = {self.smallest.recomputes(block) for block in range(len(self._model.blocks))} - {"full"}
-        splits = self.smallest.strategy.splits
+        splits = Kind.LINEAR in self.smallest.kept
         linear: dict[str, int] = {Kind.LINEAR: kept_for_weights_per_token(chain)} if splits else {}
         if not wanted and not self.settings.keep_mib:
             return linear

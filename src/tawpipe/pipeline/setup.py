@@ -31,6 +31,7 @@ from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers, refuse_cut_mat
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.footprint import home_bytes
 from tawpipe.schedule.step import StepSpec
@@ -234,10 +235,10 @@ def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory
         step: any of the strategy.
     """
     strategy = step.strategy
-    if compile_layers and strategy.splits:
+    if compile_layers and Kind.LINEAR in step.kept:
         expected = f"false under {strategy.name}, whose backward passes are taken apart"
         raise UserError("compile_layers", True, expected)
-    if strategy.axis and (why := chain.why_not_staged):
+    if step.divided_over > 1 and (why := chain.why_not_staged):
         expected = f"a strategy whose weights travel for {chain.name}: {why}"
         raise UserError("schedule.strategy", strategy.name, expected)
     refuse_cut_matrices(optimizer, chain.units, step.homes, step.settings.strategy)
@@ -370,7 +371,7 @@ class Wiring:
             sequence_chunk=settings.sequence_chunk or 0,
             sequence_ranks=settings.sequence_ranks or 1,
             compiled=training.compile_layers,
-            split_backward=schedules.smallest.strategy.splits,
+            split_backward=Kind.LINEAR in schedules.smallest.kept,
             offload_dir=settings.offload_dir,
         )
         self.executor = Executor(

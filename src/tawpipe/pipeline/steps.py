@@ -147,13 +147,13 @@ class Steps:
         """
         step, chain, kept_per_token = schedule.step, self._wiring.chain, self._wiring.kept_per_token
         settings, rank = step.settings, self._wiring.world.rank
-        waits = step.strategy.orders_host and any(action.op is Op.OFFLOAD for action in schedule.programs[rank])
+        waits = not settings.offloaded_layers and any(action.op is Op.OFFLOAD for action in schedule.programs[rank])
         if not settings.keep_mib or "graph" not in kept_per_token or waits:  # what waits elsewhere are inputs
             return {}
         first = max(settings.offloaded_layers + 1, chain.spec.first_backward)
         layers = [b for b in step.strategy.computes(step)[rank] if first <= b <= chain.spec.num_layers]
         several = settings.micro_batches_per_visit
-        if step.strategy.axis:
+        if step.divided_over > 1:
             several = _at_once(schedule.programs[rank], frozenset(layers))
         each = max(1, kept_per_token["graph"] - chain.width * self._wiring.storage.compute_dtype.itemsize) * several
         most, of_layers = settings.keep_mib * 2**20, windows(chain.config.get_text_config())

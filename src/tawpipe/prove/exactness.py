@@ -110,7 +110,7 @@ def in_host(world: World) -> Outcome:
 
     def compare(name: str) -> None:
         wanted, *_ = _steps(world, name, optimizer=adamw(1e-2))
-        for level in ("state",) if strategies()[name].axis else ("state", "all"):
+        for level in strategies()[name].host_levels[1:]:
             there, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes=level)
             if world.rank == 0 and not _equal(wanted, there):
                 differ.append(f"{name} ({level})")

@@ -1,4 +1,5 @@
-"""What a strategy is given, what it is, and what it makes: ``StepSpec``, ``Strategy``, ``Schedule``.
+"""What a strategy is given, what it is, and what it makes: ``StepSpec``, ``Strategy``, ``Schedule``; and what it offers
+a plan: ``Trial``.
 
     step = step_of(model, topology, settings, micro_batches)    # strategies/build.py: checked, homes placed
     schedule = step.strategy.build(step)                        # for all ranks, as data
@@ -10,7 +11,7 @@ another stands in its class; nobody else asks for its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -77,6 +78,22 @@ class StepSpec:
     def recomputes(self, block: int, micro_batch: int = -1) -> str:
         """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``; of slices all."""
         return "full" if micro_batch in self.neighbours else self._recompute[block]
+
+    @property
+    def divided_over(self) -> int:
+        """Ranks that divide the blocks of a micro-batch among them; 1 where each computes all blocks."""
+        return self.strategy.divided_over(self.topology)
+
+    @property
+    def keeps_alike(self) -> bool:
+        """True if as much is kept of every full micro-batch, in the same places."""
+        return not (self.strategy.orders_host or self.settings.keep_mib or self.sequence_ranks > 1)
+
+    @property
+    def kept(self) -> frozenset[Kind]:
+        """The kinds of activation that layers keep besides their inputs."""
+        saved = {kind for block in range(1, self.model.num_layers + 1) if (kind := self.saves(block)) is not None}
+        return frozenset(saved | {Kind.LINEAR} if self.strategy.splits else saved)
 
     def saves(self, block: int, micro_batch: int = -1) -> Kind | None:
         """The kind of activation that a block keeps for its backward pass besides its input."""
@@ -195,6 +212,53 @@ class StepSpec:
         return mine[number * k : (number + 1) * k]
 
 
+@dataclass(frozen=True)
+class Planner:
+    """What a plan tells a strategy that offers it something.
+
+    Args:
+        settings: what the plan takes as given.
+        memory_bytes: that a device may use; 0 for no limit.
+        boundary_bytes: of what passes from one layer to the next, of a full micro-batch.
+        chunks: sizes of chunks in which rows may run, ascending.
+        micro_batches_of: counts the micro-batches of a step under a strategy.
+        keeps_attention: says whether the result of attention can be kept in a step.
+        least_s: says how many seconds a step of a strategy needs at least; infinite where it cannot be had.
+        costs_of: makes what a pipeline over some positions is made for (``pipelines.work.PipelineCosts``).
+        lacking_bytes: says what a device lacks under a strategy with some settings; 0 or less if it has enough.
+    """
+
+    model: ModelSpec
+    topology: Topology
+    settings: ScheduleSettings
+    memory_bytes: int
+    boundary_bytes: float
+    chunks: tuple[int, ...]
+    micro_batches_of: Callable[[Strategy], int]
+    keeps_attention: Callable[[StepSpec], bool]
+    least_s: Callable[[Strategy], float]
+    costs_of: Callable[..., Any]
+    lacking_bytes: Callable[..., int]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to lay a strategy out that a plan may look at, without what is made for costs.
+
+    Args:
+        least_s: seconds that a step needs at least, as far as that is known before anything is made.
+        spare: only looked at while nothing else fits.
+        must_gain: only looked at if its bound is ahead of the best step.
+        may_overtake: it may be among the best even if others of its kind are far behind.
+    """
+
+    strategy: Strategy
+    least_s: float = 0.0
+    spare: bool = False
+    must_gain: bool = False
+    may_overtake: bool = False
+
+
 class Strategy(ABC):
     """A way to move weights and gradients: where units live, and the actions that a step needs.
 
@@ -221,22 +285,20 @@ class Strategy(ABC):
     """False to keep it out of plans."""
     usual: ClassVar[bool] = True
     """False to keep it out of a plan's table unless it is among the best, or the user wants to see all."""
-    travels: ClassVar[frozenset[Kind]] = frozenset((Kind.WEIGHT, Kind.GRADIENT))
-    """What goes from rank to rank."""
     axis: str = ""
     """Over what the blocks of a micro-batch are divided, see ``divided_over``; empty where a rank computes them all."""
+    host_levels: ClassVar[tuple[str, ...]] = ("none", "state", "all")
+    """Values of ``ScheduleSettings.host_homes`` that it can have."""
+    cuts_documents: ClassVar[bool] = False
+    """True if documents that no bin holds may be cut into slices, see ``dealing``."""
+    rounds_held: ClassVar[int] = 2
+    """Full rounds that hold as much as any number of them."""
     uses: ClassVar[tuple[str, ...]] = ()
     """Settings of ``SPECIAL`` that mean something under it."""
     splits: ClassVar[bool] = False
     """True if backward passes of layers may be in two parts."""
     orders_host: ClassVar[bool] = False
     """True if its order says which inputs wait in the host's memory, and where, and not ``offloaded_layers``."""
-    arranges: ClassVar[bool] = False
-    """True if its order, or more of it, is made for costs, which takes a plan its time."""
-    searches_stages: ClassVar[bool] = False
-    """True if what every rank computes is looked for as well."""
-    improves: ClassVar[bool] = False
-    """True if a solver may look for a better order by times that a run has measured."""
 
     def __repr__(self) -> str:
         return self.name
@@ -356,6 +418,83 @@ class Strategy(ABC):
         """The ways to lay the strategy out on some nodes, of which a plan takes the best."""
         return (self,)
 
+    def trials(self, planner: Planner, like: Strategy | None) -> Sequence[Trial]:
+        """The ways to lay the strategy out that a plan tries.
+
+        Args:
+            like: the best pipeline so far, if one fits.
+        """
+        ways = self.layouts(planner.topology)
+        return [Trial(way, must_gain=len(ways) > 1) for way in ways]
+
+    def effort(self, model: ModelSpec, topology: Topology, count: int) -> int:
+        """Micro-batches, times blocks, of the orders that are made for it and played, about; 0 where none is made.
+
+        Args:
+            count: micro-batches of a step.
+        """
+        return 0
+
+    def made_for(self, planner: Planner, *, hopeful: bool, stop: Callable[[], None] = lambda: None) -> Strategy:
+        """The strategy with what is made for the costs at hand.
+
+        Args:
+            hopeful: it may be among the best, so that a search for stages is no lost time.
+            stop: raises an error if nothing is to be made once more, with less memory.
+
+        Raises:
+            UserError: memory for no order.
+        """
+        return self
+
+    def instead(self, planner: Planner) -> Iterator[Strategy]:
+        """Strategies to look at where what was made turns out to be behind."""
+        return iter(())
+
+    def visits(self, count: int, topology: Topology, settings: ScheduleSettings) -> Sequence[int]:
+        """Micro-batches per visit that a plan tries: 1, 2, 4, ... up to all of the device that has most."""
+        most = max(1, *map(len, share_in_sets(count, topology, settings)))
+        return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+    def changes(
+        self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
+    ) -> Iterator[dict[str, Any]]:
+        """Settings worth a try next to those of a step, which is of this strategy; it refuses those that are not for
+        it.
+
+        Args:
+            worth: says whether recomputing so could gain anything.
+            budget: for a search for stages.
+        """
+        settings, units, layers = step.settings, len(step.model.units), step.model.num_layers
+        for name in ("look_ahead", "gradient_buffers"):
+            yield {name: getattr(settings, name) + 1}
+        if planner.topology.num_nodes > 1:
+            yield from ({"step_cache": more} for more in (units // 4, units // 2, units) if more > step.step_cache)
+        if settings.gradients_scope == "visit" and step.rounds > 1:
+            yield {"gradients_scope": "step"}
+        offloaded = settings.offloaded_layers
+        for fewer in (0, offloaded // 2, offloaded * 3 // 4):
+            if fewer < offloaded:
+                yield {"offloaded_layers": fewer}
+        if settings.sequence_chunk:
+            yield from ({"sequence_chunk": size} for size in planner.chunks if size != settings.sequence_chunk)
+        if offloaded and not settings.sequence_chunk:  # what layers keep waits there in the place of their inputs
+            yield from ({"recompute": recompute} for recompute in ("selective", "none"))
+        if planner.keeps_attention(step):
+            yield {"recompute": "selective"} | ({} if settings.sequence_chunk else {"offloaded_layers": 0})
+        for share in (4, 2, 1) if layers else ():
+            last = max(1, layers // share)
+            yield {"recompute": f"none:{last},full", "offloaded_layers": min(offloaded, layers - last)}
+
+    def remark(self, step: StepSpec) -> str:
+        """A remark on a step for the table of a plan; mostly empty."""
+        return ""
+
+    def missing(self) -> str:
+        """What is not installed that would make its steps shorter; mostly empty."""
+        return ""
+
     def why_not_exact(self, step: StepSpec) -> str:
         """Why no copy of weights could stay from step to step and be changed there; empty where one can."""
         return "it keeps no copy of weights that the owners could change"
@@ -392,7 +531,7 @@ class Strategy(ABC):
             if value not in (neutral, "exact"):  # of which was said above where it can be
                 expected = "nothing" if neutral == "" else neutral
                 raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}", need=reason)
-        if step.copies_in_host and Kind.WEIGHT not in self.travels:
+        if step.copies_in_host and "all" not in self.host_levels:
             reason = "its devices compute with weights that stay there"
             raise UserError("schedule.host_homes", "all", f"state or none under {self.name}: {reason}", need=reason)
 

@@ -79,7 +79,7 @@ def limits_of(config: TrainConfig, model: RunModel) -> LengthLimits:
     limits = [(longest_allowed(model.followed(None)[1].config), POSITIONS)]
     if config.tokens_per_step is not None:
         limits.append((config.tokens_per_step, STEP))
-    if config.bin_tokens is not None and not find(config.schedule.strategy).axis:  # a pipeline takes slices
+    if config.bin_tokens is not None and not find(config.schedule.strategy).cuts_documents:
         limits.append((config.bin_tokens * (config.schedule.sequence_ranks or 1), "the tokens of a bin"))
     most, why = min(limits)
     return LengthLimits(most, why, config.tokens_per_step or USUAL_STEP)

@@ -169,7 +169,8 @@ def _largest_step(
     machine: Machine, request: PlanRequest, schedule: ScheduleSettings, soon: Sequence[tuple[int, ...]]
 ) -> Needs:
     """Needs of the typical step, or of the step of ``soon`` that holds more."""
-    steps = [request, *(replace(request, dealt=dealt) for dealt in soon if find(schedule.strategy).axis)]
+    others = soon if find(schedule.strategy).cuts_documents else ()
+    steps = [request, *(replace(request, dealt=dealt) for dealt in others)]
     each = (memory_quickly(_all_of(machine, step), step.step(schedule)) for step in steps)
     return max(each, key=lambda needs: needs.device)
 

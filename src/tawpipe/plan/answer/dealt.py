@@ -22,7 +22,7 @@ from tawpipe.dealing.unbalanced import in_rows, in_turn
 from tawpipe.errors import UserError
 from tawpipe.plan.answer.lengths import Lengths
 from tawpipe.plan.cost.feasible import fits, leanest
-from tawpipe.plan.cost.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_quickly
+from tawpipe.plan.cost.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_quickly, stand_ins
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.candidate import GAIN, Candidate
 from tawpipe.plan.search.plan_file import settings_of
@@ -132,10 +132,10 @@ class DealFound:
         for candidate in good:
             if candidate.step is None:
                 continue
-            bins = median
-            if candidate.step.strategy.axis:
+            bins, strategy = median, candidate.step.strategy
+            if 1 + max(strategy.dealt_to(request.topology)) != world:  # bins of pipelines
                 cuts = LONG if request.cuts else None
-                bins = candidate.step.strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
+                bins = strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
             if (tried := played(request, candidate.step, BALANCED, bins)) is not None:
                 progress.info(f"{candidate.strategy}: {span(tried.seconds)}")
                 strategies[candidate.strategy] = tried
@@ -150,7 +150,7 @@ class DealFound:
             if cap >= max_document:
                 others.append((IN_TURN, in_turn(documents, takers, max_document, work)))
             others = [(name, replace(bins, speeds=best.bins.speeds)) for name, bins in others]
-            if not step.strategy.axis:
+            if "sequence_ranks" not in step.strategy.refusals:
                 others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
             tries = [played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
             compared = [deal for deal in tries if deal is not None]
@@ -222,13 +222,12 @@ def played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealT
 
 def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
     request, blocks = replace(request, dealt=()), len(request.model.blocks)  # these bins, and no typical ones
-    one_for_all = request.topology == request.machine.topology and foldable(
-        step_of_deal(request, step, bins), request.costs
-    )
+    binned = step_of_deal(request, step, bins)
+    alike = request.topology == request.machine.topology and foldable(binned, request.costs)
     whole = bins.world_size * blocks <= LARGEST_WORK
-    if not whole and (step.strategy.axis or not one_for_all):
+    if not whole and not (alike and stand_ins(binned) == (0,)):
         return None
-    each = step.settings.micro_batches_per_visit * step.strategy.divided_over(step.topology)
+    each = step.settings.micro_batches_per_visit * step.divided_over
     rounds = max(2, MOST_PLAYED // blocks // (bins.world_size if whole else 1) // each) * each
     timeline = _timeline(request, step, _cut(bins, rounds), whole=whole)
     seconds, exposed = timeline.step_seconds, timeline.exposed_communication_s

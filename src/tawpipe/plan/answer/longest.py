@@ -23,7 +23,6 @@ from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.plan import held, of_ranks
 from tawpipe.plan.search.plan_file import settings_of
 from tawpipe.plan.search.refused import in_plain_words
-from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies.table import strategies
@@ -146,7 +145,8 @@ class Longest:
 
     @classmethod
     def of(cls, request: PlanRequest, *, ends: str = POSITIONS) -> Longest:
-        """Look at every strategy whose weights travel: pipelines keep several rows at one time, and whole ones.
+        """Look at every strategy under which each device computes all layers: pipelines keep several rows at one time,
+        and whole ones.
 
         Args:
             request: with micro-batches of one row, and rows as long as may be.
@@ -154,7 +154,8 @@ class Longest:
         """
         rows = []
         for strategy in strategies().values():
-            if strategy.candidate and Kind.WEIGHT in strategy.travels:
+            ways = strategy.layouts(request.topology)
+            if strategy.candidate and any(way.divided_over(request.topology) == 1 for way in ways):
                 rows.append(_longest_of(request, strategy, ends))
                 words = rows[-1].why_not or f"{rows[-1].tokens:,} tokens, then {rows[-1].binds}"
                 progress.info(f"{strategy.name}: {words}")

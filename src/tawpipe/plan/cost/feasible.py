@@ -42,7 +42,8 @@ def holds(request: PlanRequest, step: StepSpec, *what: str) -> bool:
     Args:
         what: the memory that is looked at; all by default.
     """
-    needed = (memory_quickly(request, step, part=part) for part in (True, False)[bool(step.strategy.axis) :])
+    parts = (True, False) if step.divided_over == 1 else (False,)
+    needed = (memory_quickly(request, step, part=part) for part in parts)
     return not any({*lacking(request, needs)} & {*(what or MEMORY)} for needs in needed)
 
 
@@ -85,12 +86,14 @@ def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
     for strategy in strategies().values():
         if over():
             break
-        if not strategy.candidate or strategy.arranges:
+        if not strategy.candidate:
             continue
         for ranks in (request.settings.sequence_ranks, *request.sets[-1:]):
             asked = request if ranks is None or "sequence_ranks" in strategy.refusals else request.with_ranks(ranks)
             for way in strategy.layouts(request.topology):
                 with suppress(UserError):
+                    if way.effort(asked.model, asked.topology, asked.micro_batches_of(way)):
+                        continue  # making it takes longer than this look may
                     least = leanest(asked, asked.step(replace(asked.settings, strategy=strategy.name), way))
                     here = {least, with_settings(least, offloaded_layers=0)}
                     if not unplayed(asked, least) and any(holds(asked, step) for step in here):
@@ -157,15 +160,17 @@ def unplayed(request: PlanRequest, step: StepSpec) -> str:
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     """Why a strategy is no other than one before it on these machines, or nothing."""
     model, topology = request.model, request.topology
-    if topology.num_nodes > 1 or strategy.axis or topology.world_size * len(model.blocks) > MOST_COMPARED:
+    compared = topology.world_size * len(model.blocks)
+    if topology.num_nodes > 1 or strategy.divided_over(topology) > 1 or compared > MOST_COMPARED:
         return ""
     for other in strategies().values():
         if other is strategy:
             break
-        if other.axis or not other.candidate or not set(other.refusals) <= set(strategy.refusals):
+        if not other.candidate or not set(other.refusals) <= set(strategy.refusals):
             continue  # it is not planned itself, or cannot do all that this one can
         with suppress(UserError):  # of one that cannot run here at all
-            if _program_here(other, model, topology) == _program_here(strategy, model, topology):
+            alike = other.divided_over(topology) == 1
+            if alike and _program_here(other, model, topology) == _program_here(strategy, model, topology):
                 return f"the same as {other.name} on one node"
     return ""
 
@@ -182,7 +187,7 @@ def _program_here(strategy: Strategy, model: ModelSpec, topology: Topology) -> i
 def plays(request: PlanRequest, step: StepSpec) -> int:
     """Micro-batches, times blocks, that a prediction plays; of all ranks of a pipeline together."""
     _, longer, _ = shortened(request, step, PLAYED_ROUNDS)
-    ranks = played(request, step) if step.strategy.divided_over(step.topology) == 1 else 1
+    ranks = played(request, step) if step.divided_over == 1 else 1
     return ranks * len(request.model.blocks) * max(map(len, longer.micro_batches))
 
 

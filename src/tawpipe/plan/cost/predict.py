@@ -103,8 +103,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     shares = request.shares(schedule.step)
     known: dict[tuple[object, ...], int] = {}
     step = schedule.step
-    several = step.strategy.orders_host or bool(step.settings.keep_mib) or step.sequence_ranks > 1
-    """Micro-batches are not alike in what is kept of them."""
+    several = not step.keeps_alike
 
     def working(action: Action) -> int:
         of = action.micro_batch if several else action.micro_batch < 0
@@ -162,7 +161,7 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
         for rank, (share, mine) in enumerate(zip(step.micro_batches, blocks, strict=True))
     }
     compute = max(slower * number * sum(seconds[block] for block in mine) for number, mine, slower in works)
-    if topology.num_nodes == 1 or Kind.WEIGHT not in strategy.travels:  # of what else travels there is no formula
+    if topology.num_nodes == 1 or step.divided_over > 1:  # there is no formula for activations that travel
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [played.strategy.traffic(played, training=True) for played in ((short, longer) if left else (short,))]
@@ -244,18 +243,17 @@ def memory_quickly(request: PlanRequest, step: StepSpec, *, part: bool = False) 
         part: look at rank 0 alone, for a lower bound: where devices differ, looking at all of many takes seconds. Of a
             pipeline all are looked at.
     """
-    return memory_of(request, short_schedule(request, step, (0,) if part and not step.strategy.axis else ()))
+    return memory_of(request, short_schedule(request, step, (0,) if part and step.divided_over == 1 else ()))
 
 
 def short_schedule(request: PlanRequest, step: StepSpec, some: tuple[int, ...] = ()) -> Schedule:
-    """A schedule that holds as much as the whole step's: two rounds hold as much as many, and of ranks that do alike
+    """A schedule that holds as much as the whole step's: few rounds hold as much as many, and of ranks that do alike
     one has a program.
 
     Args:
         some: ranks to make a program for if the ranks differ; those with the most memory in use if it is empty.
     """
-    rounds = PLAYED_ROUNDS if step.strategy.axis else 2  # several are under way where ranks divide the blocks
-    short, _, _ = shortened(request, step, rounds)
+    short, _, _ = shortened(request, step, step.strategy.rounds_held)
     if not request.absent and foldable(short, replace(request.costs, between_of={}, compute_factor={})):
         return _built(short, stand_ins(short))  # unequal links or speeds change nothing of what ranks hold
     return _built(short, some or (None if request.absent else short.strategy.fullest(short)))

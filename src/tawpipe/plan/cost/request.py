@@ -111,9 +111,8 @@ class PlanRequest:
         """
         if not self.dealt:
             return self.micro_batches
-        if not strategy.axis:
-            return self.dealt_by(strategy).count
-        return self.mean_bin(strategy.divided_over(self.topology))[0]
+        positions = strategy.divided_over(self.topology)
+        return self.dealt_by(strategy).count if positions == 1 else self.mean_bin(positions)[0]
 
     def dealt_by(self, strategy: Strategy) -> TypicalStep:
         """The micro-batches of documents that are dealt, under a strategy.
@@ -283,7 +282,8 @@ class PlanRequest:
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
         configured = (strategy or find(settings.strategy)).configured(settings)
-        binned = bool(self.dealt and configured.axis)  # every pipeline has as many bins, however fast it is
+        # Every pipeline has as many bins, however fast it is.
+        binned = bool(self.dealt) and configured.divided_over(self.topology) > 1
         alike = replace(settings, device_speeds="") if binned else settings
         typical = self.dealt_by(configured) if self.dealt else None
         shares = shares_of(typical.count if typical else self.micro_batches, self.topology, alike, strategy)
@@ -292,8 +292,8 @@ class PlanRequest:
             dealt |= {"slices": slices_in(shares, typical)}
             dealt |= {"orders": (typical.order,) * len(set(shares))} if typical.order else {}
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy, **dealt)
-        why = self.why_not_staged if step.strategy.axis else ""
-        if self.compiled and step.strategy.splits:
+        why = self.why_not_staged if step.divided_over > 1 else ""
+        if self.compiled and Kind.LINEAR in step.kept:  # which wait for a second part of backward passes
             why = why or "backward passes of compiled layers cannot be taken apart"
         if why:
             raise UserError("schedule.strategy", step.strategy.name, f"another one: {why}", need=why)
@@ -325,7 +325,7 @@ class PlanRequest:
 
     def shares(self, step: StepSpec) -> Shares:
         """Of what micro-batches of a step keep, the share of what full ones would, where pipelines are dealt them."""
-        if self.typical is None or not step.strategy.axis:
+        if self.typical is None or step.divided_over == 1:
             return ALIKE
         return self.typical.held({m for share in step.micro_batches for m in share}, self.size.tokens)
 

@@ -11,16 +11,15 @@ from typing import Any
 from tawpipe.console import progress, span
 from tawpipe.plan.cost.feasible import gib
 from tawpipe.plan.cost.predict import Prediction
-from tawpipe.plan.cost.request import PlanRequest
-from tawpipe.plan.search import pipelines
 from tawpipe.plan.search.place import Homes
 from tawpipe.plan.search.plan_file import settings_of
-from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.schedule.pipelines.limits import QUICK_EFFORT
+from tawpipe.schedule.step import StepSpec
 
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
 MOST_EFFORT = 13_500
-"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
+"""Of all pipelines together for which orders are made, see ``Strategy.effort``, after which no other is looked at."""
 MOST_IMPROVED = 12_000
 """Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
 than ``QUICK_PLAYED`` are.
@@ -31,6 +30,10 @@ LOOKING, EARLY, LATE, REST = 0.6, 0.5, 0.7, 0.1
 that takes many seconds, and none that takes a few. The last is left in any case for better settings of the best.
 """
 TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
+
+
+class TooLong(Exception):
+    """What is made for costs did not fit in time."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Outlook:
     """What a search knows while it goes on, and what it has spent.
 
     Args:
-        hopeful: see ``pipelines.made_for``.
+        hopeful: see ``Strategy.made_for``.
         ahead: seconds of the best step so far.
-        effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
+        effort: what is left for pipelines that are made for costs, see ``Strategy.effort``.
         plays: what is left for changes of settings, see ``MOST_IMPROVED``.
         most_s, vain_s: see ``search``.
     """
@@ -103,13 +106,14 @@ class Outlook:
             progress.info(f"planning for {seconds:.0f} s, now {what}")
             self.patience_s = 2 * seconds
 
-    def why_not(self, request: PlanRequest, way: Strategy, *, hopeful: bool) -> str:
+    def why_not(self, effort: int, *, hopeful: bool) -> str:
         """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent.
 
         Args:
+            effort: that making it takes, see ``Strategy.effort``.
             hopeful: a step may be among the best with it, as far as one sees.
         """
-        long, effort = pipelines.long(request, way), pipelines.effort(request, way)
+        long = effort > QUICK_EFFORT
         if long and self.over(EARLY):
             return TOO_LONG
         if long and not hopeful:

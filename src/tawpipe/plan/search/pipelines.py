@@ -1,4 +1,4 @@
-"""Pipelines in plans: how they are laid over the devices, and the costs that searches for schedules are given.
+"""What strategies ask of a plan; and the costs that searches for the schedules of pipelines are given.
 
 Times are in microseconds and memory in boundary activations, rounded: what a run is told in
 ``ScheduleSettings.block_times`` is what the plan has looked at.
@@ -8,247 +8,72 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.cost.predict import memory_of, memory_quickly, short_schedule
+from tawpipe.plan.cost.predict import bound_of, memory_of, memory_quickly, short_schedule
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, filling, searched
-from tawpipe.schedule.pipelines.made import SEARCH
-from tawpipe.schedule.pipelines.memory import peak
+from tawpipe.schedule.pipelines.limits import PASSING
 from tawpipe.schedule.pipelines.positions import Positions
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
-from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.refusal import MemoryOfPosition
 from tawpipe.schedule.settings import RECOMPUTE
 from tawpipe.schedule.sizes.footprint import home_bytes
-from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies.table import strategies
+from tawpipe.schedule.step import Planner, Schedule, StepSpec, Strategy
 from tawpipe.simulate import LinkModel
 
 MICRO = 1e6
-QUICK_EFFORT = 2_000
-"""Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
-KEEP_TRIES, SOLVE_S = 3000, 4.0
-"""For a choice layer by layer: tries, and the solver's seconds."""
-TRIES = 4
-"""Limits of memory for which something is made, each lower by what the one before was too high."""
-LESS = 0.8
-"""Share of what an order keeps with which stages are looked for once more."""
-PASSING = 3
-"""Boundary activations, and gradients of them, that come and go while a stage computes."""
 
 
-def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Sequence[Strategy]:
-    """The ways to lay a strategy out that a plan tries.
+def planner_of(request: PlanRequest) -> Planner:
+    """What strategies are told that offer something to a plan."""
 
-    Args:
-        axis: the only one for what is made for costs, which takes time; any if empty.
-    """
-    if isinstance(strategy, ActivationPipeline) and strategy.arranges and not strategy.stages:
-        strategy = replace(strategy, stages=axis)
-    return strategy.layouts(request.topology)
+    def keeps_attention(step: StepSpec) -> bool:
+        return bool(request.of(step).profile.memory.kept.get("attention", 1))  # none if no kernel's result can be kept
 
+    def least_s(strategy: Strategy) -> float:
+        with suppress(UserError):
+            return bound_of(request, request.step(replace(request.settings, strategy=strategy.name), strategy))
+        return math.inf
 
-class TooLong(Exception):
-    """What is made for costs did not fit in time."""
+    def lacking_bytes(strategy: Strategy, **changes: Any) -> int:
+        if not request.memory_bytes:
+            return 0
+        settings = replace(request.settings, strategy=strategy.name, **changes)
+        return memory_quickly(request, request.step(settings, strategy)).wanted - request.memory_bytes
+
+    return Planner(
+        request.model,
+        request.topology,
+        request.settings,
+        request.memory_bytes,
+        boundary_bytes=request.profile.memory.boundary * request.size.tokens,
+        chunks=request.chunks,
+        micro_batches_of=request.micro_batches_of,
+        keeps_attention=keeps_attention,
+        least_s=least_s,
+        costs_of=partial(pipeline_costs, request),
+        lacking_bytes=lacking_bytes,
+    )
 
 
 def made_for(
-    request: PlanRequest, way: Strategy, *, hopeful: bool = True, over: Callable[[], bool] = lambda: False
+    request: PlanRequest, way: Strategy, *, hopeful: bool = True, stop: Callable[[], None] = lambda: None
 ) -> Strategy:
-    """A way to lay a strategy out with what is made for the costs at hand, if it is such a strategy.
-
-    Args:
-        hopeful: pipelines are not so far behind that a search for stages would be lost time.
-        over: true if nothing is to be made once more, with less memory.
-
-    Raises:
-        UserError: memory for no order.
-        TooLong: what was made does not fit, and time is over.
-    """
-    if isinstance(way, ActivationPipeline) and way.arranges and not way.block_times:
-        return _made(request, way, "full", budget=QUICK if hopeful else 0, over=over)
-    return way
-
-
-def effort(request: PlanRequest, way: Strategy) -> int:
-    """Micro-batches, times blocks, of the orders that are made and played, about."""
-    positions = way.divided_over(request.topology)
-    each = -(-request.micro_batches_of(way) * positions // request.topology.world_size)
-    return min(each, 2 * searched(positions)) * len(request.model.blocks)
-
-
-def long(request: PlanRequest, way: Strategy) -> bool:
-    """True if making and playing orders takes seconds."""
-    return effort(request, way) > QUICK_EFFORT
-
-
-def changes(
-    request: PlanRequest, step: StepSpec, worth: Callable[[str], bool], *, budget: int = BUDGET
-) -> Iterator[dict[str, Any]]:
-    """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others.
-
-    Args:
-        worth: says whether recomputing so could gain anything.
-        budget: for a search for stages, of which the first one had ``QUICK``.
-    """
-    strategy, layers = step.strategy, request.model.num_layers
-    assert isinstance(strategy, ActivationPipeline)
-    ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.arranges else []
-    thorough = strategy.searches_stages and budget > QUICK
-    for recompute in filter(worth, (*ways, *(["full"] if thorough else []), "none")):
-        with suppress(UserError):  # memory for no order of what layers would keep
-            pipeline = _made(request, strategy, recompute, budget=budget) if strategy.arranges else None
-            yield {"recompute": recompute} | (_found(pipeline) if pipeline else {})
-            if pipeline and thorough and recompute == "full":
-                less = _made(request, strategy, recompute, budget=budget, memory=_less(request, pipeline))
-                yield {"recompute": recompute} | _found(less)
-    if strategy.improves and request.memory_bytes and worth("none"):
-        with suppress(UserError):  # memory for no choice
-            yield from _layer_by_layer(request, strategy)
-
-
-def _layer_by_layer(request: PlanRequest, strategy: ActivationPipeline) -> Iterator[dict[str, Any]]:
-    """Settings in which every layer keeps, offloads or computes again what suits it, on stages that are made for that,
-    in an order that a solver has had some seconds for, where it is installed.
-    """
-    positions = strategy.positions(request.topology)
-    count = -(-request.micro_batches // positions.replicas)
-    if count > searched(positions.size):
-        return
-    options = {how: pipeline_costs(request, positions, how) for how in RECOMPUTE}
-    boundary = request.profile.memory.boundary * request.size.tokens
-    memory = min(costs.memory for costs in options.values())
-    blocks = len(request.model.blocks)
-    layouts = [Layout.even(blocks, positions.size)]
-    if blocks - 2 >= 2 * positions.size:
-        layouts.append(Layout.even(blocks, positions.size, 2, folded=True))
-    for _ in range(2):
-        limited = {how: replace(costs, memory=memory) for how, costs in options.items()}
-        kept = SEARCH().choose(limited, layouts, count, tries=KEEP_TRIES)
-        layout, order = kept.choice.layout, kept.order
-        if has_solver():
-            order = SEARCH().solve(layout, kept.costs, count, order, seconds=SOLVE_S).order
-        changes = {
-            "recompute": kept.choice.recompute,
-            "stages": f"{positions.axis}:{layout}",
-            "block_times": spell_times(kept.costs),
-            "pipeline_order": str(order),
-        }
-        settings = replace(request.settings, strategy=strategy.name, **changes)
-        over = memory_quickly(request, request.step(settings)).wanted - request.memory_bytes
-        if over <= 0:
-            yield changes
-            return
-        memory -= over // boundary + 1
-
-
-def solved(step: StepSpec) -> bool:
-    """True if a solver has had some seconds for the order of a step."""
-    return bool(step.settings.pipeline_order) and has_solver()
-
-
-def has_solver() -> bool:
-    """True if orders are given to a solver."""
-    return find_spec("ortools") is not None
-
-
-def _found(pipeline: ActivationPipeline) -> dict[str, Any]:
-    return {"stages": pipeline.stages, "block_times": pipeline.block_times}
-
-
-def _less(request: PlanRequest, pipeline: ActivationPipeline) -> float:
-    """Memory of a position in which micro-batches may keep ``LESS`` of what they do: a search that has less to choose
-    from may find a shorter step.
-    """
-    positions = pipeline.positions(request.topology)
-    costs = pipeline.costs(request.model, positions)
-    count = -(-request.micro_batches_of(pipeline) // positions.replicas)
-    layout = pipeline.layout_of(request.model, positions)
-    order = pipeline.order(layout, costs, count if count <= searched(positions.size) else filling(positions.size))
-    peaks = zip(peak(layout, order, costs), costs.stages(layout).resident, strict=True)
-    whole, kept = max((whole, whole - resident) for whole, resident in peaks)
-    return math.floor(whole - (1 - LESS) * kept)
-
-
-def _made(
-    request: PlanRequest,
-    strategy: ActivationPipeline,
-    recompute: str,
-    *,
-    budget: int,
-    memory: float = math.inf,
-    over: Callable[[], bool] = lambda: False,
-) -> ActivationPipeline:
-    """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs.
-
-    Args:
-        memory: of a position, at most.
-        over: see ``made_for``.
-    """
-    positions = strategy.positions(request.topology)
-    costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
-    costs = replace(costs, memory=min(costs.memory, memory))
-    if strategy.improves:  # it counts what passes between positions itself
-        costs = replace(costs, memory=costs.memory + PASSING)
-    boundary = request.profile.memory.boundary * request.size.tokens
-    each = -(-request.micro_batches_of(strategy) // positions.replicas)
+    """``Strategy.made_for``, which refuses in words of the device's memory."""
     try:
-        for _ in range(TRIES):
-            if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
-                layout = SEARCH().generate(costs, positions.size, each, budget=budget)
-                stages = f"{positions.axis}:{layout}"
-            pipeline = replace(strategy, stages=stages, block_times=spell_times(costs))
-            if (lacking := _over(request, pipeline, recompute)) <= 0:
-                break
-            if over():
-                raise TooLong
-            costs = replace(costs, memory=max(0, costs.memory - lacking // boundary - 1))
+        return way.made_for(planner_of(request), hopeful=hopeful, stop=stop)
     except UserError as error:
         if not isinstance(error.need, MemoryOfPosition):
             raise
         there, need = f"{request.memory_bytes / 2**30:.4g} GiB", MemoryOfPosition(request.memory_bytes)
         raise UserError("memory of a device", there, "more, for a pipeline's stages", need=need) from error
-    return pipeline
-
-
-def _over(request: PlanRequest, way: ActivationPipeline, recompute: str) -> int:
-    """Bytes that a device lacks; none where its memory is not known."""
-    if not request.memory_bytes:
-        return 0
-    settings = replace(request.settings, strategy=way.name, recompute=recompute)
-    return memory_quickly(request, request.step(settings, way)).wanted - request.memory_bytes
-
-
-def as_published(request: PlanRequest, way: Strategy) -> Iterator[Strategy]:
-    """A pipeline that looks for its stages with those of published orders instead, as far as these fit: in the memory
-    that they take, what is made for costs is no longer. The plan's clock knows what a search for stages does not, such
-    as links that several positions share.
-    """
-    assert isinstance(way, ActivationPipeline)
-    if way.block_times:
-        return
-    positions = way.positions(request.topology)
-    costs = pipeline_costs(request, positions, "full")
-    count = min(-(-request.micro_batches_of(way) // positions.replicas), filling(positions.size))
-    for name in ("interleaved-1f1b", "1f1b"):
-        fixed = strategies()[name].configured(replace(request.settings, stages=positions.axis))
-        assert isinstance(fixed, ActivationPipeline)
-        with suppress(UserError):
-            if _over(request, fixed, "full") <= 0:
-                layout = fixed.layout_of(request.model, positions)
-                most = max(costs.memory, *peak(layout, fixed.order(layout, costs, count), costs))
-                times = spell_times(replace(costs, memory=most))
-                yield replace(way, stages=f"{positions.axis}:{layout}", block_times=times)
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:

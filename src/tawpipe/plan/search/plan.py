@@ -12,12 +12,10 @@ import yaml
 
 from tawpipe.console import columns, span
 from tawpipe.errors import UserError
-from tawpipe.extras import install_hint
 from tawpipe.plan.cost.feasible import QUICK_PLAYED, gib, plays, shortage
 from tawpipe.plan.cost.predict import Needs, bound_of, predict
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.candidate import GAIN, Candidate
-from tawpipe.plan.search.pipelines import has_solver, solved
 from tawpipe.plan.search.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.search.refine import settle
 
@@ -198,8 +196,8 @@ class Plan:
                 notes.append("chosen" if candidate.fits else "does not fit")
             elif any(candidate is other for other in self.as_fast):
                 notes.append("as fast")
-            if candidate.step is not None and candidate.step.strategy.arranges and not solved(candidate.step):
-                notes.append("heuristic order")
+            if candidate.step is not None and (remark := candidate.step.strategy.remark(candidate.step)):
+                notes.append(remark)
             cells = ["-" if row[name] is None else text(row[name]) for name, (_, text) in COLUMNS.items()]
             rows.append((candidate.strategy, *cells, ", ".join(notes)))
         if separator:
@@ -216,9 +214,9 @@ class Plan:
         yield from (f"{', '.join(names)}: {why}" for why, names in reasons.items())
         shown = {candidate.strategy for candidate in self.listed(everything=everything)}
         shown.update(*reasons.values())
-        improved = any(candidate.step and candidate.step.strategy.improves for candidate in self.candidates)
-        if improved and not has_solver():
-            yield f"solved: without a solver, as OR-tools is not installed ({install_hint('plan')})"
+        for candidate in self.candidates:
+            if candidate.step is not None and (missing := candidate.step.strategy.missing()):
+                yield f"{candidate.strategy}: {missing}"
         hidden = [candidate.strategy for candidate in self.candidates if candidate.strategy not in shown]
         if hidden:
             yield f"with --all: {', '.join(hidden)}"

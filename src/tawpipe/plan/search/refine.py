@@ -13,10 +13,10 @@ from tawpipe.errors import UserError
 from tawpipe.plan.cost.feasible import QUICK_PLAYED, fits, plays, with_settings
 from tawpipe.plan.cost.predict import Prediction, bound_of, memory_quickly, predict
 from tawpipe.plan.cost.request import PlanRequest
-from tawpipe.plan.search import pipelines
 from tawpipe.plan.search.candidate import GAIN, LATE, Candidate, Outlook
+from tawpipe.plan.search.pipelines import planner_of
 from tawpipe.plan.search.place import find_homes
-from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, QUICK_EFFORT
 from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import CodingTimes
@@ -44,7 +44,7 @@ def improve(
             if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
             with suppress(UserError):  # not for this strategy, or two settings that do not go together
-                if request.dealt and step.strategy.axis:  # other stages are dealt other bins
+                if request.dealt and step.divided_over > 1:  # other stages are dealt other bins
                     other = request.step(replace(step.settings, **change))
                 else:
                     other = with_settings(step, **change)
@@ -120,43 +120,21 @@ def coded(request: PlanRequest, candidate: Candidate) -> Candidate:
 
 def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
     """Settings that may be worth a try, where a step takes so long; a strategy refuses those that are not for it."""
-    settings, units, layers = step.settings, len(request.model.units), request.model.num_layers
-    strategy = step.strategy
-    if Kind.WEIGHT not in strategy.travels:
+    planner = planner_of(request)
+    effort = step.strategy.effort(request.model, request.topology, request.micro_batches_of(step.strategy))
 
-        def worth(recompute: str) -> bool:
-            """True if computing alone takes less, so that a step may; and if what is made anew could then be best. It
-            takes seconds to make, and is not begun late.
-            """
-            if strategy.arranges and outlook.over(LATE):
-                return False
-            bound = bound_of(request, with_settings(step, recompute=recompute))
-            if bound >= seconds * (1 - GAIN):
-                return False
-            before = bound_of(request, step)  # 0 where nothing was timed
-            expected = seconds * bound / before if before else seconds
-            hopeful = expected < outlook.ahead * NEAR
-            return not strategy.arranges or not outlook.why_not(request, strategy, hopeful=hopeful)
+    def worth(recompute: str) -> bool:
+        """True if computing alone takes less, so that a step may; and if what is made anew could then be best. It
+        takes seconds to make, and is not begun late.
+        """
+        if effort and outlook.over(LATE):
+            return False
+        bound = bound_of(request, with_settings(step, recompute=recompute))
+        if bound >= seconds * (1 - GAIN):
+            return False
+        before = bound_of(request, step)  # 0 where nothing was timed
+        expected = seconds * bound / before if before else seconds
+        return not outlook.why_not(effort, hopeful=expected < outlook.ahead * NEAR)
 
-        budget = pipelines.QUICK if pipelines.long(request, strategy) else pipelines.BUDGET
-        yield from pipelines.changes(request, step, worth, budget=budget)
-        return
-    for name in ("look_ahead", "gradient_buffers"):
-        yield {name: getattr(settings, name) + 1}
-    if request.topology.num_nodes > 1:
-        yield from ({"step_cache": more} for more in (units // 4, units // 2, units) if more > step.step_cache)
-    if settings.gradients_scope == "visit" and step.rounds > 1:
-        yield {"gradients_scope": "step"}
-    offloaded = settings.offloaded_layers
-    for fewer in (0, offloaded // 2, offloaded * 3 // 4):
-        if fewer < offloaded:
-            yield {"offloaded_layers": fewer}
-    if settings.sequence_chunk:
-        yield from ({"sequence_chunk": size} for size in request.chunks if size != settings.sequence_chunk)
-    if offloaded and not settings.sequence_chunk:  # what layers keep waits there in the place of their inputs
-        yield from ({"recompute": recompute} for recompute in ("selective", "none"))
-    if request.of(step).profile.memory.kept.get("attention", 1):  # none where no kernel's result could be kept
-        yield {"recompute": "selective"} | ({} if settings.sequence_chunk else {"offloaded_layers": 0})
-    for share in (4, 2, 1) if layers else ():
-        last = max(1, layers // share)
-        yield {"recompute": f"none:{last},full", "offloaded_layers": min(offloaded, layers - last)}
+    budget = QUICK if effort > QUICK_EFFORT else BUDGET
+    return step.strategy.changes(planner, step, worth, budget=budget)

@@ -35,14 +35,23 @@ from tawpipe.plan.cost.feasible import (
 from tawpipe.plan.cost.predict import Prediction, bound_of, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search import pipelines
-from tawpipe.plan.search.candidate import GAIN, LOOKING, MOST_EFFORT, PATIENCE_S, REST, TOO_LONG, Candidate, Outlook
+from tawpipe.plan.search.candidate import (
+    GAIN,
+    LOOKING,
+    MOST_EFFORT,
+    PATIENCE_S,
+    REST,
+    TOO_LONG,
+    Candidate,
+    Outlook,
+    TooLong,
+)
+from tawpipe.plan.search.pipelines import planner_of
 from tawpipe.plan.search.place import homes_by_memory
 from tawpipe.plan.search.refine import coded, improve, settle
 from tawpipe.plan.search.refused import in_plain_words
-from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import spell_homes
-from tawpipe.schedule.sharing import share_in_sets
-from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.schedule.step import StepSpec, Strategy, Trial
 from tawpipe.schedule.strategies.table import strategies
 
 HOPELESS = 1.35
@@ -82,18 +91,18 @@ def search(
         before, candidates = {candidate.strategy: candidate for candidate in candidates}, []
         for strategy in sorted(strategies().values(), key=lambda strategy: not strategy.usual):
             if strategy.candidate:
-                if strategy.name in before and asked.settings.host_homes == "all" and strategy.axis:
+                if strategy.name in before and asked.settings.host_homes not in strategy.host_levels:
                     candidates.append(before[strategy.name])  # it keeps its weights on devices
                     continue
-                axis, outlook.hopeful = _best_pipeline(candidates)
+                like, outlook.hopeful = _best_pipeline(candidates)
                 outlook.ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
                 if outlook.over(LOOKING):
                     candidates.append(Candidate(strategy.name, None, None, False, TOO_LONG))
                     continue
-                candidate = _best(asked, strategy, axis, outlook)
+                candidate = _best(asked, strategy, like, outlook)
                 if not outlook.hopeful and _best_pipeline([*candidates, candidate])[1]:
                     outlook.hopeful = True  # balanced, it is not far behind
-                    candidate = _best(asked, strategy, axis, outlook)
+                    candidate = _best(asked, strategy, like, outlook)
                 candidates.append(candidate)
     candidates.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     outlook.effort = MOST_EFFORT
@@ -115,16 +124,18 @@ def search(
     return sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 
-def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Outlook | None = None) -> Candidate:
+def _best(
+    request: PlanRequest, strategy: Strategy, like: Strategy | None = None, outlook: Outlook | None = None
+) -> Candidate:
     """The settings that suit a strategy, as long as nothing is improved one by one.
 
     Args:
-        axis: see ``pipelines.laid_out``.
+        like: see ``Strategy.trials``.
     """
     outlook = outlook or Outlook()
-    best = _best_of(request, strategy, axis, outlook)
+    best = _best_of(request, strategy, like, outlook)
     spread = "sequence_ranks" not in strategy.refusals and (request.leaves_idle or not _on_device(best))
-    for other in _spread(request, strategy, axis, outlook, best) if spread else ():
+    for other in _spread(request, strategy, like, outlook, best) if spread else ():
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -133,19 +144,22 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
             better = _peak(other) < _peak(best)
         best = other if better else best
     # Seconds of what does not fit are asked for in ``_best_pipeline`` alone, and played in the end where that is quick.
-    if strategy.axis and outlook.ahead < math.inf and best.step and best.prediction and not best.prediction.timeline:
-        return replace(best, prediction=predict(request, best.step))
+    step, prediction = best.step, best.prediction
+    if step and prediction and not prediction.timeline and step.divided_over > 1 and outlook.ahead < math.inf:
+        return replace(best, prediction=predict(request, step))
     return best
 
 
-def _spread(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook, best: Candidate) -> list[Candidate]:
+def _spread(
+    request: PlanRequest, strategy: Strategy, like: Strategy | None, outlook: Outlook, best: Candidate
+) -> list[Candidate]:
     """Best candidates with several ranks to a row, the fewest ranks first; only the one with the most, which need the
     least memory each, if that is far from fitting.
 
     Args:
         best: the candidate with one rank to a row; if it fits, the limits of a search with something that fits hold.
     """
-    best_of = [partial(_best_of, request.with_ranks(ranks), strategy, axis, outlook) for ranks in request.sets]
+    best_of = [partial(_best_of, request.with_ranks(ranks), strategy, like, outlook) for ranks in request.sets]
     outlook.ahead = min(outlook.ahead, best.seconds if best.fits else math.inf)
     widest = [] if best.fits else [find() for find in best_of[-1:]]
     if any(least.prediction and not least.fits and _far_over(request, _peak(least)) for least in widest):
@@ -164,77 +178,77 @@ def _peak(candidate: Candidate) -> float:
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
-def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook) -> Candidate:
+def _best_of(request: PlanRequest, strategy: Strategy, like: Strategy | None, outlook: Outlook) -> Candidate:
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
-    refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
-    ways: list[Candidate] = []
-    every = pipelines.laid_out(request, strategy, axis)
-    for way in sorted(every, key=lambda way: _least(request, way, axis)):
-        if ways and outlook.over(LOOKING):
+    looked_at: list[Candidate] = []
+    for trial in sorted(strategy.trials(planner_of(request), like), key=lambda trial: trial.least_s):
+        if looked_at and outlook.over(LOOKING):
             break
-        other = way.axis and axis not in ("", way.axis) and pipelines.long(request, way)
-        if other and any(candidate.fits for candidate in ways):
+        fitting = [candidate.seconds for candidate in looked_at if candidate.fits]
+        if trial.spare and fitting:
             continue
         outlook.at(strategy.name)
-        most = min((candidate.seconds for candidate in ways if candidate.fits), default=outlook.ahead * HOPELESS)
-        why = ""
-        try:
-            why = too_large(request, way.divided_over(request.topology))
-            if len(every) > 1 and not way.axis and not why:
-                why = _behind(request, way, outlook)
-            if way.arranges and not why:
-                why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
-            late = partial(outlook.over, LOOKING)
-            chosen = way if why else pipelines.made_for(request, way, hopeful=outlook.hopeful, over=late)
-            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, chosen, most))
-        except UserError as error:
-            ways.append(replace(refused, why_not=in_plain_words(error)))
-        except pipelines.TooLong:
-            ways.append(replace(refused, why_not=TOO_LONG))
-        behind = not ways[-1].fits or ways[-1].seconds > outlook.ahead
-        if way.searches_stages and behind and not why and outlook.hopeful:
-            with suppress(UserError):
-                ways += [_best_laid_out(request, other, most) for other in pipelines.as_published(request, way)]
-    if not ways:
-        return refused
+        looked_at += _look(request, trial, min(fitting, default=outlook.ahead * HOPELESS), outlook)
     return min(
-        ways, key=lambda candidate: (not candidate.fits, candidate.seconds if candidate.fits else _peak(candidate))
+        looked_at,
+        key=lambda candidate: (not candidate.fits, candidate.seconds if candidate.fits else _peak(candidate)),
+        default=Candidate(strategy.name, None, None, False, "a pipeline needs several devices"),
     )
+
+
+def _look(request: PlanRequest, trial: Trial, most: float, outlook: Outlook) -> list[Candidate]:
+    """The best settings of one way to lay a strategy out, and of what it offers instead where that is behind.
+
+    Args:
+        most: see ``_best_laid_out``.
+    """
+    way, planner = trial.strategy, planner_of(request)
+    refused = Candidate(way.name, None, None, False)
+
+    def stop() -> None:
+        if outlook.over(LOOKING):
+            raise TooLong
+
+    try:
+        why = too_large(request, way.divided_over(request.topology))
+        why = why or (_behind(request, way, outlook) if trial.must_gain else "")
+        if not why:
+            effort = way.effort(request.model, request.topology, request.micro_batches_of(way))
+            why = outlook.why_not(effort, hopeful=outlook.hopeful or trial.may_overtake)
+        if why:
+            return [replace(refused, why_not=why)]
+        fitted = pipelines.made_for(request, way, hopeful=outlook.hopeful, stop=stop)
+        first = _best_laid_out(request, fitted, most)
+    except UserError as error:
+        first = replace(refused, why_not=in_plain_words(error))
+    except TooLong:
+        first = replace(refused, why_not=TOO_LONG)
+    if outlook.hopeful and (not first.fits or first.seconds > outlook.ahead):
+        with suppress(UserError):
+            return [first, *(_best_laid_out(request, other, most) for other in way.instead(planner))]
+    return [first]
 
 
 def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
     """Why one of several ways to lay out weights that travel cannot be the best of all, or nothing."""
     if outlook.ahead == math.inf:
         return "not looked at: it needs more memory than tawpipe-spread"
-    fewest = replace(request.settings, strategy=way.name, micro_batches_per_visit=_per_visit(request)[-1])
+    fewest = replace(request.settings, strategy=way.name, micro_batches_per_visit=_visits(request, way)[-1])
     bound = bound_of(request, request.step(fewest, way))
     if bound > outlook.ahead * (1 - WORTH):
         return f"not looked at: computing and links alone take {span(bound)} a step"
     return ""
 
 
-def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
-    """(what the best pipeline so far is laid over, whether it is not far behind the best of all); of none so far what
-    leaves all open.
-    """
-    pipelined = [candidate for candidate in candidates if candidate.step is not None and candidate.step.strategy.axis]
+def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[Strategy | None, bool]:
+    """(the best pipeline so far, if one fits; whether it is not far behind the best of all)."""
+    pipelined = [candidate for candidate in candidates if candidate.step and candidate.step.divided_over > 1]
     ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
     best = min(pipelined, key=lambda candidate: (not candidate.fits, candidate.seconds), default=None)
     if best is None or not best.fits:  # what is made for the memory that there is may fit, and laid out otherwise
-        return "", best is None or best.seconds < ahead * HOPELESS
+        return None, best is None or best.seconds < ahead * HOPELESS
     assert best.step is not None
-    return best.step.strategy.axis, best.seconds < ahead * HOPELESS
-
-
-def _least(request: PlanRequest, way: Strategy, axis: str) -> float:
-    """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made; none
-    for the one that suits another pipeline best.
-    """
-    if not way.axis or way.arranges or way.axis == axis:
-        return 0.0
-    with suppress(UserError):
-        return bound_of(request, request.step(replace(request.settings, strategy=way.name), way))
-    return math.inf
+    return best.step.strategy, best.seconds < ahead * HOPELESS
 
 
 def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.inf) -> Candidate:
@@ -245,7 +259,7 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
     """
     refused = Candidate(strategy.name, None, None, False)
     base = replace(request.settings, strategy=strategy.name)
-    visits = _per_visit(request) if Kind.WEIGHT in strategy.travels else [1]
+    visits = _visits(request, strategy)
     try:
         options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in visits]
         if why := unplayed(request, options[0]):
@@ -366,8 +380,5 @@ def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int
         yield from ((step, layers) for step in options)
 
 
-def _per_visit(request: PlanRequest) -> list[int]:
-    """1, 2, 4, ... up to all micro-batches of the device that has most."""
-    most = max(1, *map(len, share_in_sets(request.micro_batches, request.topology, request.settings)))
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
-    return [*powers, most]
+def _visits(request: PlanRequest, strategy: Strategy) -> Sequence[int]:
+    return strategy.visits(request.micro_batches, request.topology, request.settings)

@@ -11,6 +11,11 @@ BUDGET = 2_000_000
 QUICK = BUDGET // 10
 """Of a search where it is to be seen whether it is worth one that takes longer, or that every rank repeats."""
 
+QUICK_EFFORT = 2_000
+"""Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
+PASSING = 3
+"""Boundary activations, and gradients of them, that come and go while a stage computes."""
+
 
 def searched(positions: int) -> int:
     """The most micro-batches of a pipeline for which an order is looked for; a longer one goes on periodically."""

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
+from typing import Any
 
 from tawpipe.dealing.balance import Bins, LayerTime
 from tawpipe.errors import UserError
-from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.limits import QUICK_EFFORT, searched
 from tawpipe.schedule.pipelines.links import Listed
 from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
@@ -26,7 +27,7 @@ from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.step import Planner, Schedule, StepSpec, Strategy, Trial
 from tawpipe.topology import Topology
 
 KEPT = 64
@@ -62,7 +63,9 @@ class ActivationPipeline(Strategy):
     given: str = ""
     device_speeds: str = ""
 
-    travels = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT))
+    host_levels = ("none", "state")
+    cuts_documents = True
+    rounds_held = 3
     uses = ("stages", "block_times", "pipeline_order")
     orders_host = True
     refusals = {
@@ -90,6 +93,10 @@ class ActivationPipeline(Strategy):
     def listed(self, layout: Layout, costs: PipelineCosts) -> Listed | None:
         """See ``PipelineShape``."""
         return None
+
+    def by_speed(self, layout: Layout, speeds: Sequence[float]) -> Layout:
+        """Its usual stages on positions of several speeds."""
+        return layout.by_speed(speeds)
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
         """(micro-batches that are played at least, those of a round) of a pipeline of so many, see ``extended``."""
@@ -235,16 +242,44 @@ class ActivationPipeline(Strategy):
             replace(self.shape(step.model, step.topology), order_of=lambda _: order), step, training=True
         )
 
-    def check(self, step: StepSpec) -> None:
-        super().check(step)
-        if step.shared is not None and self.improves:
-            expected = "generated where documents are dealt by time: its order may be that of bins; or --packing split"
-            raise UserError("schedule.strategy", self.name, expected)
-
-    def layouts(self, topology: Topology) -> Sequence[Strategy]:
+    def layouts(self, topology: Topology) -> Sequence[ActivationPipeline]:
         axes = [self.axis] if self.stages else [axis for axis in AXES if Positions(topology, axis).size > 1]
         sizes = {Positions(topology, axis).size: axis for axis in reversed(axes)}
         return [replace(self, stages=self.stages or axis) for axis in axes if axis in sizes.values()]
+
+    def trials(self, planner: Planner, like: Strategy | None) -> Sequence[Trial]:
+        """All ways, that of the best pipeline so far first; others only in its place where orders take long."""
+        axis = like.axis if isinstance(like, ActivationPipeline) else ""
+        return [
+            Trial(way)
+            if way.axis == axis
+            else Trial(way, least_s=way.least_s(planner), spare=bool(axis) and way.takes_long(planner))
+            for way in self.layouts(planner.topology)
+        ]
+
+    def least_s(self, planner: Planner) -> float:
+        """Seconds that a step needs at least, as far as that is known before anything is made."""
+        return planner.least_s(self)
+
+    def playing(self, model: ModelSpec, topology: Topology, count: int) -> int:
+        """Micro-batches, times blocks, of its orders that are played, about."""
+        positions = self.divided_over(topology)
+        each = -(-count * positions // topology.world_size)
+        return min(each, 2 * searched(positions)) * len(model.blocks)
+
+    def takes_long(self, planner: Planner) -> bool:
+        """True if making and playing orders takes seconds."""
+        return self.playing(planner.model, planner.topology, planner.micro_batches_of(self)) > QUICK_EFFORT
+
+    def visits(self, count: int, topology: Topology, settings: ScheduleSettings) -> Sequence[int]:
+        return [1]
+
+    def changes(
+        self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
+    ) -> Iterator[dict[str, Any]]:
+        layers = step.model.num_layers
+        ways = (*(f"none:{max(1, layers // share)},full" for share in (4, 2)), "none")
+        yield from ({"recompute": recompute} for recompute in filter(worth, ways))
 
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
         """A round here is as many micro-batches of a pipeline as it has positions, or what its order repeats; each
@@ -285,7 +320,7 @@ def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions
     given, size = strategy.stages.partition(":")[2], positions.size
     if not given:
         layout, speeds = strategy.usual_layout(model, positions), strategy.speeds(positions)
-        return layout.by_speed(speeds) if speeds and not strategy.searches_stages else layout
+        return strategy.by_speed(layout, speeds) if speeds else layout
     layout = Layout.parse(given, len(model.blocks))
     if layout.size != size:
         raise UserError("schedule.stages", given, f"{size} positions, as there are {size} to lay it over")

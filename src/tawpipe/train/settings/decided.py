@@ -54,7 +54,7 @@ class BatchShape:
         cap = config.bin_tokens or max(usual, ceil(longest / ranks))
         rounds = ceil(tokens / (cap * world_size))
         rows = max(1, rounds * world_size // ranks)
-        slices = bool(find(config.schedule.strategy).axis)
+        slices = find(config.schedule.strategy).cuts_documents
         return cls(packing, rows, cap * ranks, config.micro_batch, tokens, longest, cap, ranks, slices)
 
     @property
