@@ -129,6 +129,15 @@ def test_commits_are_checked_by_the_ruff_that_is_installed():
     assert pinned and revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{pinned[1]}"
 
 
+def test_six_paths_lead_through_at_most_twelve_files_each():
+    paths = (
+        _text("docs/design.md").partition("## Six paths through the code")[2].partition("\n## ")[0].split("\n**")[1:]
+    )
+    files = [set(re.findall(r"`([a-z_/]+\.py)`", path)) for path in paths]
+    assert len(paths) == 6 and max(map(len, files)) <= 12
+    assert [file for of_path in files for file in sorted(of_path) if not (ROOT / "src/tawpipe" / file).is_file()] == []
+
+
 def test_the_version_is_the_same_everywhere():
     citation = _yaml("CITATION.cff")
     assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
