@@ -2,10 +2,12 @@
 
     python benchmarks/house.py [src]
 
-Counts code lines (without docstrings, comments, blank lines and imports) of every room, docstrings, names of classes
-that exist twice, assigned names that say nothing, and the stops of a walk: from ``train.run.run`` and its like, every
-call that passes settings on (``TrainConfig``, or one of its groups), each callee walked once. What settings are is read
-from annotations, so the walk sees what a reader sees; a value of one setting (``config.seed``) is no longer settings.
+Counts code lines (without docstrings, comments, blank lines and imports) of every room beside its ceiling, those of
+benchmarks, files of the largest folder, parameters of ``Pipeline``, reads of what a strategy is by others, docstrings,
+names of classes that exist twice, assigned names that say nothing, and the stops of a walk: from ``train.run.run`` and
+its like, every call that passes settings on (``TrainConfig``, or one of its groups), each callee walked once. What
+settings are is read from annotations, so the walk sees what a reader sees; a value of one setting (``config.seed``) is
+no longer settings.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROPERTIES = ("axis", "travels", "splits", "orders_host", "arranges", "searches_stages", "improves")
+"""Properties of a strategy that only ``schedule`` reads."""
 FILLERS = ("one", "own", "found", "made")
 """Names that say nothing of what they stand for."""
 BEGIN = "TrainConfig"
@@ -178,16 +185,62 @@ def assigned(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-def main() -> None:
-    modules = modules_of(Path(sys.argv[1] if sys.argv[1:] else "src"))
+def rooms_of(modules: dict[str, Module]) -> dict[str, int]:
+    """Code lines of every room, the part of a name after the package."""
     rooms: dict[str, int] = defaultdict(int)
     for name, module in modules.items():
         rooms[".".join(name.split(".")[:2])] += module.code_lines
+    return dict(rooms)
+
+
+def ceilings() -> dict[str, int]:
+    """Code lines that a room may have (benchmarks/ceilings.yaml)."""
+    return yaml.safe_load((REPOSITORY / "benchmarks" / "ceilings.yaml").read_text(encoding="utf-8"))
+
+
+def properties_read(modules: dict[str, Module]) -> list[str]:
+    """Reads of ``PROPERTIES`` outside ``schedule``, but for those of positions, which have an axis as well."""
+    outside = {name: module for name, module in modules.items() if name.startswith("tawpipe.")}
+    reads = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name, module in outside.items()
+        if not name.startswith("tawpipe.schedule.")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in PROPERTIES and isinstance(node.ctx, ast.Load)
+    ]
+    return [read for read in reads if "positions." not in read]
+
+
+def largest_folder(source: Path) -> tuple[int, str]:
+    """Python files directly in the folder that has most of them, and its name."""
+    counts = Counter(path.parent.relative_to(source).as_posix() for path in (source / "tawpipe").rglob("*.py"))
+    return max((count, folder) for folder, count in counts.items())
+
+
+def parameters_of_pipeline(modules: dict[str, Module]) -> int:
+    """Parameters of ``Pipeline.__init__``, ``self`` among them."""
+    start = Walk(modules).scopes["tawpipe.pipeline.pipeline", "Pipeline.__init__"]
+    assert isinstance(start, ast.FunctionDef)
+    return len([*start.args.posonlyargs, *start.args.args, *start.args.kwonlyargs])
+
+
+def main() -> None:
+    source = Path(sys.argv[1] if sys.argv[1:] else "src")
+    modules, most = modules_of(source), ceilings()
+    rooms = rooms_of(modules)
     for room, lines in sorted(rooms.items()):
-        print(f"{lines:7,} {room}")
+        print(f"{lines:7,} {room}" + (f", at most {most[room]:,}" if room in most else ""))
     for package in sorted({room.split(".")[0] for room in rooms}):
         print(f"{sum(lines for room, lines in rooms.items() if room.split('.')[0] == package):7,} in {package}")
     print(f"{sum(rooms.values()):7,} code lines")
+    scripts = [*(REPOSITORY / "benchmarks").glob("*.py")]
+    lines = sum(Module(path.stem, ast.parse(text := path.read_text("utf-8")), text).code_lines for path in scripts)
+    print(f"{lines:7,} in {len(scripts)} scripts of benchmarks, gpu/ apart")
+    folders = sum(path.is_dir() for path in (REPOSITORY / "benchmarks" / "results").iterdir())
+    print(f"{folders:7,} folders of results")
+    print("{:7,} files directly in {}".format(*largest_folder(source)))
+    print(f"{parameters_of_pipeline(modules):7,} parameters of Pipeline.__init__")
+    print(f"{len(properties_read(modules)):7,} reads of what a strategy is, outside of schedule")
     nodes = [node for module in modules.values() for node in ast.walk(module.tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     said = sum(ast.get_docstring(node) is not None for node in functions)

@@ -1,4 +1,4 @@
-"""What the house may not go back to: classes of one name, names that say nothing, a long way of the settings."""
+"""The house may not go back to classes of one name, names that say nothing, a long way of the settings, full rooms."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from house import FILLERS, Module, Walk, assigned, modules_of
+from house import (
+    FILLERS,
+    Module,
+    Walk,
+    assigned,
+    ceilings,
+    largest_folder,
+    modules_of,
+    parameters_of_pipeline,
+    properties_read,
+    rooms_of,
+)
 
 MOST_FILLERS = 0
 MOST_STOPS = 51
 
 
+SOURCE = Path(__file__).parents[2] / "src"
+MOST_FILES, MOST_PARAMETERS = 20, 12
+
+
 @pytest.fixture(scope="module")
 def modules() -> dict[str, Module]:
-    return modules_of(Path(__file__).parents[2] / "src")
+    return modules_of(SOURCE)
 
 
 def test_no_two_classes_have_one_name(modules):
@@ -32,7 +47,28 @@ def test_no_name_says_nothing(modules):
     assert len(fillers) <= MOST_FILLERS, fillers
 
 
+def test_only_schedules_read_the_properties_of_a_strategy(modules):
+    """Others ask a strategy, or a step, what they want to know."""
+    assert properties_read(modules) == []
+    text = "if strategy.axis and positions.axis and strategy.improves: strategy.splits = True"
+    reads = properties_read({"tawpipe.plan": Module("tawpipe.plan", ast.parse(text), text)})
+    assert [read.split()[1] for read in reads] == ["strategy.axis", "strategy.improves"]
+
+
 def test_settings_go_a_short_way(modules):
     walk = Walk(modules)
     walk.follow(("tawpipe.train.run", "run"), {})
     assert 10 < len(walk.stops) <= MOST_STOPS
+
+
+def test_every_room_stays_below_its_ceiling(modules):
+    """A line of benchmarks/ceilings.yaml is raised only in a commit that says what pays for it."""
+    rooms, most = rooms_of(modules), ceilings()
+    assert set(most) == set(rooms)
+    assert {room: lines for room, lines in rooms.items() if lines > most[room]} == {}
+
+
+def test_no_folder_is_full_and_the_front_door_is_narrow(modules):
+    count, folder = largest_folder(SOURCE)
+    assert count <= MOST_FILES, folder
+    assert parameters_of_pipeline(modules) <= MOST_PARAMETERS

@@ -94,7 +94,7 @@ def test_it_is_a_row_of_a_plan(capsys):
 
 @pytest.mark.slow
 def test_a_plan_chooses_it_where_nothing_is_faster(capsys):
-    """Where an optimizer needs whole matrices, on one node: its bytes are those of ``tawpipe-whole``, and so its step."""
+    """On one node, for an optimizer of whole matrices: its bytes are those of ``tawpipe-whole``, and so its step."""
     words = "--model tiny --vocab-size 500 --topology 1x4 --device-name A100 --optimizer muon --global-batch 4 --json"
     assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--sequence-length", "8192", "--all"]) == 0
     plan = json.loads(capsys.readouterr().out)
