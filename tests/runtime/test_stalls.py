@@ -97,8 +97,8 @@ class CountedStore(HashStore):
 
 
 def test_ranks_tell_each_other_with_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "SETTLE_S", 0.2)
-    monkeypatch.setattr(stalls, "ANSWERS_S", 0.5)
+    monkeypatch.setattr(stalls, "SETTLE_S", 0.5)
+    monkeypatch.setattr(stalls, "ANSWERS_S", 1.5)
     store, rank_count = CountedStore(), 9
     everyone = [Others(lambda: store, rank, rank_count) for rank in range(rank_count)]
     assert not any(others.ask for others in everyone)
