@@ -104,7 +104,7 @@ HALVES = {"all": False, "last half": True}
 
 
 class Result(NamedTuple):
-    """What a step of a rival says; see `tawpipe.runtime.executor.StepResult`."""
+    """Result of a rival's step; see `tawpipe.runtime.homes.step_result.StepResult`."""
 
     loss: float
     grad_norm: float

@@ -49,7 +49,7 @@ class CannotRun(Exception):
 
 
 class Result(NamedTuple):
-    """What a step says."""
+    """Loss and gradient norm of a step."""
 
     loss: float
     norm: float
@@ -74,7 +74,7 @@ class Shape:
 
     @property
     def numbers(self) -> str:
-        """What ``read`` reads."""
+        """Return the numbers that ``read`` reads."""
         return ",".join(map(str, astuple(self)[:-1]))
 
     @property
@@ -122,7 +122,7 @@ def row(shape: Shape, tokens: int) -> Tensor:
 
 
 class Elsewhere(saved_tensors_hooks):
-    """What autograd saves within it, in files of a folder, as under torch's ``save_on_cpu``.
+    """Context in which autograd saves tensors in files of a folder, as under torch's ``save_on_cpu``.
 
     That keeps everything where it is if the device is the CPU, and so does DeepSpeed's own context manager. This one
     takes less of the device than either would: it leaves nothing there for a while, and copies at once. A folder in
@@ -212,7 +212,7 @@ class WithTiledLoss(WithLoss):
 
 
 class WithSharedRow(WithTiledLoss):
-    """The same on this process's part of the row, which is filled up until all parts are equal."""
+    """Hugging Face's model on this process's part of the row, which is filled up until all parts are equal."""
 
     def forward(self, ids: Tensor) -> Tensor:
         ranks, counted = dist.get_world_size(), ids.numel() - len(ids)
@@ -267,13 +267,13 @@ class HuggingFace:
 
 
 class ChunkedLoss(HuggingFace):
-    """The same with a chunked loss."""
+    """The model with a chunked loss."""
 
     loss = WithChunkedLoss
 
 
 class Fsdp2(ChunkedLoss):
-    """The same under ``fully_shard``, every layer a unit; every process has a row of its own, of the same tokens."""
+    """The model under ``fully_shard``, each layer a unit. Each process has a row of its own, with equal tokens."""
 
     def prepare(self, model: Any) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -284,7 +284,7 @@ class Fsdp2(ChunkedLoss):
 
 
 class DeepSpeed(HuggingFace):
-    """The same with DeepSpeed's tiled MLP and tiled loss."""
+    """The model with DeepSpeed's tiled MLP and tiled loss."""
 
     loss = WithTiledLoss
 

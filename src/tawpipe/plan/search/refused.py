@@ -9,7 +9,7 @@ from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED
 
 
 def in_plain_words(error: UserError) -> str:
-    """What a strategy would need that is not there, without the name of the strategy.
+    """Say what a strategy lacks here, without the name of the strategy.
 
     >>> in_plain_words(UserError("layers of the model", 4, "at least 8, one for each stage", need=LeastLayers(8)))
     'at least 8 layers are needed'
