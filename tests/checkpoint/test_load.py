@@ -228,8 +228,8 @@ def test_a_momentum_that_is_switched_on_in_a_bad_step_begins_with_the_next_gradi
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        (plain, adamw(), "saved with SGD, here it is AdamW"),
-        (adamw(), partial(torch.optim.Adam, lr=0.1), "saved with AdamW, here it is Adam"),
+        (plain, adamw(), "saved with SGD, loaded into AdamW"),
+        (adamw(), partial(torch.optim.Adam, lr=0.1), "saved with AdamW, loaded into Adam"),
         (momentum, adamw(), "SGD"),
         (adamw(), plain, "AdamW"),
         (plain, momentum, None),

@@ -115,5 +115,5 @@ def test_a_run_keeps_the_groups_of_its_checkpoint_and_says_so(kind, tmp_path, ca
     for flags in (("--dry-run",), ()):
         capsys.readouterr()
         assert main([*words, "--steps", "2", *flags]) == 0
-        assert "optimizer groups: by shapes, as the checkpoint" in "".join(capsys.readouterr())
+        assert "optimizer groups: by shapes, as in the checkpoint" in "".join(capsys.readouterr())
     assert read_manifest(complete_states(states)[-1])["groups"] == "shapes"

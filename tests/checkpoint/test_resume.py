@@ -223,7 +223,7 @@ def test_states_without_their_manifest_are_passed_over_and_said(history, tmp_pat
     begins = choose(tmp_path, "auto", disk, None, restarts=0)
     left = [step for step in (10, 20, 30) if step not in lost]
     assert (begins.state.step if begins.state else 0) == max(left, default=0)
-    instead = f"{disk.folder / f'step-000000{max(left)}'} is used instead" if left else "the run starts anew"
+    instead = f"{disk.folder / f'step-000000{max(left)}'} is used instead" if left else "the run starts at step 0"
     for step, line in zip(reversed(lost), begins.notices, strict=True):
         assert line.startswith(f"passed over step-000000{step}: ") and MARKER in line and line.endswith(f"; {instead}")
     if left:  # a look says as much
@@ -247,7 +247,7 @@ def test_a_digit_that_turns_over_in_the_record_is_found(history):
     marker.write_text(marker.read_text().replace('"samples": 30', '"samples": 31'))
     found = find(Disk(history / "checkpoints", ALONE), "auto")
     assert found.source is not None and found.source.step == 20
-    assert "its checksum is another one" in found.passed_over[0]
+    assert "differs; expected a sound one" in found.passed_over[0]
 
 
 def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):

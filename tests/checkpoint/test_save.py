@@ -67,7 +67,7 @@ def test_a_file_in_the_way_is_named(pipeline, tmp_path):
 
 def test_numbers_that_are_none_are_not_saved(pipeline, tmp_path):
     next(iter(pipeline.storage.master.values()))[3] = float("nan")
-    with pytest.raises(RunError, match="not finite; it is not saved"):
+    with pytest.raises(RunError, match="not finite; not saved"):
         pipeline.save(tmp_path / "one")
     assert not list(tmp_path.iterdir())
 
@@ -109,7 +109,7 @@ def test_a_disk_that_keeps_other_bytes_is_found_out(pipeline, tmp_path, monkeypa
 
     pipeline.save(tmp_path / "good")
     monkeypatch.setattr(os, "posix_fadvise", from_the_disk)
-    with pytest.raises(RunError, match="the disk gives back other bytes than were written"):
+    with pytest.raises(RunError, match="the bytes read back from the disk differ from the bytes written"):
         pipeline.save(tmp_path / "bad")
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     assert "checksum" in damage(tmp_path / "good", read_manifest(tmp_path / "good"), [0])
