@@ -100,12 +100,12 @@ def run_case(bench: Bench, topology: str, kind: str, place: str, expected: list[
         problems.append("it had to be ended by force")
     if fingerprint(output) != expected:
         problems.append("other weights")
-    if max(repeated, default=0) > MOST_REPEATED + (kind == "bitflip") * EVERY:  # the damaged one is passed over
+    if max(repeated, default=0) > MOST_REPEATED + (kind == "bitflip") * EVERY:  # the damaged one is skipped
         problems.append("too many steps repeated")
     needed = 1 + (kind in ENDS and (place, kind) != ("save", "error")) + (place == "load" or (place, kind) == SPOILED)
     if kind != "bitflip" or place == "save":
         problems += ["the fault has not happened"] if len(starts) < needed else []
-    if (place, kind) == SPOILED and not any("passed over" in one.output for one in starts):
+    if (place, kind) == SPOILED and not any("skipped step-" in one.output for one in starts):
         problems.append("the fault has not happened")
     for path in complete_states(output / "checkpoints"):
         record = read_manifest(path)

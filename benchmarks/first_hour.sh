@@ -46,7 +46,7 @@ type_in 0 "tawpipe doctor" "--nproc 2"
 test "$(ls)" = "$(printf 'env\nexamples\nlast.txt\n%s' "$(ls | grep transcript || true)" | sed '/^$/d')" || fail "doctor left a file"
 
 tell "What would a run do here?"
-type_in 0 "tawpipe train --dry-run" "nothing speaks against this run" "memory there" "disk +"
+type_in 0 "tawpipe train --dry-run" "all checks passed" "available memory" "disk +"
 
 tell "Mistakes"
 type_in 2 "tawpipe train --lr 1e-4" "--learning-rate"
@@ -69,7 +69,7 @@ kill -KILL "$worker"
 wait $run && fail "a run without one of its processes was to fail"
 say "(process $worker was killed by hand after step 12)"
 sed "s#$prefix#/usr#g" first.log | tee -a "$transcript"
-grep -q "To go on from there: tawpipe train" first.log || fail "it was to say how to go on"
+grep -q "To resume from there: tawpipe train" first.log || fail "it was to say how to go on"
 type_in 0 "tawpipe checkpoint list runs/first" "step 12"
 type_in 0 "tawpipe export runs/first" "the model of runs/first/checkpoints/step-000000"
 type_in 0 "tawpipe train --config runs/first/config.yaml --resume auto" "resumed from" "step 24/24" "runs/first/model"
@@ -83,7 +83,7 @@ type_in 0 "tawpipe train --model small-model --data examples/chats.jsonl --seque
 --learning-rate 0.01 --epochs 30 --output tuned" "adapter: LoRA of rank 16" "sample +'.*capital"
 type_in 0 "tawpipe chat tuned --prompt 'What is the capital of Norila?' --tokens 16 --temperature 0" "Limaro"
 type_in 0 "tawpipe train --config examples/recipes/qwen3-8b.yaml --config examples/recipes/qlora.yaml --model small-model \
---data examples/chats.jsonl --dry-run" "nothing speaks against this run"
+--data examples/chats.jsonl --dry-run" "all checks passed"
 
 tell "Would a cluster do it?"
 type_in 0 "tawpipe plan --model llama-8b --topology 3x8@25gbit --device-name H100 --memory 80 --sequence-length 32768 --global-batch 96 --report plan.html --save plan.yaml" "chosen"

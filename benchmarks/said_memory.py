@@ -49,7 +49,7 @@ RUNS = {
 }
 """Name of a run -> its words besides ``COMMON``."""
 MIB = 2**20
-_SAID = re.compile(r"peak memory per process +(.+?); (\S+ \S+) were said")
+_SAID = re.compile(r"peak memory per process +(.+?) \(predicted (\S+ \S+);")
 _UNITS = {"MiB": MIB, "GiB": 2**30}
 
 
@@ -68,7 +68,7 @@ def text(path: Path, words: int = 60_000, *, uneven: bool = False) -> Path:
 def read(said: str) -> tuple[list[int], int]:
     """Bytes that every process has held, and those that were said, from what a run prints.
 
-    >>> read("  peak memory per process  1.50 GiB, 2.0 MiB; 1.00 GiB were said, the largest has taken 50.0% more")
+    >>> read("  peak memory per process  1.50 GiB, 2.0 MiB (predicted 1.00 GiB; the largest used 50.0% more)")
     ([1610612736, 2097152], 1073741824)
     """
     found = _SAID.search(said)
@@ -81,11 +81,13 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     """One of ``RUNS``, in a folder of its own."""
     source = "uneven.jsonl" if BINS in RUNS[name] else "text.jsonl"
     command = ["train", "--data", str(folder / source), *shlex.split(COMMON), *shlex.split(RUNS[name])]
+    page = folder / "page.html"
     command += ["--output", str(folder / name.replace(" ", "-")), "--cache-dir", str(folder / "cache")]
+    command += ["--report", str(page)]  # which says the parts
     done = subprocess.run([sys.executable, "-m", "tawpipe", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     peaks, said = read(done.stdout)
-    words = next(line for line in done.stdout.splitlines() if line.startswith("  memory "))
+    words = page.read_text(encoding="utf-8")
     parts = {part: size.group() for part in PARTS if (size := re.search(rf"[\d.]+ [MG]iB(?= {PARTS[part]})", words))}
     return {"name": name, "words": RUNS[name], "said": said, "peaks": peaks, "more": max(peaks) / said - 1} | {
         "parts": parts

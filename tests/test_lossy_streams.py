@@ -61,7 +61,7 @@ def test_lost_lines_are_said_once_and_counted(capsys):
                 console.line(f"line {number}")
             console.summary([("a", "b")])
             first, last = capsys.readouterr().err.splitlines()
-            assert "standard output takes no text from here on: " in first
+            assert "standard output accepts no more text: " in first
             assert "7 lines of standard output were lost" in last
         with pytest.raises(OSError, match="Broken pipe"):
             stream.close()

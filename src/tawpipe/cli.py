@@ -24,16 +24,16 @@ from tawpipe.options.library import as_option
 from tawpipe.streams import lossy, settle
 
 COMMANDS = {
-    "doctor": "say what is here, and measure the links between processes and nodes",
-    "prove": "check on these devices what the tests check elsewhere, and write one file",
-    "plan": "predict what every strategy would cost on some machines, and choose one",
+    "doctor": "show what is installed and measure the links between processes and nodes",
+    "prove": "check numbers, memory and speed on these devices, and write one file",
+    "plan": "predict the cost of every strategy on given machines, and choose one",
     "train": "train a causal language model; `tawpipe train --help` lists the settings",
-    "chat": "ask a trained model in the terminal",
-    "serve": "answer requests over HTTP, with the model on one process or its stages on several",
-    "export": "write the model of a run from a checkpoint, also of one that was interrupted",
+    "chat": "chat with a trained model in the terminal",
+    "serve": "serve a model over HTTP, in one process or split into stages over several",
+    "export": "export the model of a run from a checkpoint, also after an interruption",
     "checkpoint": "list, verify or prune the checkpoints of a run",
-    "trace": "show when everything in a recorded step ran: a picture and a trace to zoom into",
-    "open": "show the pages of a run, a plan, a recorded step or a comparison in a browser",
+    "trace": "draw the timeline of a recorded step: a picture and a trace to zoom into",
+    "open": "open the pages of a run, a plan, a recorded step or a comparison in a browser",
 }
 """The words after ``tawpipe``, each with its line in the help; the module of that name in ``commands`` has ``run``.
 
@@ -130,7 +130,7 @@ def _parser(others: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
         "--import",
         metavar="MODULE",
         dest="modules",
-        help="import a module, or a .py file, that brings strategies; after any command, too",
+        help="import a module or .py file that registers strategies (works after any command)",
     )
     parser.add_argument("--version", action="version", version=f"tawpipe {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

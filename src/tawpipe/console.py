@@ -10,11 +10,13 @@ under torchrun) need only erase the line they are in first, as :class:`AboveBar`
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
@@ -36,8 +38,13 @@ WIDTHS = (10, 30)
 """Characters that the bar itself has at least and at most; where there are fewer it is left out."""
 LONGEST_PROBLEM = 300
 """Characters of an error's text that are passed on."""
+QUIET_S = 10.0
+"""Seconds between two lines of ``progress`` where the output is no terminal."""
 progress = logging.getLogger("tawpipe.progress")
-"""Logger for lines about measuring and planning, which take a while. Only ``progress_to`` prints them."""
+"""Logger for lines about measuring and planning, which take a while. Only ``progress_to`` and ``passing`` print them.
+
+An info says what is being done and may be replaced by the next line. A warning is a fact and stays.
+"""
 
 
 class Console:
@@ -155,6 +162,12 @@ class Console:
             left = [f"{duration(left_s)} left"] if left_s is not None else []
             self.line(" | ".join([head, *said, *left, *([extra] if extra else [])]))
 
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Show the lines of ``progress`` on rank 0 within the context; see the function ``passing``."""
+        with nullcontext() if self._silent else passing(self._stream):
+            yield
+
     def end_progress(self) -> None:
         """Take the bar away, if there is one; lines that are printed afterwards stand where it was."""
         if self._live is not None:
@@ -190,9 +203,15 @@ class Console:
 
 @contextmanager
 def progress_to(say: Callable[[str], None]) -> Iterator[None]:
-    """Hand every line of ``progress`` to ``say`` within the context."""
+    """Pass every line of ``progress`` to ``say`` within the context."""
+    with _progress_handled(lambda record: say(record.getMessage())):
+        yield
+
+
+@contextmanager
+def _progress_handled(emit: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     handler, level = logging.Handler(), progress.level
-    handler.emit = lambda record: say(record.getMessage())
+    handler.emit = emit
     progress.addHandler(handler)
     progress.setLevel(logging.INFO)
     try:
@@ -200,6 +219,36 @@ def progress_to(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         progress.setLevel(level)
         progress.removeHandler(handler)
+
+
+@contextmanager
+def passing(stream: TextIO, *, indent: str = "", clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Show the lines of ``progress`` on ``stream`` within the context.
+
+    On a terminal each line replaces the one before, and the last one is erased at the end. Elsewhere a line is printed
+    only if ``QUIET_S`` seconds have passed since the one before. Warnings are always printed and stay.
+    """
+    erase, printed = ERASE_LINE if stream.isatty() else "", -math.inf
+
+    def show(record: logging.LogRecord) -> None:
+        nonlocal printed
+        text = indent + record.getMessage()
+        if record.levelno >= logging.WARNING:
+            stream.write(f"{erase}{text}\n")
+        elif erase:
+            stream.write(erase + text[: shutil.get_terminal_size().columns - 1])
+        elif clock() - printed >= QUIET_S:
+            printed = clock()
+            stream.write(f"{text}\n")
+        stream.flush()
+
+    try:
+        with _progress_handled(show):
+            yield
+    finally:
+        if erase:
+            stream.write(erase)
+            stream.flush()
 
 
 class _RichConsole(RichConsole):

@@ -27,8 +27,8 @@ class RunError(Exception):
 
 
 REPORT = (
-    "this is a fault of tawpipe, or of code that the model brings: please report it with these lines, the command and "
-    "what `tawpipe doctor` says"
+    "this is a fault of tawpipe or of code in the model: please report it with these lines, the command and "
+    "the output of `tawpipe doctor`"
 )
 
 

@@ -57,7 +57,7 @@ class Lossy:
         self.lost, self._unflushed = self.lost + self._unflushed, 0
         if first and self._name and sys.stderr is not None:
             with suppress(OSError, ValueError):
-                print(f"tawpipe: {self._name} takes no text from here on: {error}", file=sys.stderr, flush=True)
+                print(f"tawpipe: {self._name} accepts no more text: {error}", file=sys.stderr, flush=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

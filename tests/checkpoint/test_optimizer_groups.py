@@ -57,7 +57,7 @@ def test_the_library_refuses_other_groups_and_names_what_keeps_them(kind, tmp_pa
     old.save(folder)
     without_record(folder)
     new = made(config, tawpipe.muon(1e-3))
-    with pytest.raises(UserError, match=r"by shapes, not roles, .* such as model\.layers\.0.*groups='shapes' keeps"):
+    with pytest.raises(UserError, match=r"by 'shapes', not roles, .* such as model\.layers\.0.*set groups='shapes'"):
         new.load(folder)
     same = made(config, tawpipe.muon(1e-3, groups="shapes"))
     same.load(folder)

@@ -225,7 +225,7 @@ def test_states_without_their_manifest_are_passed_over_and_said(history, tmp_pat
     assert (begins.state.step if begins.state else 0) == max(left, default=0)
     instead = f"{disk.folder / f'step-000000{max(left)}'} is used instead" if left else "the run starts at step 0"
     for step, line in zip(reversed(lost), begins.notices, strict=True):
-        assert line.startswith(f"passed over step-000000{step}: ") and MARKER in line and line.endswith(f"; {instead}")
+        assert line.startswith(f"skipped step-000000{step}: ") and MARKER in line and line.endswith(f"; {instead}")
     if left:  # a look says as much
         assert passed_over(disk.folder, max(left)) == tuple(f"step-000000{n}: it holds no {MARKER}" for n in lost[::-1])
 

@@ -89,7 +89,7 @@ def test_a_second_save_waits_for_the_first(pipeline, tmp_path):
     injector.before_save = lambda step: gate.wait()  # type: ignore[method-assign, return-value]
     pipeline.injector = injector
     first = pipeline.start_saving(tmp_path / "one")
-    with pytest.raises(RunError, match=r"saving .*one has taken longer than 0 s"):
+    with pytest.raises(RunError, match=r"saving .*one took longer than 0 s"):
         pipeline.start_saving(tmp_path / "two", limit_s=0.1)
     gate.set()
     second = pipeline.start_saving(tmp_path / "two")

@@ -64,7 +64,7 @@ def test_a_conversation_goes_on_until_a_new_one(loaded, capsys):
     assert talk.say("how") == answer(loaded, f"[user]you?[assistant]{first}[user]how[assistant]", 5)
     talk.begin()
     assert talk.say("you?") == first
-    assert talk.say("how are you? " * 60) == "" and "/new begins anew" in capsys.readouterr().out
+    assert talk.say("how are you? " * 60) == "" and "/new starts a new one" in capsys.readouterr().out
 
 
 def test_questions_come_from_a_pipe_and_a_text_goes_on_without_a_template(
@@ -97,7 +97,7 @@ def test_what_the_template_refuses_is_said_in_its_words(folder, loaded, refused)
 def test_a_model_without_a_template_is_told_nothing_first(folder, loaded):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="--system: got 'be brief'; left out: without a chat template"):
+    with pytest.raises(UserError, match="--system: got 'be brief'; ignored: without a chat template"):
         Conversation(loaded[0], tokenizer, tokens=5).begin("be brief")
 
 
@@ -116,14 +116,14 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(loaded, capsys, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "generate", interrupted)
-        assert talk.say("you?") == "" and "forgotten" in capsys.readouterr().out
+        assert talk.say("you?") == "" and "removed from the chat" in capsys.readouterr().out
     assert talk.say("you?") == answer(loaded, "[user]you?[assistant]", 5)
 
 
 def test_what_cannot_be_asked_is_refused_by_name(folder, tmp_path, capsys):
     assert model_folder(folder) == model_folder(folder / "model") == folder / "model"
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UserError, match="this run has checkpoints and no model/ yet"):
+    with pytest.raises(UserError, match="this run has checkpoints but no model/ yet"):
         model_folder(tmp_path)
     assert main(["chat", str(tmp_path / "none")]) == 2
     (tmp_path / "config.json").write_text("{}")

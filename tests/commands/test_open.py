@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_is_read_anew_at_every_request(folder):
         index = get(site, "")
         assert len(get(site, PLOTLY)) > 2**20
         check_page_text(index)
-        assert 'href="run.html"' in index and "as they are now" in index
+        assert 'href="run.html"' in index and "every step so far" in index
         before = get(site, "run.html")
         check_page_text(before)
         assert "2 of 9" in before and 'href="index.html"' in before

@@ -209,9 +209,9 @@ def test_the_short_help_shows_what_leads_and_the_whole_help_all() -> None:
     ("words", "hint"),
     [
         (["--egs=1"], "did you mean --eggs"),
-        (["--ovums", "1"], "here it is --eggs"),
+        (["--ovums", "1"], "in tawpipe it is --eggs"),
         (["cookies", "--raisin-bran"], "--raisins"),
-        (["cookies", "--zzz"], "bake cookies --help shows what there is"),
+        (["cookies", "--zzz"], "bake cookies --help lists all options"),
     ],
 )
 def test_a_mistyped_option_is_refused_before_anything_else(words: list[str], hint: str) -> None:

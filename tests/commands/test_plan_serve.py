@@ -22,7 +22,7 @@ WORDS = ["plan", "--serve", "--model", "llama-8b", "--device-name", "H100", "--u
 def test_the_command_says_which_way(capsys):
     assert main([*WORDS, "--topology", "2x1@25gbit", "--memory", "75"]) == 0
     _, hop, *_, verdict = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("replicas: 2 devices") and hop.endswith("as on CPUs")
+    assert verdict.startswith("replicas: one copy on each of 2 devices") and hop.endswith("as on CPUs")
     assert main([*WORDS, "--topology", "2x1@25gbit", "--memory", "75", "--users", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("one machine")
     assert main([*WORDS, "--topology", "4x1@10gbit", "--memory", "16", "--json"]) == 0

@@ -88,12 +88,11 @@ def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(mon
     assert main(["plan", "--config", "run.yaml", *TOPOLOGY, "--memory", "6.4", "--json"]) == 0
     (chosen, *_) = json.loads(capsys.readouterr().out)["candidates"]
     stated_rows = stated.partition("would run:\n")[2].splitlines()
-    rows = {name: words for name, *words in map(str.split, stated_rows) if words[:1] != ["there"]}
-    assert rows["strategy"][0] == f"{chosen['strategy']}:"
-    said = " ".join(rows["memory"])
-    assert said.startswith(f"{gib(chosen['peak_gib'] * 2**30)} per process"), "one sum of memory"
+    rows = {name: words.strip() for name, _, words in (line.strip().partition("  ") for line in stated_rows)}
+    assert rows["strategy"].startswith(f"{chosen['strategy']}: ")
+    assert rows["memory"] == f"{gib(chosen['peak_gib'] * 2**30)} per process at most", "one sum of memory"
     parts = {name: gib(size * 2**30) for name, size in chosen["memory_gib"].items() if size}
-    assert len(parts) > 3 and all(f"{size} {PARTS[name]}" in said for name, size in parts.items())
+    assert len(parts) > 3 and all(f"{size} {PARTS[name]}" in rows["memory, by use"] for name, size in parts.items())
     words = ["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run", "--plan", "plan.yaml"]
     assert main(words) == 0, "the run takes the plan for its own"
     assert "assumed" in stated and "assumed" not in capsys.readouterr().out, "of links, for a plan that is made now"
@@ -144,7 +143,8 @@ def test_a_run_that_follows_a_plan_for_two_speeds_learns_what_it_would_alone() -
         assert done.returncode == 0, done.stderr
         losses[name] = [json.loads(line)["loss"] for line in Path(name, "metrics.jsonl").read_text().splitlines()]
     assert losses["two"] == pytest.approx(losses["alone"], rel=1e-6)
-    assert losses["again"] == pytest.approx(losses["alone"][2:], rel=1e-6) and "that of the checkpoint" in done.stdout
+    assert losses["again"] == pytest.approx(losses["alone"][2:], rel=1e-6)
+    assert "plan: from the checkpoint; " in done.stdout
     assert "device_speeds: 1,0.5" in Path("two", "plan.yaml").read_text()
 
 
@@ -212,7 +212,7 @@ def test_links_are_measured_before_a_process_takes_a_device(monkeypatch) -> None
         ({"micro_batch": 9}, [], "--micro-batch in run.yaml, line"),
         ({"schedule": {"early_updates": True}}, [], "early_updates"),
         ({"schedule": {"strategy": "flat"}}, [], "--schedule.strategy in run.yaml, line"),
-        ({"schedule": {"look_ahead": 3}}, [], "unset: a plan is what chooses it"),
+        ({"schedule": {"look_ahead": 3}}, [], "unset: the plan chooses it"),
         ({"packing": "balanced"}, [], "--packing in run.yaml, line"),
         ({"max_document": 64}, [], "--max-document in run.yaml, line"),
         ({"quantize": "nf4", "freeze": []}, [], "--quantize in run.yaml, line"),

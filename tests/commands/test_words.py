@@ -73,7 +73,7 @@ def test_under_torchrun_it_acts_here_and_refuses_what_torchrun_was_told(tmp_path
         monkeypatch.setenv(name, str(value))
     assert on_processes("some", [], arguments("--device", "cpu"), lambda _: 4) == 4
     for option, theirs in (("--nproc", "--nproc-per-node"), ("--nodes", "--nnodes")):
-        with pytest.raises(UserError, match=f"{option}: got 2; unset under torchrun, which was told by {theirs}"):
+        with pytest.raises(UserError, match=f"{option}: got 2; unset under torchrun, whose {theirs} sets it"):
             on_processes("some", [], arguments(option, "2", "--device", "cpu"), lambda _: 4)
 
 

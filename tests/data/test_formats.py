@@ -386,7 +386,7 @@ def test_the_pages_commands_find_their_data(tokenizer, tmp_path, monkeypatch):
         reports.append("\n".join(data.report.lines()))
         assert data.train.sample(3).tokens and data.report.read.documents
     assert len(reports) == 5
-    assert "20.0% of the tokens from hf:org/name" in reports[-1]
+    assert "hf:org/name: 20.0% of the tokens, " in reports[-1]
     assert not any("left out" in report for report in reports[1:-1])
 
 

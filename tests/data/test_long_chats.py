@@ -86,12 +86,12 @@ def test_drop_leaves_long_chats_out_and_anywhere_cuts_tokens(tmp_path):
     assert any("1 row left out, longer than 160 tokens (--sequence-length)" in line for line in report.lines())
     torn, report = read(tmp_path, KEEPS, *chats, long_chats="anywhere")
     assert len(torn) == 3 and report.train.torn == 1
-    assert any("1 piece of documents lacks the beginning" in line for line in report.lines())
+    assert any("1 part of documents lacks the beginning" in line for line in report.lines())
 
 
 def test_a_data_set_of_long_questions_is_refused_with_the_ways_out(tmp_path):
     with pytest.raises(
-        UserError, match=r"2 rows left out, too long: .* exceeds 160 tokens .--sequence-length.; --long-chats anywhere"
+        UserError, match=r"2 rows left out, too long: .* exceed 160 tokens .--sequence-length. .--long-chats anywhere"
     ):
         read(tmp_path, KEEPS, turns(400), turns(300))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 400}))
@@ -160,7 +160,7 @@ def test_an_instruction_that_fits_has_its_end_too(tmp_path, packing):
     prepare = lambda length: prepare_data(settings, sequence_length=length, seed=0, tokenizer=tokenizer)  # noqa: E731
     size = len(tokenizer("a" * 20 + "b" * 20)["input_ids"]) + 1
     assert end in prepare(size).train.sample(0).labels and prepare(size).report.train.truncated == 0
-    with pytest.raises(UserError, match=f"exceeds {size - 1} tokens"):
+    with pytest.raises(UserError, match=f"exceed {size - 1} tokens"):
         prepare(size - 1)
 
 

@@ -91,7 +91,7 @@ def test_weights_are_shares_of_the_tokens_and_a_mixture_goes_on_in_the_middle(tm
     assert tokens["one"] / sum(tokens.values()) == pytest.approx(0.75, abs=0.08)
     (_, once), (name, often) = data.passes(number)
     assert often >= once and often > 1 and name.endswith("b.jsonl")
-    assert len(data.report.parts) == 2 and "75.0% of the tokens from" in "\n".join(data.report.lines())
+    assert len(data.report.parts) == 2 and "a.jsonl: 75.0% of the tokens, " in "\n".join(data.report.lines())
     state = json.loads(json.dumps(data.train.state_dict(77)))
     resumed = prepared(tmp_path, f"{long}=3", f"{short}=1", **same)
     assert resumed.fingerprint == data.fingerprint
@@ -162,7 +162,7 @@ def test_documents_in_shares_take_from_a_small_set_again():
 def test_a_validation_set_that_is_too_small_is_said_with_what_is_enough(tmp_path):
     assert not too_small(SetSize(100, 10_000, 9, 10_000), 0.02)
     assert "--validation-fraction 0.2 or --validation-data" in too_small(SetSize(10, 90_000, 9, 90_000), 0.02)
-    assert "; --validation-data gives more" in too_small(SetSize(5, 900, 9, 900), 0.02)
+    assert "recommended (--validation-data)" in too_small(SetSize(5, 900, 9, 900), 0.02)
     file = rows(tmp_path / "a.jsonl", "one", range(300))
     for streaming in (False, True):
         same = {"validation_fraction": 0.05, "streaming": streaming, "stream_window": 20}

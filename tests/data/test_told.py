@@ -35,7 +35,7 @@ def test_a_warning_says_that_more_than_one_row_in_ten_is_left_out(tmp_path, stre
     warnings = report_of(tmp_path, rows, streaming=streaming).warnings
     assert len(warnings) == warns
     for warning in warnings:
-        assert warning.startswith("2 of 10 rows are left out, ") and "a.jsonl, line 1" in warning
+        assert warning.startswith("left out 2 of 10 rows, ") and "a.jsonl, line 1" in warning
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_set_of_which_much_is_left_out_is_named_beside_a_large_one(tmp_path, o
     data = [f"{tmp_path / 'a.jsonl'}=0.9", f"{other}=0.1"]
     beside: Any = {"validation_data": [other]} if of_validation else {"data": data}
     (warning,) = report_of(tmp_path, [{"messages": GOOD}] * 200, **beside).warnings
-    assert warning.startswith("2 of 3 rows are left out") and "b.jsonl, line 1" in warning
+    assert warning.startswith("left out 2 of 3 rows, ") and "b.jsonl, line 1" in warning
 
 
 def test_what_was_longer_is_said_after_it_was_cut(tmp_path, two):
@@ -115,4 +115,4 @@ def test_the_setting_that_bounds_a_document_is_named(tmp_path):
         data = DataSettings(data=[str(tmp_path / "a.jsonl")], packing=packing, cache_dir=str(tmp_path / "cache"))
         tokenizer = byte_level(TEMPLATE, ["<|end|>"], eos_token="<|end|>")
         read = prepare_data(data, sequence_length=300, max_document=most, seed=0, tokenizer=tokenizer)
-        assert any(f"exceeds 300 tokens ({name})" in line for line in read.report.lines())
+        assert any(f"exceed 300 tokens ({name})" in line for line in read.report.lines())

@@ -310,8 +310,8 @@ def start_family(
     ("number", "expected", "words", "stubborn"),
     [
         (signal.SIGINT, 130, "interrupted", False),
-        (signal.SIGTERM, 143, "told to end (SIGTERM)", True),
-        (signal.SIGHUP, 129, "ended, as the terminal is gone", False),
+        (signal.SIGTERM, 143, "received SIGTERM", True),
+        (signal.SIGHUP, 129, "ended because the terminal was closed", False),
     ],
 )
 def test_a_signal_ends_workers_and_their_children(

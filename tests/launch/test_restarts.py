@@ -96,7 +96,7 @@ def test_what_fails_after_a_signal_is_reported(tmp_path):
 
 
 def test_what_the_signal_itself_ends_is_no_failure(tmp_path):
-    for folder, number, words in (("a", signal.SIGTERM, "told to end (SIGTERM)"), ("b", signal.SIGINT, "interrupted")):
+    for folder, number, words in (("a", signal.SIGTERM, "received SIGTERM"), ("b", signal.SIGINT, "interrupted")):
         (tmp_path / folder).mkdir()
         status, said = launched_and_told(
             tmp_path / folder, [number], READY + "time.sleep(60)", patience_s=20, last_words=lambda: "left"

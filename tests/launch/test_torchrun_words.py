@@ -101,7 +101,7 @@ def test_without_torchrun_messages_go_to_the_terminal(
 @pytest.mark.parametrize("command", ["doctor", "prove"])
 def test_torchrun_has_been_told_how_many_processes_there_are(as_worker: Path, command: str) -> None:
     assert main([command, "--nproc", "2"]) == 2
-    assert "--nproc: got 2; unset under torchrun, which was told by --nproc-per-node" in words_in(as_worker)
+    assert "--nproc: got 2; unset under torchrun, whose --nproc-per-node sets it" in words_in(as_worker)
 
 
 def test_words_are_left_where_torchrun_looks_for_them_and_nowhere_else(tmp_path: Path) -> None:

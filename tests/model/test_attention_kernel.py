@@ -46,15 +46,15 @@ def test_the_fastest_kernel_that_the_device_has_is_chosen(offer, dtype, problem,
     ("offer", "dtype", "options", "words"),
     [
         (HOPPER_3, BF16, {}, "flash attention 3 (varlen)"),
-        (HOPPER, BF16, {}, "flash attention 2 (varlen); flash attention 3 would be faster, and is not installed or not "
+        (HOPPER, BF16, {}, "flash attention 2 (varlen); flash attention 3 would be faster but is not installed or "
          "activated; cuDNN for rows of one document and a multiple of 1,024 tokens"),
         (AMPERE, BF16, {}, "flash attention 2 (varlen)"),
-        (AMPERE, FP32, {}, "document by document: no kernel for packed documents computes in float32"),
-        (AMPERE, BF16, {"dropout": 0.1}, "document by document: torch's varlen attention has no dropout"),
-        (AMPERE, BF16, {"softcap": 50.0}, "explicit scores in slices, because no fused kernel has soft caps"),
-        (AMPERE, BF16, {"sinks": True}, "flash attention 2, document by document, and sinks by its log-sum-exp"),
-        (AMPERE, FP32, {"sinks": True}, "explicit scores in slices, because no fused kernel has sinks"),
-        (Offer(), FP32, {}, "document by document: on the CPU"),
+        (AMPERE, FP32, {}, "one document at a time: no kernel for packed documents computes in float32"),
+        (AMPERE, BF16, {"dropout": 0.1}, "one document at a time: torch's varlen attention has no dropout"),
+        (AMPERE, BF16, {"softcap": 50.0}, "scores computed in parts, because no fused kernel has soft caps"),
+        (AMPERE, BF16, {"sinks": True}, "flash attention 2, one document at a time, sinks from its log-sum-exp"),
+        (AMPERE, FP32, {"sinks": True}, "scores computed in parts, because no fused kernel has sinks"),
+        (Offer(), FP32, {}, "one document at a time: on the CPU"),
         (Offer(), FP32, {"dropout": 0.1}, "no fused kernel has dropout on the CPU"),
     ],
 )  # fmt: skip
@@ -65,7 +65,7 @@ def test_the_kernel_is_named_before_it_runs(offer, dtype, options, words):
 @pytest.mark.parametrize(
     ("config", "names", "words"),
     [
-        (LlamaConfig(), (), "document by document: on the CPU"),
+        (LlamaConfig(), (), "one document at a time: on the CPU"),
         (GPT2Config(), (), "no fused kernel has dropout on the CPU"),  # its usual 0.1
         (Gemma2Config(), (), "soft caps"),
         (GptOssConfig(), ("model.layers.0.self_attn.sinks",), "sinks"),

@@ -122,7 +122,7 @@ def test_a_model_of_the_users_that_looks_ahead_is_refused(kind, base):
         for layer in model.model.layers:
             layer.mlp.gate = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         assert change_by_future(deepcopy(model), micro_batches(((9, 14),))[0]) == 0.0  # the check opens it
-    with pytest.raises(UserError, match=r"got 'OwnAttention, in which other tokens .* a causal language model"):
+    with pytest.raises(UserError, match=r"got 'OwnAttention, where later tokens .* a causal language model"):
         Pipeline(model, checks=CheckSettings(check="always"))
     Pipeline(model, checks=CheckSettings(check="never")).close()
 
@@ -180,4 +180,4 @@ def test_a_model_that_gives_no_logits_by_itself_is_compared_all_the_same():
     model.__class__ = LabelsOnly
     with closing(Pipeline(model, checks=CheckSettings(check="always"))) as pipeline:
         assert "2 of 3 layers checked" in pipeline.checked
-        assert "whether later tokens change logits was not seen: ValueError (labels are wanted)" in pipeline.checked
+        assert "whether later tokens change logits was not checked: ValueError (labels are wanted)" in pipeline.checked

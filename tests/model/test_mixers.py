@@ -113,8 +113,8 @@ def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("jamba", "JambaMambaMixer does not go on from the state"),
-        ("mamba", "MambaMixer does not go on from the state"),
+        ("jamba", "JambaMambaMixer does not continue from the state"),
+        ("mamba", "MambaMixer does not continue from the state"),
         ("minimax", "MiniMaxLightningAttention has its state in a form"),
         ("xlstm", "its layers carry a state in a way that is not known"),
     ],
@@ -185,7 +185,7 @@ def test_a_mixer_that_mixes_documents_is_found_when_it_first_runs(dtype: torch.d
     if dtype is torch.bfloat16:
         call(mean, hidden)  # below its rounding
     else:
-        with pytest.raises(UserError, match="Mean'; the documents of a row reach one another in it; --packing none"):
+        with pytest.raises(UserError, match="Mean'; documents of one row influence each other; --packing none"):
             call(mean, hidden)
     torch.testing.assert_close(mean(hidden), Mean()(hidden))
 
@@ -194,7 +194,7 @@ def test_a_mixer_that_does_not_go_on_from_its_state_is_found_when_chunks_first_r
     forgetful, documents = Forgetful(), Documents.of((18,), (1, 18), torch.device("cpu"))
     make_mixer(forgetful)
     chunk = Chunk(KeyStore(1, 18), 0, 9)
-    with pytest.raises(UserError, match=r"Forgetful'; it does not go on from the state .*sequence-chunk 0 runs"):
+    with pytest.raises(UserError, match=r"Forgetful'; it does not continue from the state .*sequence-chunk 0 runs"):
         RowCall((None,), {}, documents, chunk=chunk)(forgetful, torch.randn(1, 9, 4))
 
 
@@ -224,7 +224,7 @@ def test_borders_that_a_kernel_is_not_given_are_seen(monkeypatch):
         return mixer(hidden, cu_seq_lens_q=borders)
 
     hidden = torch.randn(1, 20, model.config.hidden_size)
-    with torch.no_grad(), pytest.raises(UserError, match="reach one another"):
+    with torch.no_grad(), pytest.raises(UserError, match="influence each other"):
         check_apart("KimiDeltaAttention", with_borders, hidden, with_borders(hidden), 8)
     assert not any(keeps)
 

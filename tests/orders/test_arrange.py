@@ -132,7 +132,7 @@ def test_less_memory_means_more_time_until_one_micro_batch_does_not_fit():
     for memory in (2, 4, 6, 8):
         spans.append(makespan(play(layout, arrange(layout, costs := equal_blocks(8, memory=memory), 8), costs)))
     assert spans == sorted(spans, reverse=True) and spans[0] > spans[-1]
-    with pytest.raises(UserError, match=r"'1.5'; at least 2: position 0 keeps .* 0.5 more than there is"):
+    with pytest.raises(UserError, match=r"'1.5'; at least 2: position 0 keeps .* 0.5 more than available"):
         arrange(layout, equal_blocks(8, memory=1.5), 8)
 
 

@@ -100,4 +100,4 @@ def test_a_search_that_fails_leaves_the_order_as_it_is(caplog):
         while search.running and time.monotonic() < end:
             time.sleep(0.05)
             assert search.poll() is None
-    assert "stays as it is: the solver failed with exit code 1" in caplog.text
+    assert "keeps its order: the solver failed with exit code 1" in caplog.text

@@ -115,7 +115,7 @@ def test_adapters_are_checked_although_they_begin_with_zeros():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"lora_alpha": 0}, "nothing that is trained has a gradient, .*0.self_attn.q_proj.lora_A"),
+        ({"lora_alpha": 0}, "no trained parameter has a gradient, .*0.self_attn.q_proj.lora_A"),
         ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
     ],
 )

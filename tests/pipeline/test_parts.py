@@ -100,7 +100,7 @@ def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> Non
     assert judged.skipped == 2
     judged.judge(result(tokens=0))
     assert judged.without_labels == 1
-    with pytest.raises(RunError, match=r"loss nan .* the update was left out"):
+    with pytest.raises(RunError, match=r"loss nan .* the update was skipped"):
         judged.judge(bad)
     judged.forget()
     assert judged.skipped == 0

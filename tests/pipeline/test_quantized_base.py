@@ -75,7 +75,7 @@ def test_a_state_holds_the_bits_and_goes_on_from_them(tmp_path):
     other.close()
     for form in ("none", "int8"):
         wrong = adapted(form)
-        with pytest.raises(UserError, match=f"a state with quantize={form}; .* quantize=nf4 in it"):
+        with pytest.raises(UserError, match=f"a state of quantize={form}; .* saved with quantize=nf4"):
             wrong.load(folder)
         if form == "none":
             wrong.save(tmp_path / "whole")

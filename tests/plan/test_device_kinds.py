@@ -102,7 +102,7 @@ def test_doctor_finds_kinds_and_names_the_slow_of_a_kind() -> None:
     kinds, rates = ["H100"] * 3 + ["A100"], [100.0, 102.0, 60.0, 45.0]
     measured, notes = speeds.with_speeds(machine, kinds, rates)
     assert [device.speed for device in measured.device_of] == [1.0, 1.0, 1.0, 0.45] and measured.device.speed == 1.0
-    assert notes == ["rank 2 computes 1.7 times as long as other devices of its kind (H100)"]
+    assert notes == ["rank 2 is 1.7 times as slow as other devices of its kind (H100)"]
     near, notes = speeds.with_speeds(machine, kinds, [100.0, 100.0, 100.0, 97.0])
     assert not near.speeds and near.device_of and not notes
     alike, _ = speeds.with_speeds(replace(machine, device_of=()), ["H100"] * 4, [100.0] * 4)

@@ -84,11 +84,11 @@ def test_the_interface_that_carried_the_traffic_is_named_beside_what_its_card_cl
     after = doctor.sent_bytes(tmp_path)
     assert after == {"eth0": 10**9, "eth1": 0, "thunder0": 5 * 10**6}
     said = lambda before, reached: doctor.used_between(before, after, reached, tmp_path)  # noqa: E731
-    more = "; eth1 claims more (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-    assert said({"eth0": 0}, 1.2e8) == f"eth0, whose card claims 1 Gbit/s{more}"
-    assert said({"eth0": 0}, 5e7) == f"eth0, whose card claims 1 Gbit/s: 0.4 are reached{more}"
-    assert said(after, 1e8).startswith("no interface that the system counts")
-    assert said(after | {"thunder0": -(10**8)}, 1e8) == "thunder0, whose card does not say what it carries"
+    more = "; eth1 has a higher rate (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+    assert said({"eth0": 0}, 1.2e8) == f"eth0, rated 1 Gbit/s{more}"
+    assert said({"eth0": 0}, 5e7) == f"eth0, rated 1 Gbit/s: 0.4 Gbit/s reached{more}"
+    assert said(after, 1e8).startswith("not counted by the system")
+    assert said(after | {"thunder0": -(10**8)}, 1e8) == "thunder0, of unknown rate"
     assert doctor.used_between({}, {}, 1e8, tmp_path) == ""
 
 

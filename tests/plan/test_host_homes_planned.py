@@ -288,7 +288,7 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
     assert first, said
     seconds, gib = first.groups()
     assert 1400 < 2 * 8192 / float(seconds) < 2000 and 19 < float(gib) < 24
-    host = re.search(r"of a node's host \(schedule.host_homes state.*\) ([\d.]+) of 91.20", said)
+    host = re.search(r"host memory per node \(schedule.host_homes state.*\) ([\d.]+) of 91.20", said)
     assert host and 58 < float(host[1]) < 80
 
 
@@ -318,7 +318,7 @@ def test_one_device_of_24_gb_trains_8_b_in_full_without_clipping(capsys, tmp_pat
     said = planned(capsys, tmp_path, **words, sequence_length=8192, global_batch=8)
     assert re.search(r"would fit: --schedule.early-updates true --optimizer.clip-norm 0: [\d.]+ s", said)
     said = planned(capsys, tmp_path, **words, sequence_length=65536, global_batch=1, early_updates="true")
-    host = re.search(r"of a node's host \(schedule.host_homes all.*\) ([\d.]+) of 118.75", said)
+    host = re.search(r"host memory per node \(schedule.host_homes all.*\) ([\d.]+) of 118.75", said)
     assert "chosen" in said and host and 104 < float(host[1]) < 118
 
 
@@ -338,5 +338,5 @@ def test_two_machines_of_80_gb_train_32_b_in_full(capsys, tmp_path) -> None:
         sequence_length=16384,
         global_batch=8,
     )
-    host = re.search(r"of a node's host \(schedule.host_homes state.*\) ([\d.]+) of", said)
+    host = re.search(r"host memory per node \(schedule.host_homes state.*\) ([\d.]+) of", said)
     assert "chosen" in said and host and 240 < float(host[1]) < 265

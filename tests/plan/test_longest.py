@@ -236,12 +236,13 @@ def test_the_command(tmp_path, capsys):
     assert main([*words, "--memory", "4", "--report", str(page)]) == 0
     said, progress = capsys.readouterr()
     assert all(
-        words in said for words in ("longest row", "what binds", DEVICE, "has the longest row", "GiB of a device")
+        words in said for words in ("longest row", "limited by", DEVICE, "has the longest row", "device memory in GiB")
     )
     assert "tawpipe-spread: " in progress and DEVICE in progress
     text = page.read_text(encoding="utf-8")
     assert all(
-        title in text for title in ("Seconds over the length", "Memory of a device over the length", "where a row ends")
+        title in text
+        for title in ("Seconds per step by row length", "Memory of a device by row length", "where a row ends")
     )
     assert main([*words, "--sequence-length", "4096", "--global-batch", "8", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["longest"]
@@ -267,9 +268,9 @@ def test_positions_of_a_table_end_the_row(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--save", "plan.yaml"], "--save: got 'plan.yaml'; nothing with --longest"),
-        (["--lengths", "3,4"], "--lengths: got '3,4'; nothing with --longest"),
-        (["--explain", "flat"], "--explain: got 'flat'; nothing with --longest"),
+        (["--save", "plan.yaml"], "--save: got 'plan.yaml'; unset with --longest"),
+        (["--lengths", "3,4"], "--lengths: got '3,4'; unset with --longest"),
+        (["--explain", "flat"], "--explain: got 'flat'; unset with --longest"),
         (["--micro-batch", "2"], "--micro-batch: got 2; 1 with --longest"),
         (["--sequence-length", "1"], "--sequence-length: got 1"),
         (["--global-batch", "0"], "--global-batch: got 0"),

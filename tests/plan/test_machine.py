@@ -94,7 +94,7 @@ def test_topologies_in_short(tmp_path):
         machine_of(str(tmp_path / "text.yaml"), device=Device())
 
 
-LOOPBACK = "nodes 0 and 1 are on one machine: what is measured between them is its loopback, not a network"
+LOOPBACK = "nodes 0 and 1 are on one machine: their link is the loopback, not a network"
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])

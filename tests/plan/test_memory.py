@@ -317,7 +317,7 @@ def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, caplog, w
     assert memory_of_blocks._longest(bench, tokens) == most and not caplog.text
     bench.device = CPU
     assert memory_of_blocks._longest(bench, tokens) in (2047, 2048)
-    assert "in rows of 2048 tokens and not" in caplog.text
+    assert "with rows of 2048 tokens, not" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -441,7 +441,7 @@ def test_a_run_whose_groups_leave_too_little_is_refused_before_its_first_step(mo
     check_left(world, groups, needs)
     state["free"] = 48
     with pytest.raises(
-        UserError, match=r"memory: got '?11\.\d* GiB for 2 groups of NCCL.* 50.* left for the step, where 49"
+        UserError, match=r"memory: got '?11\.\d* GiB for 2 groups of NCCL.* 50.* left for the step, not 49"
     ):
         check_left(world, groups, needs)
     check_left(alone(CPU), {}, needs)
@@ -483,7 +483,7 @@ def test_ways_out_fit_and_say_what_they_cost():
     needs = memory_quickly(tight, step)
     assert "on every device" in shortage(tight, needs) and "homes" in shortage(tight, needs)
     found = (str(way) for way in remedies(tight, step) if way.changes == (Change("schedule.recompute", "full"),))
-    assert next(found).endswith("s a step")
+    assert next(found).endswith("s per step")
 
 
 @pytest.mark.slow

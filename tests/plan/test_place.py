@@ -85,7 +85,7 @@ def test_even_nodes_keep_homes_in_turn():
     asked = plan_request(uniform(3, 2, between=FAST, inside=LinkModel(1e8)))
     found = find_homes(asked, step_of(asked, "tawpipe-striped"))
     assert found is not None and not found.of_unit and list(found.seconds) == [IN_TURN]
-    assert "alike" in str(found)
+    assert "are equal" in str(found)
     assert find_homes(asked, step_of(asked, "tawpipe-spread")) is None
     alone = plan_request(uniform(1, 2, between=FAST, inside=LinkModel(1e8)))
     assert find_homes(alone, step_of(alone, "tawpipe-whole")) is None
@@ -143,7 +143,7 @@ def test_links_without_a_rate_leave_nothing_to_choose():
 def test_many_nodes_are_not_searched_for_minutes():
     asked = plan_request(Machine((1,) * 64, FAST, LinkModel(1e8), {0: SLOW}), global_batch=64, model=llama(62))
     found = find_homes(asked, step_of(asked, "tawpipe-striped"))
-    assert found is not None and "not looked for on 64 nodes" in str(found)
+    assert found is not None and "not tried on 64 nodes" in str(found)
 
 
 @pytest.mark.parametrize("text", ["1;2", "one", "-1", "0,,1", "1.5", "²"])

@@ -425,7 +425,7 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
     words = "--model tiny --vocab-size 500 --topology 1x2 --device-name H100 --sequence-length 64 --global-batch 4"
     assert plan_command(words.split()) == 0
     said, progress = capsys.readouterr()
-    assert "  planning for 0 s, now tawpipe-spread\n" in progress and "planning for" not in said
+    assert "  planning: tawpipe-spread (0 s so far)\n" in progress and "so far" not in said
 
 
 def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
@@ -440,10 +440,12 @@ def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
     long = {one.strategy: one for one in search_only(asked, *names)}
     assert hopeless["1f1b"].prediction is not None and long["1f1b"].prediction is not None
     for name in ("zero-bubble", "solved"):
-        assert hopeless[name].why_not.startswith("not looked at: others take")
+        assert hopeless[name].why_not.startswith("not evaluated: others take")
     assert hopeless["generated"].prediction is not None
     for name in ("zero-bubble", "generated", "solved"):
-        assert long[name].why_not.startswith("not looked at: orders for so many micro-batches and devices take")
+        assert long[name].why_not.startswith(
+            "not evaluated: finding orders for this number of micro-batches and devices takes"
+        )
 
 
 def test_slow_links_ask_for_fewer_bytes():

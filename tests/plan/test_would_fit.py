@@ -49,7 +49,7 @@ def nothing() -> PlanRequest:
     return small(memory=least(small()) * 2 // 3)
 
 
-NAMED = re.compile(r"(.+): ([\d.]+ (?:ms|s|h)) a step \(([\w-]+), [\d.]+ GiB\)(?: of (?:as many|fewer) rows)?")
+NAMED = re.compile(r"(.+): ([\d.]+ (?:ms|s|h)) per step \(([\w-]+), [\d.]+ GiB\)(?: of (?:as many|fewer) rows)?")
 
 
 def ask(config: TrainConfig) -> PlanRequest:
@@ -109,7 +109,7 @@ def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(mon
     monkeypatch.setattr(would_fit, "some_fit", lambda request, over: request.global_batch <= 2)
     monkeypatch.setattr(WouldFit, "_planned", lambda self, request, changes: [WayOut(changes, 1.0)])
     lines = list(map(str, WouldFit(replace(nothing(), micro_batch=4), TrainConfig(), ask).ways()))
-    assert "--micro-batch 2 --global-batch 2: 1.000 s a step of fewer rows" in lines
+    assert "--micro-batch 2 --global-batch 2: 1.000 s per step of fewer rows" in lines
 
 
 WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
@@ -139,7 +139,7 @@ def test_a_search_that_may_take_no_longer_names_what_fits():
 
 def test_reasons_speak_of_machines_and_not_of_settings_that_nobody_set():
     no_room = in_plain_words(UserError("memory of a position", "0", "more", need=MemoryOfPosition()))
-    assert no_room == "no micro-batch has room in a device beside weights, gradients and optimizer state"
+    assert no_room == "no micro-batch fits into a device beside weights, gradients and optimizer state"
     odd = in_plain_words(UserError("micro-batches", 5, "even groups", need=MicroBatchCount(4, 6)))
     assert odd == "4 or 6 micro-batches are needed, not 5"
 

@@ -108,7 +108,7 @@ def test_what_fails_or_breaks_says_so_and_the_rest_goes_on(tmp_path, monkeypatch
 
 
 def test_a_slower_kernel_is_a_hint_and_no_failure(tmp_path, monkeypatch, capsys):
-    slower = "flash attention 2 (varlen); flash attention 3 would be faster, and is not installed or not activated"
+    slower = "flash attention 2 (varlen); flash attention 3 would be faster but is not installed or activated"
     monkeypatch.setattr(speed, "kernel_of_model", lambda *_: slower)
     found = prove(alone(CPU), tmp_path / "found.json", only=["kernel"])
     assert found.checks["kernel"]["status"] == HINT and not found.failed

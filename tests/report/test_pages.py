@@ -157,7 +157,7 @@ def test_trace_puts_a_run_beside_its_plan(file, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["trace", str(run), "--out", str(out), "--report", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
-    assert "(+50.0%)" in said and "farthest from the prediction, computing:" in said
+    assert "(+50.0%)" in said and "largest differences from the prediction, computing:" in said
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert {name.partition(" (")[0] for name in names} >= {"predicted rank 0", "executed rank 3"}
@@ -168,7 +168,7 @@ def test_actions_are_matched_by_their_words(plan):
     bars = predicted_bars(timeline_of(plan.request, plan.chosen.step))
     assert len(matched(bars, bars)) == len(bars)
     assert any("(+0.0%)" in line for line in differences(bars, bars))
-    assert list(differences(bars, [])) == ["the plan is for another schedule: no action of it is in the recording"]
+    assert list(differences(bars, [])) == ["the plan is for another schedule: none of its actions was recorded"]
 
 
 # pages
@@ -191,7 +191,7 @@ def test_a_timeline_says_whose_lanes_it_shows(plan, monkeypatch):
 def test_the_page_of_a_plan(plan, tmp_path):
     write_plan_page(plan, tmp_path / "page.html")
     text = whole(tmp_path / "page.html")
-    for title in ("Where a step", "Memory of a device", "With other links", "With other sequence lengths"):
+    for title in ("Time of a step", "Device memory by use", "With other links", "With other sequence lengths"):
         assert title in text
     assert plan.chosen.strategy in text
 
@@ -209,7 +209,7 @@ def test_equal_strategies_are_named_and_the_chosen_one_comes_first(plan):
     assert both.as_fast[:1] == (twin,)
     table = [line.split("\t") for line in both.table(separator="\t")]
     assert (table[1][0], table[1][-1].split(",")[0]) == (plan.chosen.strategy, "chosen")
-    assert table[2][-1].split(",")[0] == "as fast"
+    assert table[2][-1].split(",")[0] == "equally fast"
     assert both.runner_up is twin
 
 

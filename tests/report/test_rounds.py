@@ -36,7 +36,7 @@ def test_the_rank_with_the_most_work_is_the_longest_of_its_round(strategy: str, 
     for rank in (0, 1):  # nothing else takes time here
         assert sum(one.shares[rank].computed + one.shares[rank].waited for one in found) == pytest.approx(end, rel=0.01)
     text = list(waiting(bars))
-    assert text[0].startswith("who waits for whom: rank 1 computes longest") and len(text) == 1 + 2 * len(found)
+    assert text[0].startswith("waiting by rank: rank 1 computes longest") and len(text) == 1 + 2 * len(found)
 
 
 def test_one_rank_alone_waits_for_nobody() -> None:

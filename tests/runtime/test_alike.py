@@ -76,14 +76,14 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         of_tensors(lambda t: t.update({UP: t[UP].bfloat16()})),
         f"{UP} .* is BF16 .* instead of F32 .* on rank 1",
     ),
-    "missing": (of_tensors(lambda t: t.pop(UP)), f"{UP} in model.safetensors is not there instead of F32"),
-    "besides": (of_tensors(lambda t: t.update(more=torch.ones(2))), r"more in .* is F32 \[2\] instead of not there"),
+    "missing": (of_tensors(lambda t: t.pop(UP)), f"{UP} in model.safetensors is missing instead of F32"),
+    "besides": (of_tensors(lambda t: t.update(more=torch.ones(2))), r"more in .* is F32 \[2\] instead of missing"),
     "config": (of_config(rms_norm_eps=0.5), r"rms_norm_eps in config.json is 0.5 instead of 1e-06 on rank 1"),
     "cut off": (cut_off, r"(not fully covered|ends too early).*; so on rank 1, 2 \("),
     "no config": (lambda folder: (folder / "config.json").unlink(), "must hold a config.json; so on rank 1, 2 "),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        r"is not there instead of F32.*and \d+ more",
+        r"is missing instead of F32.*and \d+ more",
     ),
     "code": (lambda folder: (folder / CODE).write_text("A = 2"), f"{CODE} is A = 2 instead of A = 1"),
 }
@@ -106,7 +106,7 @@ def test_other_folders_are_refused_on_all_ranks_and_equal_ones_are_not(pool: Any
     swapped = {name: folders[::-1] for name, folders in cases.items() if name in ("missing", "no config")}
     said = pool.run("one_model:of_folders", 2, 1, cases=swapped)
     assert [reason(said[0][name]) for name in swapped] == [reason(said[1][name]) for name in swapped]
-    assert_said(said[0]["missing"], f"{UP} .* is F32 .* instead of not there on rank 1")
+    assert_said(said[0]["missing"], f"{UP} .* is F32 .* instead of missing on rank 1")
     assert_said(said[0]["no config"], "so on rank 0")
 
 
@@ -189,7 +189,7 @@ MODELS = {
     "same ia3": "",
     "ia3": r"target_modules in the config of adapter default is \[\"o_proj\".* instead of \[\"k_proj\"",
     "vera": "projection_prng_key in the config of adapter default is 1 instead of 0",
-    "none": "the seed is 0 instead of not there|is not there instead of",
+    "none": "the seed is 0 instead of missing|is missing instead of",
     "seed": "the seed is 1 instead of 0",
     "folder": f"{UP} in model.safetensors has other content",
 }

@@ -136,5 +136,5 @@ def test_a_run_says_once_that_steps_may_take_longer_than_the_setting():
     said += filter(None, [followed.follow()])
     limit.took(120)
     said += filter(None, [followed.follow()])
-    assert len(said) == 1 and "a step may take 15 min 00 s" in said[0] and "300 s" in said[0]
+    assert len(said) == 1 and "step time limit: 15 min 00 s" in said[0] and "300 s" in said[0]
     assert told[-1].total_seconds() == 1200 + 30

@@ -78,7 +78,7 @@ def test_a_step_that_goes_on_blames_nobody() -> None:
     assert "which is a fault of tawpipe's" in conclusion(circle)
     for moved in circle:
         said = conclusion({**circle, 2: None, moved: replace(circle[moved] or standing(), moves=True)})
-        assert said.endswith("the step goes on, slowly") and "fault" not in said and "wait" not in said
+        assert said.endswith("the step continues, slowly") and "fault" not in said and "wait" not in said
 
 
 def test_ranks_at_steps_of_different_sizes_are_no_fault_of_tawpipes() -> None:
@@ -154,8 +154,8 @@ def test_every_rank_reports_whom_all_wait_for_and_goes_on(pool: Any, late: int, 
     assert len({value for _, value in found}) == 1
     for rank, (said, _) in enumerate(found):
         (verdict, *_) = [line for line in said.splitlines() if NAMES in line]
-        assert "no rank has failed; " in verdict and f"{NAMES}rank {late}, which waits for nobody" in verdict
+        assert "no rank has failed; " in verdict and f"{NAMES}rank {late}, which waits for no other rank" in verdict
         assert (f"{BEGINNING} took longer than" in verdict) == begins
         own = next(line for line in said.splitlines() if f"rank {rank} (node " in line and "all ranks: " not in line)
-        assert ("waits for nobody" in own) == (rank == late)
+        assert ("waits for no other rank" in own) == (rank == late)
         assert ("processes.py" in own) == (rank == late and not compute)  # where its script is

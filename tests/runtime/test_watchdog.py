@@ -57,7 +57,7 @@ def test_a_step_that_takes_too_long_is_reported(monkeypatch):
     text = said.getvalue()
     assert "tawpipe: stuck: rank 3 (node 1): step 7, " in text and ENDS in text
     assert "INTER_W is in EXCHANGE <1:u7 with rank 1, 31 s" in text and "COMPUTE waits to begin FORWARD b3" in text
-    assert "waits for nobody" not in text
+    assert "waits for no other rank" not in text
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
 @pytest.mark.parametrize("doing", [{}, {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False)}])
 def test_the_rank_that_others_wait_for_says_so(doing):
     standing = Watchdog(lambda: doing, "rank 0").standing("step 1", late=True)
-    assert standing.text.startswith("waits for nobody") and not standing.waits
+    assert standing.text.startswith("waits for no other rank") and not standing.waits
 
 
 def test_without_an_order_to_end_it_reports_again_at_twice_the_time(monkeypatch):
@@ -247,7 +247,7 @@ def test_a_rank_at_the_beginning_of_a_step_waits_for_those_that_have_not_come():
     dog._others = Others(Mock, 0, 3)
     standing = dog.standing(BEGINNING, late=True)
     assert standing.waits and standing.messages == {BEGINNING: [1, 2]}
-    assert standing.text == "waits: not all ranks have come to the beginning of a step"
+    assert standing.text == "waits: not all ranks have reached the beginning of a step"
 
 
 def test_a_step_that_ends_in_time_is_not_reported(monkeypatch):

@@ -22,7 +22,7 @@ from tawpipe.serving.service.start import serve
     ("words", "refused"),
     [
         ("", "--model: got ''; the folder of a model"),
-        ("--model m --host 0.0.0.0", "--host: got '0.0.0.0'; 127.0.0.1 or localhost; with --api-key-file"),
+        ("--model m --host 0.0.0.0", "--host: got '0.0.0.0'; 127.0.0.1 or localhost; any address with --api-key-file"),
         ("--model m --port 70000", "port"),
         ("--model m --slots 0", "slots"),
     ],

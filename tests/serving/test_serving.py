@@ -119,7 +119,7 @@ def test_a_pass_with_a_chunk_takes_at_most_twice_as_long():
 def test_one_machine_if_it_does_replicas_if_these_are_faster_and_stages_if_nothing_else_fits():
     many = request(users=512, boundary_bytes=0.01, key_bytes=0.0)  # of whom a device alone takes much longer
     assert ServePlan(request(users=8)).reason.startswith("one machine: ")
-    assert ServePlan(many).reason.startswith("replicas: 4 devices")
+    assert ServePlan(many).reason.startswith("replicas: one copy on each of 4 devices")
     tight = ServePlan(replace(many, memory_bytes=2900))  # a quarter of the layers, and the embedding
     assert tight.chosen is not None
     assert tight.reason.startswith("pipeline: 4 stages: it does not fit")

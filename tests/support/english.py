@@ -1,7 +1,7 @@
 """Check the English of the sources, as far as a program can: first lines of docstrings, and what a change touched.
 
-    python tests/support/english.py                  # list first lines that break the rule; exit code 1 if there are any
-    python tests/support/english.py --same REVISION  # exit code 0 if only docstrings and comments differ from REVISION
+python tests/support/english.py                  # list first lines that break the rule; exit code 1 if there are any
+python tests/support/english.py --same REVISION  # exit code 0 if only docstrings and comments differ from REVISION
 """
 
 import argparse
@@ -23,7 +23,11 @@ def docstrings(source: str) -> Iterator[tuple[ast.AST, int, str]]:
         if not isinstance(owner, DEFINITIONS):
             continue
         for previous, node in zip([owner, *owner.body], owner.body, strict=False):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 yield previous, node.lineno, node.value.value
 
 
@@ -43,9 +47,7 @@ def code_of(source: str) -> str:
     tree = ast.parse(source)
     for owner in ast.walk(tree):
         if isinstance(owner, DEFINITIONS):
-            texts = [
-                node for node in owner.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            ]
+            texts = [node for node in owner.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
             owner.body = [node for node in owner.body if node not in texts or node.value.value is ...]
     return ast.dump(tree)
 

@@ -19,6 +19,6 @@ def test_a_jump_is_named_and_noise_is_not():
     spikes, generator = Spikes(8.0), torch.Generator().manual_seed(0)
     for i in range(200):
         assert not spikes.look(3 - i / 200 + 0.02 * float(torch.randn((), generator=generator)))
-    assert "stands out" in spikes.look(4.0)
+    assert "loss spike: 4.0000" in spikes.look(4.0)
     assert not spikes.look(float("nan"))
     assert not Spikes(0).look(1e9)

@@ -165,7 +165,7 @@ def test_what_depends_on_the_length_is_checked_when_it_is_known():
     [
         ((), POSITIONS, "the model's positions"),
         (("--tokens-per-step", "900"), 900, "the tokens of a step"),
-        (("--bin-tokens", "700", "--schedule.sequence-ranks", "2"), 1400, "the tokens of a bin"),
+        (("--bin-tokens", "700", "--schedule.sequence-ranks", "2"), 1400, "the size of a packed micro-batch"),
         (("--bin-tokens", "700", "--schedule.strategy", "1f1b"), POSITIONS, "the model's positions"),
         (("--rope.scaling", "linear", "--rope.factor", "2"), 2 * POSITIONS, "the model's positions"),
     ],
@@ -188,7 +188,7 @@ def test_the_longest_document_sets_the_length_within_the_limits(home):
     assert f"sequence length: {longest:,} tokens, the longest document (--sequence-length)" in chats.report.lines()
     fewer = prepared("chats.jsonl", replace(limits, most=600)).report
     assert fewer.sequence_length == 512 and fewer.why_length == f"the minimum; {cut}"
-    assert any("exceeds 600 tokens (the model's positions)" in line for line in fewer.lines())
+    assert any("exceed 600 tokens (the model's positions)" in line for line in fewer.lines())
     texts = prepared("texts.jsonl", replace(limits, most=9000)).report
     assert texts.sequence_length == 4096 and texts.why_length == "the tokens of a step; 1 document is longer"
     both = DataSettings(data=["chats.jsonl"], validation_data=["texts.jsonl"], cache_dir="cache")

@@ -78,7 +78,7 @@ def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, one
         for name in {"loss", "grad_norm", "validation_loss"} & mine.keys():
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6)  # the model's norms are in float32
         assert theirs["imbalance"] > 1 and theirs["compute_imbalance"] >= 1 and theirs["predicted_memory_bytes"]
-    assert "bins for each pipeline (" in piped.stdout and " rounds" not in piped.stdout
+    assert "packed micro-batches per pipeline (" in piped.stdout and " rounds" not in piped.stdout
     there = ("--resume", str(home / "piped" / "checkpoints" / "step-00000002"))
     other = ("--nproc", "4", "--nodes", "2", "--schedule.strategy", "1f1b", "--schedule.stages", "nodes")
     goes_on = run_forked(home, "other", *BALANCED, *other, "--bin-tokens", "60", *there)

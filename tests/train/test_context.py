@@ -70,7 +70,8 @@ def test_the_loss_by_position_is_written_and_changes_nothing(home, capsys):
     assert alone(home, "plain", *words) == 0
     capsys.readouterr()
     assert alone(home, "curve", *words, "--evaluation.by-position", "3", "--report", str(page)) == 0
-    assert "by tokens before" in (said := capsys.readouterr().out) and "to 16: " in said and "to 64: " in said
+    said = capsys.readouterr().out
+    assert "validation loss by position" in said and "to 16: " in said and "to 64: " in said
     assert "Validation loss by position" in page.read_text()
     kept = ("step", "loss", "grad_norm", "tokens", "validation_loss")
     plain, curve = ([{name: row.get(name) for name in kept} for row in rows(home, one)] for one in ("plain", "curve"))

@@ -69,7 +69,7 @@ def test_a_run_keeps_its_day_and_chats_of_an_earlier_version_are_refused(home, m
     for more in ((), ("--dry-run",)):
         assert main(words(home, "chats", "--steps", "4", *more)) == 2
         said = "".join(capsys.readouterr())
-        refusal = rf"--resume: got '{re.escape(str(folder))}'.*begun by this version. tawpipe \d.*commit 1eeab342"
+        refusal = rf"--resume: got '{re.escape(str(folder))}'.*a run of this version. tawpipe \d.*commit 1eeab342"
         assert re.search(refusal, said)
         assert "documents changed" in said
     assert {path: path.stat().st_mtime_ns for path in (home / "chats").rglob("*")} == before

@@ -66,7 +66,7 @@ def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypat
     assert loops[-1].evaluation.exhausted and loops[-1].evaluation.best.step == 3
     said = capsys.readouterr().out
     assert "before the first step: validation loss 9.0000 (perplexity 8103)" in said
-    assert "ended early" in said and "step 3, validation loss 1.9500 (perplexity 7.029): what follows is of" in said
+    assert "ended early" in said and "step 3, validation loss 1.9500 (perplexity 7.029): the following is from" in said
     assert steps(home, "early") == [3, 4]  # the best and the newest
     rows = [json.loads(line) for line in (home / "early" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["validation_loss"]) for row in rows] == [*enumerate((9.0, 3.0, 2.0, 1.95, 2.5))]

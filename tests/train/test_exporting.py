@@ -87,13 +87,13 @@ def test_an_export_in_few_bits(runs: Path, name: str, tmp_path: Path) -> None:
 def test_an_adapter_alone_has_no_few_bits(runs: Path, capsys) -> None:
     words = ["--model", str(runs / "base" / "model"), "--lora.rank", "2", "--export.format", "w8a8"]
     assert main(["train", *words, *WORDS, "--output", str(runs / "few")]) == 2
-    assert "--export.format: got 'w8a8'; hf, or the adapter merged" in capsys.readouterr().err
+    assert "--export.format: got 'w8a8'; hf, or a merged adapter" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: Path, capsys) -> None:
     for words, said in (
         (["--step", "3"], "--step: got 3; one of 2, 4"),
-        (["--merge"], "--merge: got True; left out"),
+        (["--merge"], "--merge: got True; ignored"),
     ):
         assert main(["export", str(runs / "base"), *words]) == 2
         assert said in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: 
     assert "which holds config.yaml" in capsys.readouterr().err
     with running_in(runs / "base"):
         assert main(["export", str(runs / "base")]) == 2
-    assert "RUN: got" in (said := capsys.readouterr().err) and "run that is going on" in said
+    assert "RUN: got" in (said := capsys.readouterr().err) and "no other run is using" in said
 
 
 @pytest.mark.parametrize("name", ["base", "adapter"])
@@ -171,19 +171,19 @@ def test_a_base_that_moves_changes_or_goes(runs: Path, tmp_path: Path, capsys) -
     assert main(["checkpoint", "list", str(run)]) == main(["checkpoint", "verify", str(run)]) == 0
     listed, verified = capsys.readouterr().out.splitlines()[-2:]
     count = len(build_model(str(base), max_positions=32).model.state_dict()) - 1  # embedding and head are one
-    frozen = f"; frozen weights: in {moved} ({count} parameters)"
-    assert listed.endswith(frozen) and verified.endswith(f"sound{frozen}: as they were")
+    frozen = f"; frozen weights: {count} parameters in {moved}"
+    assert listed.endswith(frozen) and verified.endswith(f"sound{frozen}: unchanged")
 
     again = ["train", "--resume", "auto", "--output", str(run), "--steps", "5"]
     export = ["export", str(run), "--output", str(tmp_path / "again")]
-    needed = f"does not hold the frozen weights of its run: those of {moved}, or a copy of them, are needed"
+    needed = f"does not hold the frozen weights of this run; expected the weights of {moved} or a copy of them"
     shutil.rmtree(moved)
     for words in (again, [*again, "--dry-run"], export):
         assert main(words) == 2
         said = capsys.readouterr().err
         assert f"--model: got '{moved}'" in said and needed in said
     assert main(["checkpoint", "verify", str(run)]) == 0
-    assert f"sound{frozen} could not be checked: the folder is not there" in capsys.readouterr().out
+    assert f"sound{frozen} could not be checked: the folder is missing" in capsys.readouterr().out
 
     shutil.copytree(other, moved)
     differs = f"model.layers.1.mlp.up_proj.weight differs (1 of {count} parameters do)"
@@ -204,7 +204,7 @@ def test_a_run_without_room_on_its_disk_is_refused_before_it_begins(runs: Path, 
     words = ["train", "--model", "tiny", "--vocab-size", "300", "--steps", "9", *WORDS, "--output", str(output)]
     assert main([*words, "--checkpoint.every", "2"]) == 2
     said = capsys.readouterr().err
-    assert "--output: got" in said and "3 checkpoints of" in said and "10.0 MiB are free" in said
+    assert "--output: got" in said and "3 checkpoints of" in said and "10.0 MiB free" in said
     assert not list(output.glob("*"))
 
 
@@ -255,6 +255,6 @@ def test_no_export_takes_the_place_of_what_it_is_made_from(runs: Path, tmp_path:
 def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path, name: str):
     """Neither a run's nor a user's: what is there would go."""
     (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match="what is there goes"):
+    with pytest.raises(UserError, match="which is replaced"):
         export_again(tmp_path, step=None, merge=False, folder=tmp_path)
     assert (tmp_path / name).read_text() == "mine"

@@ -81,7 +81,7 @@ def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
     monkeypatch.setattr(Planning, "ask", untimed)
     with pytest.raises(UserError, match="memory: got"):
         check(monkeypatch, chain, memory_bytes=2**20, console=SimpleNamespace(notice=lines.append))
-    assert [line for line in lines if line] == ["what would fit is said without measured times: no times"]
+    assert [line for line in lines if line] == ["settings that fit are listed without measured times: no times"]
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
         check(monkeypatch, chain, memory_bytes=limit)
     said = str(refused.value)
     assert said.startswith("memory: got 'a run that needs ") and "working" in said and "on every device" in said
-    assert "--schedule.recompute full: " in said and "s a step" in said
+    assert "--schedule.recompute full: " in said and "s per step" in said
 
 
 def test_a_state_that_is_more_than_all_memory_is_said_before_anything_is_measured(monkeypatch, chain):
@@ -209,9 +209,9 @@ def test_smaller_batches_are_said_in_the_settings_of_bins() -> None:
     smaller = ("sequence_length", 512), ("sequence_length", 128), ("global_batch", 8)
     ways = [WayOut((Change("micro_batch", 1), Change(*change)), 1.0) for change in smaller]
     assert [str(memory._for_bins(way, batch)) for way in ways] == [
-        "--micro-batch 1 --bin-tokens 256: 1.000 s a step of as many rows",
-        "--micro-batch 1 --bin-tokens 64 --max-document 128: 1.000 s a step of as many rows",
-        "--micro-batch 1 --tokens-per-step 8192: 1.000 s a step of fewer tokens",
+        "--micro-batch 1 --bin-tokens 256: 1.000 s per step of as many rows",
+        "--micro-batch 1 --bin-tokens 64 --max-document 128: 1.000 s per step of as many rows",
+        "--micro-batch 1 --tokens-per-step 8192: 1.000 s per step of fewer tokens",
     ]
     rows = replace(batch, packing="split")
     assert [memory._for_bins(way, rows) for way in ways] == ways

@@ -67,7 +67,7 @@ def test_documents_dealt_by_their_time_give_the_same_on_two_processes_and_after_
 def test_every_packing_works(homes, family, packing, capsys):
     words = "--packing", packing, "--micro-batch", "2"
     assert alone(homes[family], packing, *USUAL, *words) == 0
-    assert ("documents (one in a row)" in capsys.readouterr().out) == (packing == "none")
+    assert ("documents (one per row)" in capsys.readouterr().out) == (packing == "none")
     assert rows(homes[family], packing)[-1]["loss"] > 0
 
 
@@ -75,7 +75,7 @@ def test_every_packing_works(homes, family, packing, capsys):
 def test_a_stream_has_rows_of_one_document_where_they_are_asked_for(homes, capsys):
     words = "--streaming", "true", "--stream-window", "9", "--packing", "none"
     assert alone(homes["lfm2"], "stream", *USUAL, *words) == 0
-    assert "in the first window 9 documents (one in a row)" in capsys.readouterr().out
+    assert "first window: 9 documents (one per row)" in capsys.readouterr().out
 
 
 def test_rows_of_documents_that_are_taken_in_turn_are_not_cut(homes, capsys):

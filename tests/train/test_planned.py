@@ -123,7 +123,7 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
     monkeypatch.setattr(planned, "probed", lambda _: asked.machine)
     with progress_to(said.append):
         found = planning(CONFIG).follow("auto", None)
-    assert found.plan is not None and any(line.startswith("planning for 0 s, now tawpipe-") for line in said)
+    assert found.plan is not None and any(line.startswith("planning: tawpipe-") for line in said)
 
 
 def text(found: Followed) -> str:
@@ -137,14 +137,14 @@ def state(plan: str = "", nodes: Topology | None = None) -> RunState:
 def test_a_file_is_followed(saved, plan):
     found = follow(replace(CONFIG, plan=saved))
     chosen = yaml.safe_load(plan)["schedule"]
-    assert text(found) == plan and found.line.startswith(f"plan: {saved}: ")
+    assert text(found) == plan and found.line.startswith(f"plan: {saved}; ")
     assert found.schedule.micro_batches_per_visit == chosen["micro_batches_per_visit"]
     assert found.schedule.loss_chunk_tokens == ScheduleSettings().loss_chunk_tokens
 
 
 def test_auto_makes_one(made, plan):
     found = follow(CONFIG)
-    assert made == ["made"] and text(found) == plan and found.line.startswith("plan: made now: ")
+    assert made == ["made"] and text(found) == plan and found.line.startswith("plan: made now; ")
 
 
 def test_settings_beat_auto(made):
@@ -170,7 +170,7 @@ def test_a_resumed_run_does_what_it_did(made, plan):
     assert text(follow(CONFIG, state(plan))) == plan
     assert follow(CONFIG, state("")).plan is None
     assert not made
-    assert "that of the checkpoint" in follow(CONFIG, state(plan)).line
+    assert "plan: from the checkpoint; " in follow(CONFIG, state(plan)).line
 
 
 def test_a_resumed_run_has_the_chunks_that_it_had_unless_the_user_says_others(made, plan):
@@ -247,7 +247,7 @@ def test_without_a_plan_the_settings_hold(monkeypatch, error: Exception, fault: 
     alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
     found = planning(CONFIG, alone).follow("auto", None)
     assert found.schedule == CONFIG.schedule and found.plan is None
-    assert f"goes on with the settings under schedule (tawpipe-spread): {type(error).__name__}: {error}" in found.line
+    assert f"continues with the settings under schedule (tawpipe-spread): {type(error).__name__}: {error}" in found.line
     assert fault == ("please report" in found.line) == ("request_of(" in found.line)
 
 

@@ -82,7 +82,7 @@ def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatc
     words = ["train", *SMALL, "--model", "model", "--nproc", "2", "--dry-run"]  # one process has nothing to search
     assert main(words) == 0
     said, error = capsys.readouterr()
-    assert "\n\nwarning: plan: none, training goes on with the settings under schedule (tawpipe-spread): " in said
+    assert "\n\nwarning: plan: none; training continues with the settings under schedule (tawpipe-spread): " in said
     warning = said.partition("warning: ")[2].partition("\n\n")[0]
     assert "ZeroDivisionError: division by zero" in warning.splitlines()[0] and "please report it" in warning
     assert "in search" in warning and "1 / len" in warning and "would run:" in said

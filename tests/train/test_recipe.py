@@ -103,7 +103,7 @@ def test_the_saved_settings_are_those_that_were_chosen():
 
 def test_a_stream_has_steps_and_no_epochs():
     config, line = settle(TrainConfig(), "weights", lambda epochs: None)
-    assert config.steps == 60 and "60 steps (how long a stream is, nobody knows)" in line
+    assert config.steps == 60 and "60 steps (the length of a stream is unknown)" in line
     with pytest.raises(UserError, match="--steps"):
         settle(load_config(["--epochs", "2"]), "weights", lambda epochs: None)
 
@@ -116,8 +116,8 @@ def test_a_stream_has_steps_and_no_epochs():
         ("--optimizer.warmup-ratio 0.1 --optimizer.warmup-steps 3", "--optimizer.warmup-ratio: got 0.1"),
         ("--optimizer.name sgd", "--learning-rate: got 'null'; a number under --optimizer.name sgd"),
         ("--optimizer.name adafactor --optimizer.beta1 0.5", "adamw, adam, muon have it"),
-        ("--optimizer.momentum 0.5", "unset under --optimizer.name adamw; sgd, rmsprop, muon have it"),
-        ("--optimizer.decay-steps 5", "unset under --optimizer.schedule cosine; wsd has it"),
+        ("--optimizer.momentum 0.5", "unset under --optimizer.name adamw; only sgd, rmsprop, muon have it"),
+        ("--optimizer.decay-steps 5", "unset under --optimizer.schedule cosine; only wsd has it"),
         (
             "--steps 9 --optimizer.schedule wsd --optimizer.decay-steps 5 --optimizer.warmup-steps 5",
             "--steps without the",
@@ -158,7 +158,7 @@ def test_a_fine_tuning_run_with_muon_goes_on_bit_by_bit_and_begins_with_its_own_
     assert alone(tmp_path, "other", "--resume", half, "--steps", "4", "--optimizer.name", "adamw") == 2
     said = capsys.readouterr()
     assert "warm-up 10 steps, weight decay 0.1: training from random weights" in said.out
-    assert "saved with AdamW+Muon, here it is AdamW" in said.err
+    assert "saved with AdamW+Muon, loaded into AdamW" in said.err
 
     tuned = ("--model", str(tmp_path / "first" / "model"), "--export.enabled", "false", "--checkpoint.every", "1")
     assert alone(tmp_path, "tuned", *tuned, "--epochs", "1", "--global-batch", "30") == 0

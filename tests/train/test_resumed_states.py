@@ -66,9 +66,9 @@ BEST = Best(6, 2.0, 2.0, 3)
         (RunState(9, 9, 0, validation=RECORD), RECORD, Best(), ""),
         (KNOWN, RECORD, BEST, ""),
         (KNOWN, "", BEST, ""),  # nothing is evaluated: they wait for a start that evaluates
-        (KNOWN, RECORD.replace(":a", ":d"), Best(), r"has changed \(documents\): best step \(6, .* begin anew"),
+        (KNOWN, RECORD.replace(":a", ":d"), Best(), r"has changed \(documents\): best step \(6, .* start again"),
         (KNOWN, RECORD.replace("16", "32"), Best(), r"has changed \(batches\)"),
-        (RunState(9, 9, 0, best=KNOWN.best), RECORD, BEST, "does not say which validation data"),
+        (RunState(9, 9, 0, best=KNOWN.best), RECORD, BEST, "does not name its validation data"),
     ],
 )
 def test_the_best_step_holds_for_the_data_that_it_was_measured_on(state, record, best, words):
@@ -85,7 +85,7 @@ def test_other_validation_data_begins_the_patience_anew(home, monkeypatch, capsy
     more = ("--steps", "5", "--validation-data", str(home / "other.txt"))
     assert main([*words, *more]) == 0
     said = "".join(capsys.readouterr())
-    assert re.search(r"data has changed \(.*documents.*\): best step \(1, .* 1\.0000\) and patience begin anew", said)
+    assert re.search(r"data has changed \(.*documents.*\): best step \(1, .* 1\.0000\) and patience start again", said)
     assert "ended early" not in said and rows(home, "other")[-1]["step"] == 5
     assert read_run(complete_states(home / "other" / "checkpoints")[-1]).best["step"] == 5
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_without_a_record_is_taken_to_have_the_same_data_which_is_s
         capsys.readouterr()
         losses(monkeypatch, 3.0)
         assert main([*words, "--steps", str(step)]) == 0
-        assert "".join(capsys.readouterr()).count("does not say which validation data it had") == times
+        assert "".join(capsys.readouterr()).count("does not name its validation data") == times
         assert read_run(complete_states(home / "old" / "checkpoints")[-1]).best["step"] == 1
 
 
@@ -115,4 +115,4 @@ def test_a_best_step_whose_checkpoint_is_not_there_is_not_what_a_run_ends_with(h
     losses(monkeypatch, 4.0, 5.0)
     assert main([*words, "--steps", "4", "--checkpoint.best"]) == 0
     said = "".join(capsys.readouterr())
-    assert "best step begins anew" in said and "step 3, validation loss 4.0000" in said
+    assert "best step: starts again" in said and "step 3, validation loss 4.0000" in said

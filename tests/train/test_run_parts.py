@@ -27,7 +27,7 @@ from tawpipe.train.batches import Batches
 from tawpipe.train.judging.sample import Samples
 from tawpipe.train.run import _same_tokens
 from tawpipe.train.saves import LOOK_EVERY, Saves
-from tawpipe.train.saying.words import batch_words, gib, memory_rows, step_rows, without_effect
+from tawpipe.train.saying.words import MEMORY_PARTS, batch_words, gib, memory_rows, step_rows, without_effect
 from tawpipe.train.settings.checks import validate
 from tawpipe.train.settings.config import TAKES, TrainConfig, load_config
 from tawpipe.train.settings.decided import BatchShape
@@ -220,7 +220,7 @@ def test_a_save_waits_for_the_one_before_and_a_failure_is_said_and_kept() -> Non
     assert not first.waited and made.step == 3
     made.after(4, save=False)
     made.after(7, save=True)
-    assert first.waited == [60.0] and made.unsaved == "No space left" and "training goes on without it" in said[0]
+    assert first.waited == [60.0] and made.unsaved == "No space left" and "training continues without it" in said[0]
     made.finish()
     assert pipeline.started == [("disk", 3), ("disk", 7)] and second.waited and made.unsaved == ""
     assert made.stall_s == 0.25 and made.step == 7
@@ -277,18 +277,20 @@ def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None
         said: Any = SimpleNamespace(
             strategy="s", schedule="t", link_sent_bytes=[2**20 * 3, 2**20 * 5], link_received_bytes=[2**20 * 4, 0]
         )
-        rows = dict(step_rows(said, schedule.topology))
-        assert ("link of a node" in rows) == (nodes == 2)
-    assert rows["link of a node"] == "5.0 MiB sent and 4.0 MiB received per step"
+        rows = dict(step_rows(said, schedule.topology, "full"))
+        assert rows["strategy"] == "s: t, recompute full" and ("network" in rows) == (nodes == 2)
+    assert rows["network"] == "5.0 MiB sent and 4.0 MiB received per node and step"
 
 
 def test_pipelines_have_bins_and_others_rounds() -> None:
     batch = BatchShape.of(load_config(["--max-document", "200", "--tokens-per-step", "800"]), "balanced", 2)
     whole, parts = (Bin((1, 2)),), [(Bin((0,), part=span),) for span in ((0, 6), (6, 9))]
     dealt = Bins((), (whole, whole), 1, (9, 3, 3), LayerTime((LayerKind(1, 1.0, 0.0),)))
-    assert "3 documents in 2 rounds, bins of at most 300 tokens for each process" in batch_words(batch, dealt, None)
+    assert "3 documents in 2 rounds, packed micro-batches of at most 300 tokens per process" in batch_words(
+        batch, dealt, None
+    )
     piped = replace(dealt, single=(*parts, whole), positions=2, slices=((2,),))
-    words = "3 documents in 3 bins for each pipeline (2 slices of long documents in all), bins of at most 300 tokens"
+    words = "3 documents in 3 packed micro-batches per pipeline (2 slices of long documents in all), packed "
     assert words in batch_words(batch, piped, None) and "round" not in batch_words(batch, piped, None)
 
 
@@ -301,7 +303,9 @@ def test_a_plan_is_asked_for_full_bins_though_documents_are_longer() -> None:
 
 def test_memory_is_said_part_by_part_and_the_hosts_with_it() -> None:
     rows = dict(memory_rows(Needs({"homes": 2**31, "working": 2**20, "kept": 2**22}, 0)))
-    said = "2.00 GiB per process at the highest: 2.00 GiB weights, gradients, optimizer state; 1.0 MiB while a layer"
-    assert rows["memory"].startswith(said) and "4.0 MiB at most" in rows["memory"] and "host memory" not in rows
+    assert rows["memory"] == "2.00 GiB per process at most" and "host memory" not in rows
+    parts = rows[MEMORY_PARTS]
+    assert parts.startswith("2.00 GiB weights, gradients, optimizer state; 1.0 MiB while a layer")
+    assert "4.0 MiB at most" in parts
     rows = dict(memory_rows(Needs({"homes": 2**31}, 2**32, 2**33)))
-    assert rows["host memory"].startswith("4.00 GiB of a node") and rows["files"].startswith("8.00 GiB of a node")
+    assert rows["host memory"].startswith("4.00 GiB per node") and rows["files"].startswith("8.00 GiB per node")

@@ -77,7 +77,7 @@ def test_how_to_go_on_is_said_from_what_is_there(tmp_path: Path):
         (config.output_path / "checkpoints" / name).mkdir(parents=True)
         (config.output_path / "checkpoints" / name / MARKER).touch()
     (config.output_path / "config.yaml").touch()
-    saved = f"step 10 is saved in {tmp_path}/my run/checkpoints/step-00000010. To go on from there: "
+    saved = f"checkpoint of step 10: {tmp_path}/my run/checkpoints/step-00000010. To resume from there: "
     settings = f"'{tmp_path}/my run/config.yaml'"
     assert how_to_go_on(config, by_torchrun=False) == f"{saved}tawpipe train --config {settings} --resume auto"
     assert how_to_go_on(config, by_torchrun=True) == f"{saved}the same command with --resume auto"
@@ -96,4 +96,4 @@ def test_an_error_in_a_process_that_nobody_watches_ends_with_how_to_go_on(
     assert main(words) == 1
     first, last = capsys.readouterr().err.splitlines()
     assert first == "tawpipe: error: the loss is not finite"
-    assert last.startswith("tawpipe: no checkpoint was written yet. To start anew in that folder: ")
+    assert last.startswith("tawpipe: no checkpoint was written yet. To start again in that folder: ")

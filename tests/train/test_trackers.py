@@ -200,7 +200,7 @@ class Stuck(Quiet):
         (NoNetwork, "ConnectionError: no route to host"),
         (FullDisk, "OSError: [Errno 28] No space left on device"),
         (Leaves, "SystemExit: 1"),
-        (NeverEnds, "at the end it was not ready within 1 s"),
+        (NeverEnds, "not ready within 1 s at the end"),
         (Stuck, "it is 3 rows behind"),
     ],
 )
@@ -218,7 +218,7 @@ def test_one_that_fails_is_said_once_and_left_out(broken, words, tmp_path: Path,
             assert wait_for(lambda last=step: Good.told[-1:] == [last])
         trackers.samples(7, [("a", "b")])
     OVER.set()
-    assert said == [("wandb", f"wandb is left out from here on, training goes on without it: {words}")]
+    assert said == [("wandb", f"disabled tracker wandb; training continues without it: {words}")]
     assert Good.told == [1, 2, 3, 4, 5, 6, 7, "samples", "finished"]
 
 

@@ -58,10 +58,9 @@ def trained(home) -> Path:
     done = run_forked(home, "first", *words, few_strategies=True)
     assert done.returncode == 0, done.stderr
     assert "4 processes = 2 nodes x 2" in done.stdout
-    assert "link of a node" in done.stdout and "sample" in done.stdout
-    assert "plan: measured and chosen in" in done.stdout
-    assert "\nweights: random (seed 0)\n" in done.stdout
-    assert re.search(r"dtype +float32 \(auto: on the CPU\)", done.stdout)
+    assert re.search(r"network .* per node and step", done.stdout) and "sample" in done.stdout
+    assert "plan: chosen in" in done.stdout
+    assert re.search(r"  model .*, float32 \(auto: on the CPU\), weights: random \(seed 0\)\n", done.stdout)
     return home
 
 
@@ -80,11 +79,11 @@ def test_the_output_folder_holds_the_run(trained):
 def test_the_recorded_step_stands_beside_the_plan(trained, capsys):
     assert main(["trace", str(trained / "first"), "--out", str(trained / "traced")]) == 0
     said = capsys.readouterr().out
-    assert "step predicted" in said and "farthest from the prediction, computing:" in said
+    assert "step predicted" in said and "largest differences from the prediction, computing:" in said
     assert "backward: predicted" in said and "another schedule" not in said
     assert main(["trace", str(trained / "first" / "plan.yaml"), "--out", str(trained / "planned")]) == 0
     page = (trained / "first.html").read_text()
-    assert "step-00000003 as it ran" in page and "A step as the plan predicted it" in page
+    assert "step-00000003 as recorded" in page and "Predicted step" in page
 
 
 def test_the_export_opens_and_computes(trained):
@@ -272,10 +271,10 @@ def test_the_console_says_where_weights_come_from(home, capsys):
     files = len(list((home / "with-weights").glob("*.safetensors")))
     words = ("--steps", "1", "--export.enabled", "false", "--sample.tokens", "0")
     assert alone(home, "without", "--model", str(home / "with-weights"), *words) == 2
-    assert "--tokenizer" in (said := capsys.readouterr().err) and "weights and no tokenizer" in said
+    assert "--tokenizer" in (said := capsys.readouterr().err) and "weights but no tokenizer" in said
     train_tokenizer(["some words"], 300).save_pretrained(home / "with-weights")
     assert alone(home, "weighted", "--model", str(home / "with-weights"), *words) == 0
-    assert f"\nweights: {home / 'with-weights'}, {files} safetensors files\n" in capsys.readouterr().out and files > 1
+    assert f", weights: {home / 'with-weights'}, {files} safetensors files\n" in capsys.readouterr().out and files > 1
     (home / "with-weights" / "model.safetensors.index.json").rename(home / "with-weights" / "pytorch_model.bin")
     assert alone(home, "pickled", "--model", str(home / "with-weights"), *words) == 2
     assert "--model" in capsys.readouterr().err
@@ -338,7 +337,7 @@ def test_what_only_shows_the_run_costs_no_more_than_itself(home, capfd, monkeypa
     assert alone(home, "pageless", *QUIET, *words) == 0
     assert len(rows(home, "pageless")) == 3
     said = log.buffer.getvalue().decode("latin-1")
-    assert "step 1 was not recorded by rank 0, training goes on: Expecting value" in said
+    assert "step 1 was not recorded by rank 0; training continues: Expecting value" in said
     assert "page.html: not shown, training continues: OSError: [Errno 28] No space left on device" in said
     assert said.count("samples: not shown, training continues: JSONDecodeError") == 1
     assert "sample                   'Größe \\u6f22': " in said and "peak memory per process" in said
@@ -404,8 +403,8 @@ def test_batches_without_a_token_to_learn_are_left_out_of_steps_and_evaluations(
     said, found = capsys.readouterr(), rows(home, "unlearned")
     empty = [row["step"] for row in found if row["loss"] is None]
     assert 0 < len(empty) < 12 and all((row["tokens"] == 0) == (row["loss"] is None) for row in found)
-    assert said.out.count("no token is learned: left out") == len(empty)
-    assert re.search(rf"left out +{len(empty)} steps", said.out)
+    assert said.out.count("no token to learn: skipped") == len(empty)
+    assert re.search(rf"skipped +{len(empty)} steps", said.out)
     assert found[-1]["validation_loss"] > 0
 
 
@@ -480,13 +479,13 @@ def test_sigterm_ends_a_run_in_good_order(trained):
                 break
         if sys.platform.startswith("linux"):
             assert listening(process.pid) <= {"0100007F"}, "others can reach it"
-        assert "no sound checkpoint in" in said and "starting anew" in said
+        assert "no sound checkpoint in" in said and "starting at step 0" in said
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
     finally:
         process.kill()
-    assert stderr.count("tawpipe: stopping: the step under way ends") == 1 and "once more ends at once" in stderr
+    assert stderr.count("tawpipe: stopping: the current step ends") == 1 and "press again to end at once" in stderr
     step, folder, words = stopped_at(stdout)
     assert Path(folder).is_dir() and "SIGTERM" not in stdout + stderr
 
@@ -500,7 +499,7 @@ def test_sigterm_ends_a_run_in_good_order(trained):
         assert ends.wait(60) == 128 + signal.SIGINT
     terminal.finish()
     said = "\n".join(terminal.screen)
-    assert said.count("stopping: the step under way ends") == 1
+    assert said.count("stopping: the current step ends") == 1
     later, folder, again = stopped_at(said)
     assert later > step and Path(folder).is_dir() and again == words
     assert all(word not in said for word in ("SIGTERM", "SIGINT", "KeyboardInterrupt", "error"))
@@ -508,7 +507,7 @@ def test_sigterm_ends_a_run_in_good_order(trained):
 
 def stopped_at(said: str) -> tuple[int, str, list[str]]:
     """The step after which a run has stopped, the folder with its state, and the command that goes on."""
-    found = re.search(r"stopped after step (\d+); step (\d+) is saved in (.*)\. To go on from there: (.*)", said)
+    found = re.search(r"stopped after step (\d+); checkpoint of step (\d+): (.*)\. To resume from there: (.*)", said)
     assert found and found[1] == found[2], said
     return int(found[1]), found[3], shlex.split(found[4])
 
@@ -520,7 +519,7 @@ def test_a_run_that_dies_says_what_is_saved(trained):
     assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr
     folder = trained / "died" / "checkpoints" / "step-00000002"
     go_on = f"tawpipe train --config {trained / 'died' / 'config.yaml'} --resume auto"
-    assert done.stderr.splitlines()[-1] == f"tawpipe: step 2 is saved in {folder}. To go on from there: {go_on}"
+    assert done.stderr.splitlines()[-1] == f"tawpipe: checkpoint of step 2: {folder}. To resume from there: {go_on}"
 
 
 @pytest.mark.slow
@@ -541,7 +540,7 @@ def test_a_process_that_hangs_is_named(trained):
     assert done.returncode == 1
     own = [line for line in done.stderr.splitlines() if line.startswith("tawpipe: stuck: rank ")]
     assert [line.partition(":")[0] for line in own]
-    assert any("rank 1 (node 1): " in line and "waits for nobody: COMPUTE is in FORWARD" in line for line in own)
+    assert any("rank 1 (node 1): " in line and "waits for no other rank: COMPUTE is in FORWARD" in line for line in own)
     assert any("rank 0 (node 0): " in line and " with rank 1, " in line for line in own)
     verdict = next(line for line in done.stderr.splitlines() if line.startswith("tawpipe: error: "))
     assert verdict.startswith(
@@ -552,7 +551,7 @@ def test_a_process_that_hangs_is_named(trained):
 
 @pytest.mark.slow
 def test_a_full_disk_costs_one_checkpoint(trained, full_disk):
-    assert "could not be written, training goes on without it: rank 1: No space left on device" in full_disk[0]
+    assert "could not be written; training continues without it: rank 1: No space left on device" in full_disk[0]
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
@@ -561,7 +560,7 @@ def test_a_bad_step_is_left_out_if_asked_for(trained):
     words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
     done = run_forked(trained, "skipped", *QUIET, *words, "--plan", str(trained / "first" / "plan.yaml"))
     assert done.returncode == 0, done.stderr
-    assert "step 2: loss" in done.stdout and "the update was left out, 1 of at most 10 in a row" in done.stdout
+    assert "step 2: loss" in done.stdout and "the update was skipped, 1 of at most 10 in a row" in done.stdout
     found = rows(trained, "skipped")
     assert len(found) == 4 and found[1]["grad_norm"] is None and found[3]["loss"] is not None
     assert found[0]["loss"] == rows(trained, "first")[0]["loss"]  # as on the same plan

@@ -157,7 +157,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if version != FORMAT:
         raise UserError("where", str(folder), f"format {FORMAT}, not {version!r}")
     if manifest.get(SEAL) != _seal(manifest):
-        raise UserError("where", str(folder), f"a sound {MARKER} (its checksum is another one)")
+        raise UserError("where", str(folder), f"the checksum of {MARKER} differs; expected a sound one")
     if problem := _malformed(manifest):
         raise UserError("where", str(folder), f"a sound {MARKER} ({problem})")
     return manifest
@@ -167,7 +167,7 @@ def _malformed(manifest: Manifest) -> str:
     """The flaw of a manifest of the right format, in words; empty if there is none."""
     for name, kind in (("parameters", dict), ("tensors", dict), ("files", list)):
         if not isinstance(manifest.get(name), kind):
-            return f"{name} is not there"
+            return f"{name} is missing"
     if not _whole(manifest.get("step")):
         return f"step is {manifest.get('step')!r}"
     frozen = manifest.get("frozen", {"folder": "", "parameters": {}})
@@ -210,7 +210,7 @@ def damage(folder: Path, manifest: Manifest, numbers: Iterable[int]) -> str:
             if (size := path.stat().st_size) != expected["bytes"]:
                 return f"{path.name} has {size} bytes instead of {expected['bytes']}"
             if checksum(path, uncached=True) != expected["sha256"]:
-                return f"the checksum of {path.name} is another one"
+                return f"the checksum of {path.name} differs"
         except OSError as error:
             return f"{path.name}: {error.strerror or error}"
     return ""

@@ -70,4 +70,4 @@ def naming_frozen(where: Path | None) -> Iterator[None]:
 
 def _needed(manifest: Manifest, where: str) -> str:
     folder = folder_of(manifest)
-    return f"{where} does not hold the frozen weights of its run: those of {folder}, or a copy of them, are needed"
+    return f"{where} does not hold the frozen weights of this run; expected the weights of {folder} or a copy of them"

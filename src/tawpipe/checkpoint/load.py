@@ -87,20 +87,20 @@ class Incoming:
         shapes = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
         check_same_model(str(source.where), manifest["parameters"], shapes)
         if (form := manifest.get("quantize", NONE)) != storage.form:
-            expected = f"a state with quantize={storage.form}; what is frozen is kept as quantize={form} in it"
+            expected = f"a state of quantize={storage.form}; its frozen weights were saved with quantize={form}"
             raise UserError("where", str(source.where), expected)
         tensors = manifest["tensors"]
         if manifest.get("optimizer", optimizers.name) != optimizers.name:
-            raise RunError(f"it was saved with {manifest['optimizer']}, here it is {optimizers.name}")
+            raise RunError(f"saved with {manifest['optimizer']}, loaded into {optimizers.name}")
         # One saved before any update: the optimizers are new then, as they were there.
         fresh = "optimizer" in manifest and not any(name.startswith(STATE) for name in tensors)
         saved = manifest.get("groups", SHAPES)
         others = [] if fresh else in_other_groups(optimizers.factory, saved, storage.units)
         if others:
             expected = (
-                f"a factory with the groups of this checkpoint: by {saved}, not {optimizers.rule}, which puts "
-                f"{len(others)} parameters into other groups, such as {others[0]}; groups={saved!r} keeps them "
-                "(tawpipe.adamw, tawpipe.muon)"
+                f"an optimizer with the parameter groups of this checkpoint: by {saved!r}, not "
+                f"{optimizers.rule}, where {len(others)} parameters are in other groups, such as {others[0]} "
+                f"(set groups={saved!r} in tawpipe.adamw or tawpipe.muon)"
             )
             raise UserError("groups", optimizers.rule, expected)
         states = {} if fresh else optimizers.full_states()
@@ -111,10 +111,16 @@ class Incoming:
         surplus = [name for name in tensors if name.startswith(STATE) and name.split(".", 2)[-1] in trained]
         for name in [*names, *surplus]:
             if name not in tensors or name not in names:
-                raise RunError(f"{name} is not in it" if name in names else f"it has {name}, which is not here")
+                raise RunError(
+                    f"{name} is missing in the checkpoint"
+                    if name in names
+                    else (f"{name} is in the checkpoint, but not in this model")
+                )
         for piece in pieces:
             if tensors[piece.name]["numel"] != piece.numel:
-                raise RunError(f"{piece.name} has {tensors[piece.name]['numel']} elements in it, {piece.numel} here")
+                raise RunError(
+                    f"{piece.name} has {tensors[piece.name]['numel']} elements in the checkpoint, {piece.numel} here"
+                )
         compute = storage.compute_dtype
         wide = [
             unit
@@ -313,6 +319,6 @@ def check_same_model(where: str, saved: Mapping[str, list[int]], own: Mapping[st
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             has = f"has {name} of shape {saved[name]}" if name in saved else f"has no {name}"
-            wants = f"of shape {own[name]}" if name in own else "not there"
+            wants = f"of shape {own[name]}" if name in own else "missing"
             expected = f"a checkpoint of this model; it {has}, which is {wants} in --model"
             raise UserError("where", where, expected)

@@ -78,7 +78,7 @@ class RunState:
                 if not isinstance(getattr(state, name), get_origin(kind) or kind):
                     raise TypeError(f"{name} is {getattr(state, name)!r}")
         except (KeyError, TypeError) as error:
-            raise UserError("where", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error
+            raise UserError("where", where, f"a checkpoint saved by tawpipe train ({error!r})") from error
         return state
 
 
@@ -179,7 +179,7 @@ def examine(store: Store, folders: Sequence[Path]) -> Source:
         seers = [(folder, ranks) for (_, folder), ranks in places.items()]
         if source := _if_sound(store, where, seers, manifests.get(seal)):
             return source
-    raise RunError("some of its files are nowhere sound")
+    raise RunError("some of its files are sound on no machine")
 
 
 def _if_sound(
@@ -314,8 +314,8 @@ class ResumePoint:
     @property
     def notices(self) -> list[str]:
         """Lines about newer states that were not taken."""
-        instead = f"{self.place} is used instead" if self.place else "the run starts anew"
-        return [f"passed over {words}; {instead}" for words in self.passed_over]
+        instead = f"{self.place} is used instead" if self.place else "the run starts at step 0"
+        return [f"skipped {words}; {instead}" for words in self.passed_over]
 
     @property
     def groups(self) -> str:

@@ -72,7 +72,7 @@ def stage(pieces: Sequence[StatePiece], *, live: bool = False) -> list[StatePiec
         sound.setdefault(piece.value.device, []).append(_finite(piece.value))
     if not all(bool(torch.stack(flags).all()) for flags in sound.values()):
         name = next(piece.name for piece in pieces if not bool(_finite(piece.value)))
-        raise RunError(f"{name} holds numbers that are not finite; it is not saved")
+        raise RunError(f"{name} has values that are not finite; not saved")
     if live:
         return [StatePiece(piece.name, piece.numel, piece.start, piece.value.to("cpu")) for piece in pieces]
     copies = [torch.empty(piece.value.shape, dtype=piece.value.dtype, device="cpu") for piece in pieces]
@@ -164,7 +164,7 @@ class Saving:
         """
         self._thread.join(None if limit_s is None else max(0.0, self._begin + limit_s - time.perf_counter()))
         if self._thread.is_alive():
-            raise RunError(f"saving {self.folder} has taken longer than {limit_s:.0f} s on rank {self.world.rank}")
+            raise RunError(f"saving {self.folder} took longer than {limit_s:.0f} s on rank {self.world.rank}")
 
     def wait(self, limit_s: float | None = None) -> Saved:
         """The outcome, when the save has ended on all ranks: none goes on to wait in a step for one that still removes
@@ -234,7 +234,7 @@ class Saving:
         sync(path)
         note = note_of(path, self._pieces)  # of what was written, which is still in the page cache
         if self._store.shared and checksum(path, uncached=True) != note["sha256"]:
-            raise OSError(f"{path.name}: the disk gives back other bytes than were written")
+            raise OSError(f"{path.name}: the bytes read back from the disk differ from the bytes written")
         return note
 
     def _complete(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:

@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
     talk = Conversation(model, tokenizer, tokens=arguments.tokens, temperature=arguments.temperature)
     talk.begin(arguments.system)
     if sys.stdin.isatty():
-        kind = "answers" if talk.chats else "continues what you type: its tokenizer has no chat template"
-        print(f"{folder} on {device} {kind}; {NEW} begins anew, ctrl-D ends")
+        kind = "answers" if talk.chats else "continues the text you type: its tokenizer has no chat template"
+        print(f"{folder} on {device} {kind}; {NEW} starts a new chat, ctrl-D ends")
     for question in _questions(arguments.prompt):
         if question == NEW:
             talk.begin(arguments.system)
@@ -59,7 +59,7 @@ def model_folder(path: Path, setting: str = SETTING) -> Path:
             return folder
     expected = f"the output folder of a run that has exported its model, or a folder with {CONFIG} or {ADAPTER}"
     if (path / "checkpoints").is_dir():
-        expected += f"; this run has checkpoints and no model/ yet: tawpipe export {shlex.quote(str(path))} writes it"
+        expected += f"; this run has checkpoints but no model/ yet (tawpipe export {shlex.quote(str(path))} writes it)"
     raise UserError(setting, str(path), expected)
 
 
@@ -121,7 +121,7 @@ class Conversation:
             UserError: there is no chat template that could say it.
         """
         if system and not self.chats:
-            raise UserError("--system", system, "left out: without a chat template a model only continues texts")
+            raise UserError("--system", system, "ignored: without a chat template a model only continues texts")
         self._said = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> str:
@@ -144,7 +144,7 @@ class Conversation:
             ids = Encoder(self._tokenizer).beginning(text)
         room = min(self._tokens, longest_allowed(self._model.config) - len(ids))
         if room < 1:
-            print(f"this has {len(ids)} tokens, as many as the model has positions for: {NEW} begins anew")
+            print(f"the chat has {len(ids)} tokens, the limit of the model: {NEW} starts a new one")
             return ""
         streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         given = torch.tensor([ids], device=self._model.device)
@@ -160,7 +160,7 @@ class Conversation:
                     **self._draws,
                 )
         except KeyboardInterrupt:
-            print("\n(this question is forgotten)")
+            print("\n(this question was removed from the chat)")
             return ""
         answer = self._tokenizer.decode(generated[0, len(ids) :], skip_special_tokens=True)
         self._said = [*said, {"role": "assistant", "content": answer}]
@@ -174,7 +174,7 @@ class Conversation:
         except TemplateError as error:
             refused = f"the model's chat template says: {error}"
             if said[0]["role"] == "system":
-                raise UserError("--system", said[0]["content"], f"left out: {refused}") from error
+                raise UserError("--system", said[0]["content"], f"ignored: {refused}") from error
             expected = f"a model that can be asked: {refused}"
             raise UserError(SETTING, self._tokenizer.name_or_path, expected) from error
 
@@ -207,19 +207,30 @@ def _check(arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tawpipe chat",
-        description="Asks a trained model in the terminal, on one process: through its chat template, or, where its "
-        "tokenizer has none, by continuing what is typed. Questions may come from a pipe, a line each.",
+        description=(
+            "Chat with a trained model in the terminal, in one process. Uses the chat template of the tokenizer; "
+            "without one the model continues the text. Questions may come from a pipe, one per line."
+        ),
     )
     parser.add_argument("model", metavar=SETTING, help="a run's output folder, or a folder with a model or an adapter")
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="ask this and end; may be given several times"
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help=("ask this question and exit; may be given several times"),
     )
-    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of an answer at most (default: 512)")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token; the model's own by default"
+        "--tokens", type=int, default=512, metavar="N", help=("longest answer in tokens (default: 512)")
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to compute on")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=("0 always takes the likeliest token (default: as the model says)"),
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that belongs to the model")
     return parser

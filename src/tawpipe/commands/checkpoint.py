@@ -49,11 +49,11 @@ def _list(_: argparse.Namespace, path: Path) -> int:
             continue
         size = sum(entry["bytes"] for entry in manifest["files"])
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
-        best = f"; lowest validation loss {run.best['loss']:.4f} after step {run.best['step']}" if run.best else ""
+        best = f"; lowest validation loss: {run.best['loss']:.4f} after step {run.best['step']}" if run.best else ""
         done = f"step {run.step}, {run.samples} samples, {run.topology}{_trained(run)}{best}"
         print(f"{folder}  {size / 2**20:.1f} MiB  {when}  {done}{_frozen_words(manifest)}")
     for folder in _partial(path):
-        print(f"{folder}  not complete: being written, or left by a crash")
+        print(f"{folder}  incomplete: being written, or left by a crash")
     return 0
 
 
@@ -66,7 +66,7 @@ def _trained(run: RunState) -> str:
 def _frozen_words(manifest: Manifest) -> str:
     """Place of the frozen weights that a state does not hold."""
     count = len(digests_in(manifest))
-    return f"; frozen weights: in {folder_of(manifest)} ({count} parameters)" if count else ""
+    return f"; frozen weights: {count} parameters in {folder_of(manifest)}" if count else ""
 
 
 def _verify(_: argparse.Namespace, path: Path) -> int:
@@ -76,12 +76,12 @@ def _verify(_: argparse.Namespace, path: Path) -> int:
         words, differs = f"damaged: {problem}" if problem else "sound", ""
         if not problem and digests_in(manifest := read_manifest(folder)):
             base = Path(manifest["frozen"]["folder"])
-            unchecked = "" if base.is_dir() else "the folder is not there"
+            unchecked = "" if base.is_dir() else "the folder is missing"
             try:
                 differs = "" if unchecked else difference(manifest, digests_of(base, tuple(digests_in(manifest))))
             except (UserError, OSError, ValueError) as error:
                 unchecked = str(error)
-            outcome = f" could not be checked: {unchecked}" if unchecked else f": {differs or 'as they were'}"
+            outcome = f" could not be checked: {unchecked}" if unchecked else f": {differs or 'unchanged'}"
             words += _frozen_words(manifest) + outcome
         bad += bool(problem or differs)
         print(f"{folder}  {words}", flush=True)
@@ -122,7 +122,7 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
     complete = _checkpoints(path)
     old = superfluous(complete, keep=arguments.keep, keep_every=arguments.keep_every, best=_best(complete))
     if old and not any(not problem_of(kept) for kept in reversed(complete) if kept not in old):
-        expected = f"so many that a sound checkpoint is among them; {complete[-1].name}: {problem_of(complete[-1])}"
+        expected = f"enough to keep a sound checkpoint; {complete[-1].name}: {problem_of(complete[-1])}"
         raise UserError("--keep", arguments.keep, expected)
     for folder in [*old, *(_partial(path) if arguments.incomplete else ())]:
         remove(folder)
@@ -148,28 +148,30 @@ def _partial(path: Path) -> list[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="tawpipe checkpoint", description="What checkpoints there are, whether they are sound, and which may go."
-    )
+    parser = CommandParser(prog="tawpipe checkpoint", description="List, verify and prune the checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, run, words in (
-        ("list", _list, "size, time and position of every checkpoint"),
+        ("list", _list, "list size, time and position of every checkpoint"),
         (
             "verify",
             _verify,
-            "compare every file, and frozen weights, with their checksums; exit code 1 for a difference",
+            "compare all files and frozen weights with their checksums; exit code 1 if one differs",
         ),
-        ("prune", _prune, "remove older checkpoints but the best, while no run is writing there, if a sound one stays"),
+        (
+            "prune",
+            _prune,
+            ("remove older checkpoints except the best; only while no run writes there, and if a sound one remains"),
+        ),
     ):
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("folder", metavar="FOLDER", help="the output folder of a run, or a checkpoint")
         command.set_defaults(run=run)
         if name == "prune":
-            command.add_argument("--keep", type=int, required=True, metavar="N", help="of the newest stay")
             command.add_argument(
-                "--keep-every", type=int, default=0, metavar="N", help="those of every Nth step stay, too"
+                "--keep", type=int, required=True, metavar="N", help=("number of newest checkpoints to keep")
             )
             command.add_argument(
-                "--incomplete", action="store_true", help="also remove what was not written to its end"
+                "--keep-every", type=int, default=0, metavar="N", help="also keep the checkpoint of every Nth step"
             )
+            command.add_argument("--incomplete", action="store_true", help="also remove incomplete checkpoints")
     return parser

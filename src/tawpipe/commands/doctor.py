@@ -20,11 +20,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         elsewhere=ELSEWHERE,
         prog="tawpipe doctor",
-        description="Says what is installed and what devices there are; on several processes or nodes also measures "
-        "the links between them, which takes a few seconds. On several machines: "
-        "torchrun --nnodes N --nproc-per-node L ... -m tawpipe doctor",
+        description=(
+            "Shows what is installed and which devices are present. With several processes or nodes it also "
+            "measures the links between them, which takes a few seconds. On several machines: torchrun --nnodes N "
+            "--nproc-per-node L ... -m tawpipe doctor"
+        ),
     )
-    add_processes(parser, out=None, what="a topology file with what was measured, for `tawpipe plan --topology`")
+    add_processes(parser, out=None, what="write the measurements to a topology file for `tawpipe plan --topology`")
     return parser
 
 

@@ -30,19 +30,28 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tawpipe export",
-        description="Writes the model of a run from one of its checkpoints as a Hugging Face folder, on one process "
-        "that holds a layer of it at a time; the run may have been interrupted, or its own export have failed.",
+        description=(
+            "Exports the model of a run from one of its checkpoints as a Hugging Face folder. Runs in one process "
+            "that holds one layer at a time. Works after an interruption or a failed export, too."
+        ),
     )
     parser.add_argument("run", metavar="RUN", help="the output folder of a run")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint after this step (default: the best kept, or the newest)"
+        "--step",
+        type=int,
+        metavar="N",
+        help=("take the checkpoint after this step (default: the best one if kept, else the newest)"),
     )
     parser.add_argument(
-        "--merge", action="store_true", help="the whole model with the adapter in its weights, not the adapter alone"
+        "--merge",
+        action="store_true",
+        help=("write the whole model with the adapter merged into its weights, not the adapter alone"),
     )
     parser.add_argument(
-        "--format", choices=("hf", "w4a16", "w8a8"), help="few bits, see --export.format (default: as the run says)"
+        "--format",
+        choices=("hf", "w4a16", "w8a8"),
+        help=("quantised form of the weights, see --export.format (default: as the run says)"),
     )
-    parser.add_argument("--model", default="", help="the model that the run started from (default: as the run says)")
-    parser.add_argument("--output", metavar="FOLDER", help="to be made or replaced (default: model in RUN)")
+    parser.add_argument("--model", default="", help="model that the run started from (default: as the run says)")
+    parser.add_argument("--output", metavar="FOLDER", help="folder to create or replace (default: model in RUN)")
     return parser

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         for page in pages:
             print(f"{page.title}: {page.line}")
         try:
-            print(f"{address} (ctrl-C ends it)", flush=True)
+            print(f"{address} (press ctrl-C to stop)", flush=True)
             if not arguments.no_browser and has_display():
                 webbrowser.open(address)
             site.serve_forever()
@@ -91,17 +91,15 @@ def _of_run(folder: Path) -> Iterator[Page]:
     from tawpipe.train.planned import PLAN
 
     if (folder / METRICS).is_file():
-        yield Page(
-            "run.html", "Run", "Loss, speed and memory step by step, as they are now.", partial(run_page, folder)
-        )
+        yield Page("run.html", "Run", "Loss, speed and memory of every step so far.", partial(run_page, folder))
     if (folder / PLAN).is_file():
         from tawpipe.plan.answer.page import saved_plan_page
 
-        line = "The strategy that the run follows, why, and a step as it was predicted."
+        line = "Strategy of the run, the reason for it, and one step as predicted."
         yield Page("plan.html", "Plan", line, partial(saved_plan_page, folder / PLAN))
     for recording in recordings(folder):
         step = recording.name.removeprefix("step-").lstrip("0") or "0"
-        line = "When everything in this step ran" + (", beside the plan." if (folder / PLAN).is_file() else ".")
+        line = "Timeline of this step" + (", with the plan." if (folder / PLAN).is_file() else ".")
         yield Page(f"step-{step}.html", f"Step {step}", line, partial(_trace, recording))
 
 
@@ -126,7 +124,7 @@ def _found(file: Path, before: str = "") -> Page:
     Args:
         before: stands before its name, which another page has.
     """
-    return Page(before + file.name, file.stem, f"The page {file.name}, as it was written.", partial(_read, file))
+    return Page(before + file.name, file.stem, f"The saved page {file.name}.", partial(_read, file))
 
 
 def _read(file: Path) -> str:
@@ -139,11 +137,15 @@ def _read(file: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tawpipe open",
-        description="Shows the pages of a run, a plan, a recorded step or a comparison in a browser, with a list of "
-        "them. Only this machine can see them. Pages are made anew when they are loaded, so that a run can be watched.",
+        description=(
+            "Shows the pages of a run, a plan, a recorded step or a comparison in a browser. Only this machine "
+            "can open them. Reload a page to see a running run's newest numbers."
+        ),
     )
     parser.add_argument("path", metavar=SETTING, help=EXPECTED)
-    parser.add_argument("--port", type=int, default=0, help="to serve on (default: a free one)")
-    parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
-    parser.add_argument("--out", metavar="DIR", help="write the pages as files into this folder, and serve nothing")
+    parser.add_argument("--port", type=int, default=0, help="port to serve on (default: a free one)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address, open no browser")
+    parser.add_argument(
+        "--out", metavar="DIR", help=("write the pages as files into this folder instead of serving them")
+    )
     return parser

@@ -112,15 +112,15 @@ def _run(words: PlanWords) -> int:
     if words.save and plan.chosen:
         plan.save(Path(words.save))
         if talk:
-            print(f"wrote {words.save}; tawpipe train --plan {words.save} follows it")
+            print(f"wrote {words.save} (tawpipe train --plan {words.save} follows it)")
     return 0 if plan.chosen else 1
 
 
 def _progress_shown() -> AbstractContextManager[None]:
     """Print progress on standard error within the context."""
-    from tawpipe.console import progress_to
+    from tawpipe.console import passing
 
-    return progress_to(lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+    return passing(sys.stderr, indent="  ")
 
 
 def _request(
@@ -207,9 +207,9 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
         machine = machine_of(words.topology, device=device, name=name)
     if not machine.device.name and not machine.device.flops:
         known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
-        raise UserError("--device-name", "nothing", f"what {words.topology} computes with: {known}")
+        raise UserError("--device-name", "nothing", f"device type of {words.topology}: {known}")
     if words.memory is not None and machine.device_of:
-        raise UserError("--memory", words.memory, f"nothing: device_of in {words.topology} says what devices have")
+        raise UserError("--memory", words.memory, f"unset: {words.topology} names the devices (device_of)")
     if words.config.schedule.offload_dir and machine.files_bytes == 0:
         link, free = probe_files(words.config.schedule.offload_dir)
         machine = replace(machine, files=link, files_bytes=free)
@@ -310,14 +310,14 @@ class _Corpus:
         lengths = Lengths.of(*_tokenised(words)) if words.lengths == CORPUS else lengths_of(words.lengths)
         most, step = words.given("max_document") or words.row, words.given("tokens_per_step")
         if most is None and words.lengths.startswith(LOGNORMAL):
-            raise UserError("--max-document", "nothing", f"the most tokens of a document: {LOGNORMAL} has none")
+            raise UserError("--max-document", "nothing", f"the longest document in tokens: {LOGNORMAL} has no limit")
         most = min(most or lengths.longest, lengths.longest)
         lengths = lengths.cut(most)
         if step is None and (rows := words.given("global_batch")) is not None:
             step = rows * (words.row or most)
         if step is None or step < most:
             value = "nothing" if step is None else step
-            raise UserError("--tokens-per-step", value, f"at least {most}, the longest document's")
+            raise UserError("--tokens-per-step", value, f"at least {most}, the length of the longest document")
         config = replace(words.config, tokens_per_step=step, max_document=most)
         row = BatchShape.of(config, "balanced", world_size).bin_tokens
         documents = lengths.step(row, -1)[:MOST_IN_BIN]

@@ -152,36 +152,38 @@ class PlanWords:
         conflicts: list[tuple[str, Any, str]] = []
         if self.serve:
             said = {**self.words, **vars(self), "all": self.all or None}
-            why = "nothing with --serve, which trains nothing"
-            conflicts.append(("--longest", self.longest or None, "nothing with --serve"))
+            why = "unset with --serve, which trains nothing"
+            conflicts.append(("--longest", self.longest or None, "unset with --serve"))
             conflicts += [(option_of(name), said.get(name), why) for name in OF_TRAINING]
             for name in ("users", "context"):
                 if said[name] is None:
-                    raise UserError(f"--{name}", "nothing", "a number: of users served at once, and of a user's tokens")
+                    raise UserError(
+                        f"--{name}", "nothing", ("a number of users served at once, and of tokens per user")
+                    )
         else:
             given = ("users", "context", "weights")
-            conflicts += [(f"--{name}", getattr(self, name), "nothing without --serve") for name in given]
+            conflicts += [(f"--{name}", getattr(self, name), "unset without --serve") for name in given]
         if self.longest:
             conflicts += [
-                ("--lengths", self.lengths, "nothing with --longest: one document fills the row"),
+                ("--lengths", self.lengths, "unset with --longest: one document fills the row"),
                 ("--micro-batch", several, "1 with --longest"),
-                ("--explain", self.explain, "nothing with --longest, whose --json has every part"),
-                ("--save", self.save, "nothing with --longest; a plan for the length that it finds can be saved"),
+                ("--explain", self.explain, "unset with --longest (--json shows every part)"),
+                ("--save", self.save, "unset with --longest; save a plan for the length that it finds"),
             ]
         if self.of_corpus:
             conflicts += [
-                ("--micro-batch", several, "1: a bin is a row"),
-                ("--explain", self.explain, "nothing with --lengths of a corpus, whose --json has every part"),
-                ("--save", self.save, "nothing with --lengths of a corpus: the run makes its own plan"),
+                ("--micro-batch", several, "1: a packed micro-batch is one row"),
+                ("--explain", self.explain, "unset with --lengths of a corpus (--json shows every part)"),
+                ("--save", self.save, "unset with --lengths of a corpus: the run makes its own plan"),
             ]
         else:
             balanced = config.packing if config.packing == "balanced" else None
             bins = [(f"--{name.replace('_', '-')}", self.given(name)) for name in BINS]
-            conflicts += [(name, value, "nothing without --lengths of a corpus") for name, value in bins]
-            conflicts += [("--packing", balanced, "another packing without --lengths of a corpus: bins are no rows")]
+            conflicts += [(name, value, "unset without --lengths of a corpus") for name, value in bins]
+            conflicts += [("--packing", balanced, "another packing, or --lengths of a corpus")]
         for name in chosen_by_hand(config.schedule):
             value = getattr(config.schedule, name)
-            conflicts.append((f"--schedule.{name.replace('_', '-')}", value, "unset: a plan is what chooses it"))
+            conflicts.append((f"--schedule.{name.replace('_', '-')}", value, "unset: the plan chooses it"))
         for name, value, expected in conflicts:
             if value is not None:
                 raise UserError(name, value, expected)
@@ -189,7 +191,7 @@ class PlanWords:
             raise UserError("--memory", self.memory, "more than 0")
         check_plannable(config)
         if config.schedule.offload_dir and config.schedule.sequence_chunk == 0:
-            raise UserError("--offload-dir", config.schedule.offload_dir, "nothing with --sequence-chunk 0")
+            raise UserError("--offload-dir", config.schedule.offload_dir, "unset with --sequence-chunk 0")
         from tawpipe.report.page import check_page
         from tawpipe.schedule.strategies.table import strategies
 
@@ -232,7 +234,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
     missing = [name for name, needs in needed.items() if needs and asked.given(name[2:].replace("-", "_")) is None]
     for name in missing:
         if (key := name[2:].replace("-", "_"),) in asked.said:
-            raise UserError(name, getattr(config, key).word, "a number: a plan reads no documents that could say it")
+            raise UserError(name, getattr(config, key).word, "a number: a plan reads no documents to derive it from")
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return asked
@@ -251,15 +253,17 @@ def plan_parser() -> argparse.ArgumentParser:
         elsewhere=ELSEWHERE,
         prog="tawpipe plan",
         usage="%(prog)s --model MODEL --topology TOPOLOGY [--config FILE] [--OPTION VALUE ...]",
-        description="Says beforehand what every strategy would cost on some machines, which one is best, and why. Exit "
-        "code 1 if nothing fits.",
+        description=(
+            "Predicts the cost of every strategy on given machines, chooses the best one and says why. Exit code "
+            "1 if nothing fits."
+        ),
     )
     parser.add_argument(
         "--config",
         action="append",
         default=[],
         metavar="FILE",
-        help="settings of a training run, as `tawpipe train` reads them; words beat the file",
+        help="settings of a training run, as for `tawpipe train`; command-line options override the file",
     )
     helps = field_help(PlanWords)
     for name, how in TAKEN.items():

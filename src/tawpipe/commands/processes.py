@@ -24,8 +24,8 @@ def add_processes(parser: argparse.ArgumentParser, *, out: str | None, what: str
         out: its usual name; None where it is written only if it is asked for.
         what: the file in words.
     """
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes to start here (default: one for each GPU)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="virtual nodes that they are grouped into")
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes to start here (default: one per GPU)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="virtual nodes to group the processes into")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", default=out, metavar="FILE", help=what + (f" (default: {out})" if out else ""))
 
@@ -48,7 +48,7 @@ def on_processes(
     if LaunchEnvironment.read(os.environ) is not None:
         for name in ("nproc", "nodes"):
             if (value := getattr(arguments, name)) is not None:
-                raise UserError(f"--{name}", value, f"unset under torchrun, which was told by --{TORCHRUNS[name]}")
+                raise UserError(f"--{name}", value, f"unset under torchrun, whose --{TORCHRUNS[name]} sets it")
         return act(arguments)
     gpus = find_gpus() if arguments.device != "cpu" else ()
     shape = local_shape(arguments.nodes, arguments.nproc or (len(gpus) or 1), num_gpus=len(gpus))

@@ -23,12 +23,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         elsewhere=ELSEWHERE,
         prog="tawpipe prove",
-        description="Checks on these devices what the tests check elsewhere: numbers against one plain process, memory "
-        "and seconds against their predictions, the kernels that run, how processes end. Takes about ten minutes and "
-        "writes one JSON file. On several machines: torchrun --nnodes N --nproc-per-node L ... -m tawpipe prove",
+        description=(
+            "Checks on these devices: numbers against one plain process, memory and seconds against their "
+            "predictions, the kernels in use, and how processes end. Takes about ten minutes and writes one JSON "
+            "file. On several machines: torchrun --nnodes N --nproc-per-node L ... -m tawpipe prove"
+        ),
     )
-    add_processes(parser, out=FILE, what="the file")
-    parser.add_argument("--only", nargs="+", default=(), metavar="CHECK", help="some checks (default: all)")
+    add_processes(parser, out=FILE, what="file to write")
+    parser.add_argument("--only", nargs="+", default=(), metavar="CHECK", help="checks to run (default: all)")
     return parser
 
 

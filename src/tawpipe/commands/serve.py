@@ -51,7 +51,7 @@ def _run(argv: Sequence[str], config: ServeConfig) -> int:
     _folder(config)
     if LaunchEnvironment.read(os.environ) is not None:
         if config.nproc is not None:
-            raise UserError("--nproc", config.nproc, "unset under torchrun, which was told by --nproc-per-node")
+            raise UserError("--nproc", config.nproc, "unset under torchrun, whose --nproc-per-node sets it")
         return _serve(config)
     gpus = find_gpus() if config.device != "cpu" else ()
     shape = local_shape(1, config.nproc or len(gpus) or 1, num_gpus=len(gpus))
@@ -72,7 +72,7 @@ def _run(argv: Sequence[str], config: ServeConfig) -> int:
 def _folder(config: ServeConfig) -> Path:
     folder = model_folder(Path(config.model).expanduser(), "--model")
     if (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file():
-        expected = "a whole model; tawpipe export RUN --merge writes one with the adapter in its weights"
+        expected = "a whole model (tawpipe export RUN --merge writes one with the adapter merged)"
         raise UserError("--model", config.model, expected)
     return folder
 

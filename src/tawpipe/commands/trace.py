@@ -61,15 +61,17 @@ def _ranks(words: str | None, bars: Sequence[Bar]) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tawpipe trace",
-        description="Shows when everything in a recorded step ran, beside what the run's plan predicted; or what a "
-        "plan predicts: a summary here, timeline.svg, and trace.json for ui.perfetto.dev.",
+        description=(
+            "Draws the timeline of a recorded step beside the prediction of the run's plan, or the timeline that "
+            "a plan predicts. Prints a summary and writes timeline.svg and trace.json for ui.perfetto.dev."
+        ),
     )
     parser.add_argument(
         "run",
         metavar="RUN|PLAN",
         help="the output folder of a run with --log.trace-step, the folder of such a step, or a saved plan",
     )
-    parser.add_argument("--ranks", help="whose lanes are drawn: 0,4 or all (default: the first of every node)")
-    parser.add_argument("--out", metavar="DIR", help="where the files go (default: beside the recording or the plan)")
-    parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the timelines to zoom into")
+    parser.add_argument("--ranks", help="ranks to draw: 0,4 or all (default: the first rank of every node)")
+    parser.add_argument("--out", metavar="DIR", help="folder for the files (default: next to the recording or plan)")
+    parser.add_argument("--report", metavar="FILE", help="write an HTML page with timelines to zoom into")
     return parser

@@ -135,7 +135,7 @@ def _look(config: TrainConfig, shape: Shape | None) -> int:
         if (worker := os.fork()) > 0:
             code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
             if code < 0:
-                print(f"tawpipe: error: the process that looked was killed by signal {-code}", file=sys.stderr)
+                print(f"tawpipe: error: the process that checked the run was killed by signal {-code}", file=sys.stderr)
             return code if code >= 0 else 1
     from tawpipe.train.dry_run import dry_run
 

@@ -149,7 +149,7 @@ class Encoder:
             if tokens[: len(anchor_tokens)] == anchor_tokens:
                 return tokens[len(anchor_tokens) :]
         if self._anchors:
-            name = self._tokenizer.name_or_path or "the given one"
+            name = self._tokenizer.name_or_path or "the tokenizer as given"
             raise UserError("--tokenizer", name, f"one that does not merge {text[:9]!r} with any letter before it")
         return tokens
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CHARACTERS_PER_TOKEN = 4
 """Usual characters for each token."""
-MOST_IN_STREAM = "the most in a stream"
+MOST_IN_STREAM = "longest in the stream"
 LOOKED_AT = 64
 """Documents of a set among which one that is learned in part is looked for, to be shown."""
 MOST_WINDOWS = 16
@@ -82,11 +82,11 @@ def prepare_data(
     if isinstance(sequence_length, int) and sequence_length < 2:
         raise UserError("--sequence-length", sequence_length, "at least 2: the first token of a row is never predicted")
     if seed < 0:
-        raise UserError("--seed", seed, "a number from 0 on")
+        raise UserError("--seed", seed, "a number >= 0")
     sets = find_sets(settings.data)
     held_out_sets = find_sets(settings.validation_data, "--validation-data")
     if weighted := [source.name for source in held_out_sets if source.weight is not None]:
-        raise UserError("--validation-data", weighted[0], "no weights: all of it is looked at")
+        raise UserError("--validation-data", weighted[0], "no weights: all data is read")
     validation = held_out_sets[0] if held_out_sets else SourceSet("", None, ())
     root = cache_root(settings.cache_dir)
     preparation = _Preparation(
@@ -155,7 +155,7 @@ class _Preparation:
             self.settings, files, self.root, tokenizer=self.tokenizer, model=self.model, date=self.date
         )
         if self.text.tokenizer.eos_token_id is None:
-            self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
+            self.notes.append("the tokenizer has no end-of-text token: documents end without one")
         return self._streamed() if streaming else self._cached(begin)
 
     @property
@@ -168,7 +168,7 @@ class _Preparation:
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         if fraction > 0 and not any(len(out) for _, out in split):
-            self.notes.append("no validation: too few distinct documents to hold one out")
+            self.notes.append("no validation data: too few distinct documents to hold one out")
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
         beside = self._validation_corpora()
         if self.limits is not None:
@@ -239,9 +239,9 @@ class _Preparation:
             validation = self._held_out([(corpus, np.arange(len(corpus.identities))) for corpus in corpora], packing)
             first_ones = f"the first {read.documents:,} documents"
             if not any(out for _, out in looks):
-                self.notes.append(f"streaming: none of {first_ones} is held out; no validation")
+                self.notes.append(f"streaming: no validation data; none of {first_ones} is held out")
             elif validation is not None:
-                self.notes.append(f"streaming: validation has what is held out of {first_ones}")
+                self.notes.append(f"streaming: validation data is held out of {first_ones}")
         train = [self._stream(source.files, packing, fraction, tell=self.leader) for source in self.sets]
         windows = [stream.first_window() for stream in train]
         seen = ReadCounts.merged([stream.counts for stream in train])
@@ -353,17 +353,17 @@ class _Preparation:
         elif dealing is not None and dealing.asked:
             chosen, self.why = "balanced", f"of {dealing.asked}"
         elif counts.masked:
-            chosen, self.why = "balanced", "there are chat or instruction rows, which stay whole and are uneven"
+            chosen, self.why = "balanced", "chats and instructions are kept whole and have uneven lengths"
         elif dealing is not None and not dealing.pretrained:
-            self.why = "the model starts from random weights: rows of one length are usual then"
+            self.why = "the model has random weights, for which rows of one length are usual"
         elif dealing is not None and (dataset := balanced()) is not None:
             longest = self.lengths["balanced"]
             work = dealing.work(vocabulary_size(self.text.tokenizer))
             gain = Balance.of(dataset.step_lengths, dealing.on_devices(DEVICES, longest), longest, work).gain
             chosen = "balanced" if gain > WORTH else rows
             self.why = (
-                f"the model has weights, and with documents of these lengths balanced steps are {gain - 1:.0%} faster "
-                f"than documents packed by their tokens (modelled for {DEVICES} devices)"
+                f"steps are {gain - 1:.0%} faster with balanced than with documents packed by tokens "
+                f"(predicted for {DEVICES} devices)"
             )
         return chosen
 
@@ -405,7 +405,7 @@ class _Preparation:
             corpus = Corpus.joined(parts)
         dataset = self._packed(corpus, documents, packing)
         if dataset is None:
-            self.notes.append("no validation: of the held-out documents no token would be learned")
+            self.notes.append("no validation data: the held-out documents have no token to learn")
         return dataset
 
     def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
@@ -414,7 +414,7 @@ class _Preparation:
             return self.text.tokenizer
         said = ""
         if name := self.text.fallback:
-            said = f"the tokenizer has no chat template: {name} was used and is exported with it (--chat-template)"
+            said = f"the tokenizer has no chat template: {name} is used and exported with it (--chat-template)"
         elif self.text.chats is not self.text.tokenizer:
             begin = self.text.tokenizer.decode(self.text.encoder.begin)
             said = f"chat template without {begin}: added to every chat and to the exported template, because this "

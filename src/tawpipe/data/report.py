@@ -118,7 +118,7 @@ class ReadCounts:
         if 10 * out <= self.rows:
             return ""
         worst = max(self.troubles, key=lambda trouble: trouble.number * (trouble.kind in ("row", "empty")))
-        return f"{out:,} of {self.rows:,} rows are left out, {worst.number:,} of them {worst.why}: {worst.first}"
+        return f"left out {out:,} of {self.rows:,} rows, {worst.number:,} of them {worst.why}: {worst.first}"
 
     def add_row(self, row: object) -> None:
         """Count a row that was read; a ``Skipped`` of a file is none."""
@@ -212,18 +212,20 @@ class SetSize:
     def text(self, sequence_length: int, packing: str) -> str:
         """The size in words; ``sequence_length`` of a row, or of a document at most."""
         if packing in ("balanced", "none"):
-            rows = "balanced" if packing == "balanced" else "one in a row"
+            rows = "balanced" if packing == "balanced" else "one per row"
             said = f"{self.documents:,} documents ({rows}), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
-            said += "of them learned"
+            said += "learned"
             if self.cut:
-                said += f", {self.cut:,} longer than {sequence_length:,} tokens cut, which makes {self.rows:,} of them"
-            return said + (f", {self.left_out:,} left out as nothing of them is learned" if self.left_out else "")
+                said += f", {self.cut:,} longer than {sequence_length:,} tokens cut into {self.rows:,} in all"
+            return said + (f", {self.left_out:,} left out because they have no token to learn" if self.left_out else "")
         all_tokens = self.rows * sequence_length
-        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {self.learned / all_tokens:.1%} of them learned"
-        rows += f", {self.padding / all_tokens:.1%} padding" if self.padding else ""
-        cut = f", {self.truncated:,} documents cut off at a row's length" if self.truncated else ""
-        out = f", {self.left_out:,} left out as no answer begins before that" if self.left_out else ""
-        return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}{out}"
+        half, most, longest = self.usual
+        lengths = f" (median {half:,} tokens, 90th percentile {most:,}, longest {longest:,})" if longest else ""
+        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {self.learned / all_tokens:.1%} learned"
+        rows += f", {padding:.1%} padding" if (padding := self.padding / all_tokens) >= 5e-4 else ""
+        cut = f", {self.truncated:,} documents truncated to one row" if self.truncated else ""
+        out = f", {self.left_out:,} left out because no answer begins before that" if self.left_out else ""
+        return f"{self.documents:,} documents{lengths}, {self.tokens:,} tokens in {rows}{cut}{out}"
 
 
 PIECES_SHOWN = 6
@@ -247,8 +249,8 @@ def too_small(size: SetSize, fraction: float | None) -> str:
     larger = math.ceil(100 * lacking * (fraction or 1)) / 100
     advice = f"--validation-fraction {larger:g} or " if fraction and larger <= LARGEST_FRACTION else ""
     return (
-        f"the validation loss will be noisy: {size.documents:,} documents with {size.learned:,} tokens that count are "
-        f"few, {ENOUGH_DOCUMENTS:,} with {ENOUGH_TOKENS:,} would do; {advice}--validation-data gives more"
+        f"validation loss will be noisy: {size.documents:,} documents with {size.learned:,} tokens that count; "
+        f"at least {ENOUGH_DOCUMENTS:,} with {ENOUGH_TOKENS:,} are recommended ({advice}--validation-data)"
     )
 
 
@@ -271,8 +273,8 @@ class PartReport:
     size: SetSize
 
     def line(self, sequence_length: int, packing: str) -> str:
-        seen = "" if self.passes is None else f", seen {self.passes:.2f} times in one pass of the mixture"
-        return f"  {self.share:.1%} of the tokens from {self.name}: {self.size.text(sequence_length, packing)}{seen}"
+        seen = "" if self.passes is None else f", {self.passes:.2f} epochs in one epoch of the mixture"
+        return f"  {self.name}: {self.share:.1%} of the tokens, {self.size.text(sequence_length, packing)}{seen}"
 
 
 @dataclass(frozen=True)
@@ -338,40 +340,35 @@ class DataReport:
         """Lines for the console."""
         lines = [f"tokenizer: {self.tokenizer}"]
         if self.why and self.packing != "split":  # which is the usual one
-            lines.append(f"packing: {self.packing}, because {self.why}")
+            lines.append(f"packing: {self.packing} ({self.why})")
         if self.why_length:
             lines.append(f"sequence length: {self.sequence_length:,} tokens, {self.why_length} (--sequence-length)")
         size = self.train.text(self.sequence_length, self.packing)
         if self.streamed:
-            lines.append(f"training data: streamed from {self.read.files:,} files; in the first window {size}")
+            lines.append(f"training data: streamed from {self.read.files:,} files; first window: {size}")
         else:
             origin = "from the cache" if self.reused else f"tokenised in {self.seconds:.1f} s"
             lines.append(f"training data: {self.read.files:,} files, {size}, {origin}")
         lines += [part.line(self.sequence_length, self.packing) for part in self.parts]
-        if self.histogram is None:
-            half, most, longest = self.train.usual
-            lines.append(
-                f"lengths: half of the documents have {half:,} tokens at most, 9 of 10 {most:,}, all {longest:,}"
-            )
         if self.validation is not None:
             lines.append(f"validation data: {self.validation.text(self.sequence_length, self.packing)}")
         else:
             lines.append("validation data: none")
         if self.train.cut and (where := self.longest[1]):
-            lines.append(f"the longest document, cut into pieces, has {self.longest[0]:,} tokens: {where}")
+            lines.append(f"longest document: {self.longest[0]:,} tokens, cut into parts ({where})")
         if self.histogram is not None:
-            lines += ["lengths of the training documents:", *self.histogram.lines()]
+            lines += ["document lengths:", *self.histogram.lines()]
         if self.read.masked and self.train.torn:
             many = self.train.torn != 1
-            torn = f"{self.train.torn:,} piece{'s' * many} of documents lack{'s' * (not many)} the beginning"
-            lines.append(f"{torn}: a larger --sequence-length, or --packing balanced, keeps documents whole")
+            torn = f"{self.train.torn:,} part{'s' * many} of documents lack{'s' * (not many)} the beginning"
+            lines.append(f"{torn} (a larger --sequence-length, or --packing balanced, keeps documents whole)")
         if self.padding is not None:
-            lines.append(f"padding: {self.padding:.1%} of the tokens that the first steps compute")
+            lines.append(f"padding: {self.padding:.1%} of the tokens computed in the first steps")
         if (balance := self.balance) is not None and balance.processes > 1:
             lines.append(
-                f"balance, modelled for {balance.processes} processes and the first steps: the busiest computes "
-                f"{balance.before:.2f} times as long as the mean if documents are packed by their tokens, "
-                f"{balance.after:.2f} times as they are dealt"
+                f"balance (predicted for {balance.processes} processes and the first steps): the busiest "
+                f"process computes {balance.after:.2f} times the mean; {balance.before:.2f} times with "
+                "documents packed by tokens"
             )
         lines += self.read.lines("training files")
         if self.validation_read is not None:

@@ -211,7 +211,7 @@ class StreamedDataset:
             for document in [row] if isinstance(row, Skipped) else self._text.renderer.render(row):
                 if isinstance(document, Skipped):
                     if self.counts.add_skipped(document) and self._tell:
-                        log.warning("%s; others like it are counted, and not said again", document.sentence)
+                        log.warning("%s (further cases are counted only)", document.sentence)
                     continue
                 self.counts.add_document(document.kind)
                 if self._is_held_out(document):

@@ -175,8 +175,8 @@ class Bins:
     @property
     def in_words(self) -> str:
         """How many rounds there are, or bins of every pipeline."""
-        count = sum(self.shape)
-        return f"{count} {'bin' if self.positions > 1 else 'round'}{'s' * (count > 1)}"
+        noun = "round" if self.positions == 1 else "packed micro-batch" + "e" * (sum(self.shape) > 1)
+        return f"{sum(self.shape)} {noun}{'s' * (sum(self.shape) > 1)}"
 
     @property
     def world_size(self) -> int:
@@ -271,7 +271,7 @@ def deal(
         raise UserError("documents", min(lengths, default="none"), "at least one document, each of at least one token")
     if (longest := max(lengths)) > cap * ranks:
         together = f" over {ranks} processes" if ranks > 1 else ""
-        raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, what a bin holds{together}")
+        raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, one micro-batch{together}")
     times = [work.of(length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     deals: list[tuple[float, Bins]] = []

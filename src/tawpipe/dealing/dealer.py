@@ -50,7 +50,7 @@ class Dealer:
                 return self._worker.answer()
             except (OSError, EOFError) as error:
                 why = "the worker is gone" if self._worker else f"no worker could be started ({error})"
-                logger.warning("documents are dealt in the run's own processes from now on: %s", why)
+                logger.warning("documents are now assigned to ranks in the run's own processes: %s", why)
                 self._end()
                 return None
 

@@ -48,7 +48,7 @@ from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
 from tawpipe.streams import lossy
 
 THIS_LAUNCH = secrets.token_hex(8)
-ENDED_BY = {signal.SIGINT: "interrupted", signal.SIGHUP: "ended, as the terminal is gone"}
+ENDED_BY = {signal.SIGINT: "interrupted", signal.SIGHUP: "ended because the terminal was closed"}
 """Words for the signals that people send; a scheduler's are named."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
@@ -272,7 +272,7 @@ class _Run:
             if self.signals and not self._failed_by_itself():
                 self._end_workers()
                 number = signal.Signals(self.signals[0])
-                words = ENDED_BY.get(number, f"told to end ({number.name})")
+                words = ENDED_BY.get(number, f"received {number.name}")
                 print(f"tawpipe: {words}", file=self.errors, flush=True)
                 return 128 + self.signals[0]
             if self.failures:
@@ -384,7 +384,7 @@ class _Run:
         if cause.ended_stuck:
             all_lines = [line for keeper in self.keepers for line in keeper.lines]
             verdicts = [line.removeprefix(STUCK + EVERYONE) for line in all_lines if line.startswith(STUCK + EVERYONE)]
-            words = verdicts[-1] if verdicts else "no rank has failed; a step took longer than its limit"
+            words = verdicts[-1] if verdicts else "no rank has failed; a step exceeded its time limit"
             print(f"{ERROR_PREFIX}{words}", file=self.errors, flush=True)
             return cause.returncode
         print(f"tawpipe: error: {self.shape.position(cause.rank)} {cause.reason()}", file=self.errors)

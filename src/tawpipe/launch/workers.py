@@ -127,7 +127,7 @@ class WorkerFailure:
             name = signal.Signals(-self.returncode).name
         except ValueError:
             name = f"signal {-self.returncode}"
-        hint = " (by hand, or by the kernel for want of memory)" if -self.returncode == signal.SIGKILL else ""
+        hint = " (by hand, or by the kernel for lack of memory)" if -self.returncode == signal.SIGKILL else ""
         return f"was killed by {name}{hint}{said}"
 
 

@@ -127,7 +127,7 @@ class Options(Generic[T]):
 
     def to_yaml(self, config: T) -> str:
         """All settings with their help as comments. Feeding it back gives an equal ``config``."""
-        lines = [f"# Settings of `{self.prog}`: use with --config FILE; options on the command line beat the file."]
+        lines = [f"# Settings of `{self.prog}`: use with --config FILE; command-line options override the file."]
         self._write(lines, self.members, config, indent="")
         return "\n".join(lines) + "\n"
 

@@ -72,7 +72,7 @@ class Names:
             return f"did you mean {self._known[last[0]]}?"
         for name in [word, *difflib.get_close_matches(word, [*self._known, *self._elsewhere], n=1, cutoff=0.6)]:
             if name in self._elsewhere:
-                return f"here it is {self._elsewhere[name]}"
+                return f"in tawpipe it is {self._elsewhere[name]}"
             if name in self._known:
                 return f"did you mean {self._known[name]}?"
         return ""

@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
             option = word.partition("=")[0]
             if option.startswith("--") and not any(name.startswith(option) for name in known):
                 names = Names([name.removeprefix("--") for name in known], self._elsewhere, options=True)
-                hint = names.meant(option) or f"{within.prog} --help shows what there is"
+                hint = names.meant(option) or f"{within.prog} --help lists all options"
                 raise UserError("command line", option, f"no such option; {hint}")
 
     def format_help(self) -> str:
@@ -70,7 +70,7 @@ class CommandParser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        formatter.start_section("what most people set, with examples")
+        formatter.start_section("the most used settings, with examples")
         formatter.add_arguments(list(self._examples()))
         formatter.end_section()
         number = sum(bool(action.option_strings) for action in self._actions)

@@ -118,7 +118,7 @@ class Improvement:
             self._worker = Worker()
             self._worker.ask(answer, layout, costs, micro_batches, start, seconds)
         except OSError as error:
-            logger.warning("the pipeline's order stays as it is: no solver could be started (%s)", error)
+            logger.warning("the pipeline keeps its order: no solver could be started (%s)", error)
             self.close()
 
     @property
@@ -132,7 +132,7 @@ class Improvement:
             return self._improved
         if not self._worker.ready:
             if time.monotonic() > self._end:
-                logger.warning("the pipeline's order stays as it is: the solver does not come to an end")
+                logger.warning("the pipeline keeps its order: the solver does not end")
                 self.close()
             return None
         try:
@@ -140,7 +140,7 @@ class Improvement:
             self._improved = improved if improved.after < improved.before else None
         except (EOFError, OSError):
             code = self._worker.process.wait()
-            logger.warning("the pipeline's order stays as it is: the solver failed with exit code %d", code)
+            logger.warning("the pipeline keeps its order: the solver failed with exit code %d", code)
         self.close()
         return self._improved
 

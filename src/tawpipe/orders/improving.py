@@ -108,7 +108,7 @@ class Improving:
             self._say(step, improved, time.perf_counter() - begin)
         elif self._world.rank == 0:
             status = f": {improved.status}" if improved is not None else ""
-            self._console.line(f"step {step}: the pipeline's order stays, no better one was found{status}")
+            self._console.line(f"step {step}: the pipeline keeps its order; no better one was found{status}")
 
     def _fits(self, order: Order) -> bool:
         """True within the limit of memory, what is on its way between positions included."""
@@ -120,9 +120,9 @@ class Improving:
     def _say(self, step: int, improved: Improved | None, took_s: float) -> None:
         if improved is not None:
             self._console.line(
-                f"step {step}: a better order of the pipeline from here on, {improved.gain:.1%} shorter by the times "
-                f"that were measured ({improved.status}; {improved.seconds:.0f} s beside the training, "
-                f"{took_s:.1f} s to swap)"
+                f"step {step}: new pipeline order, {improved.gain:.1%} shorter by measured times "
+                f"({improved.status}; found in {improved.seconds:.0f} s during training, swapped in "
+                f"{took_s:.1f} s)"
             )
 
 

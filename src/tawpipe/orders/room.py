@@ -29,8 +29,8 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
         scale = stages.costs.memory_scale if isinstance(stages.costs, Ticks) else 1.0
         place = needed.index(max(needed))
         least, there = max(needed) / scale, stages.costs.memory / scale
-        expected = f"at least {least:.6g}: position {place} keeps so much of one micro-batch in {layout}"
-        expected += f", {least - there:.3g} more than there is"
+        expected = f"at least {least:.6g}: position {place} keeps that for one micro-batch in {layout}"
+        expected += f", {least - there:.3g} more than available"
         raise UserError("memory of a position", f"{there:.6g}", expected, need=MemoryOfPosition())
     for place in range(layout.size):
         own_stages = layout.stages_of(place)

@@ -90,7 +90,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
     name = chain.name
     cut = plan_cut(chain)
     if cut.parameters > MOST_PARAMETERS:
-        return f"{name} was not checked: {cut.layers} layers of it have {cut.parameters / 1e9:.1f} billion parameters"
+        return f"{name} was not checked: {cut.layers} of its layers have {cut.parameters / 1e9:.1f} billion parameters"
     dtype = torch.float64 if cut.parameters <= WIDE_PARAMETERS else torch.float32
     limit = 2e-5 if dtype == torch.float64 else 2e-3
     batch = _batch(cut.tokens, besides=_trained_tokens(chain.model))
@@ -100,9 +100,9 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
             plain = _by_itself(alone, chain, batch, loss)
     except Exception as error:  # it may need what only its own devices have
-        return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
+        return f"{name} was not checked: run by itself it fails with {type(error).__name__} ({error})"
     if random.drew:
-        return f"{name} was not checked: it draws random numbers that no setting of it switches off"
+        return f"{name} was not checked: it draws random numbers that no setting switches off"
     blind = _refuse_future(name, alone, batch, limit)
     with _quiet():
         loss_value, gradients, hidden = run(copy, batch, dtype)
@@ -229,8 +229,8 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
     if plain[1] and not scale:
         raise UserError(
             "check",
-            f"{name}, in which nothing that is trained has a gradient, {next(iter(plain[1]))} for one",
-            "a model whose loss depends on what is trained; check: never leaves the look at it out",
+            f"{name}, where no trained parameter has a gradient, for example {next(iter(plain[1]))}",
+            "a model whose loss depends on its trained parameters (check: never skips this check)",
         )
 
     def quantities() -> Iterator[tuple[str, str, float]]:
@@ -248,9 +248,11 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
             raise UserError(
                 "check",
                 f"{where} of {name}: {what}, off by {error:.1e}",
-                f"the numbers of the model's own forward pass, within {limit:.0e}. Run block by block on packed "
-                "documents this model computes something else, so it cannot be trained here as it is; check: never "
-                "leaves the comparison out",
+                (
+                    f"the numbers of the model's own forward pass, within {limit:.0e}. Run block by block on "
+                    "packed documents this model computes something else, so it cannot be trained here (check: "
+                    "never skips this check)"
+                ),
             )
         largest = max(largest, error)
     return largest
@@ -262,12 +264,12 @@ def _refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)):
             ahead = change_by_future(given, batch)
     except Exception as error:  # it may give no logits without labels
-        return f"; whether later tokens change logits was not seen: {type(error).__name__} ({error})"
+        return f"; whether later tokens change logits was not checked: {type(error).__name__} ({error})"
     if ahead > limit:
         raise UserError(
             "check",
-            f"{name}, in which other tokens change the logits of those before them by {ahead:.1e}",
-            f"{NOT_CAUSAL}; check: never leaves the look at it out",
+            f"{name}, where later tokens change the logits of earlier ones by {ahead:.1e}",
+            f"{NOT_CAUSAL} (check: never skips this check)",
         )
     return ""
 

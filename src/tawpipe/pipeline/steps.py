@@ -235,15 +235,15 @@ class Steps:
         if result.finite:
             self.without_labels += 1
             if self.without_labels == 1 and self._wiring.world.rank == 0:
-                logger.warning("a global batch has no label to learn: its step, like all such, is left out")
+                logger.warning("a global batch has no label to learn: this step and others like it are skipped")
             return
         if self.skipped < self._wiring.training.skip_limit:
             self.skipped += 1
             return
         if isfinite(result.loss) and isfinite(result.grad_norm):
-            raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
+            raise RunError("an earlier step was not finite; updates stay off until a good state is loaded")
         early = self._wiring.schedules.settings.early_updates
-        outcome = "they have reached the weights: updates are early" if early else "the update was left out"
+        outcome = "they have reached the weights: updates are early" if early else "the update was skipped"
         raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
 
     # time and bytes

@@ -36,35 +36,35 @@ class Check:
 
 
 CHECKS = (
-    Check("kernel", "attention runs by a kernel that is installed here", speed.kernel),
+    Check("kernel", "attention uses a kernel that is installed here", speed.kernel),
     Check(
         "documents",
-        "packed documents have the gradients of each of them alone, in bf16, however a layer runs",
+        "packed documents have the gradients of each document alone, in bf16, for every way of running a layer",
         documents.documents,
         alone=True,
     ),
     Check("exact", "every strategy has the loss and the gradients of one plain process", exactness.exact),
     Check(
-        "bits", "steps give the same bits whichever lanes are late, and free nothing that is still read", exactness.bits
+        "bits", "steps give equal bits whichever lane is delayed, and free no memory that is still read", exactness.bits
     ),
     Check(
         "host",
-        "homes in the host's memory have the bits of homes on devices, and pass at 80 % of its link's rate or more",
+        "homes in the host's memory give the bits of homes on devices, at 80 % of the link's rate or more",
         exactness.in_host,
     ),
     Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
     Check("sets", "rows over several processes have the numbers of rows on one", exactness.sets, needs=("neighbours",)),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
-    Check("memory", "a step takes the memory that was predicted, within 5 %", memory.predicted, alone=True),
+    Check("memory", "a step uses the predicted memory, within 5 %", memory.predicted, alone=True),
     Check("longest", "the longest row that should fit does, within 5 %", memory.longest, alone=True),
-    Check("reserved", "a device has given no more than was predicted, by all four counts", reserved.reserved),
+    Check("reserved", "device memory stays within the prediction, by all four counts", reserved.reserved),
     Check("waits", "no step waits for the device", waits.waits, needs=("cuda",)),
-    Check("beside", "transfers leave a layer its time", waits.beside, needs=("several",)),
-    Check("speed", "a step takes as long as was predicted, within 15 %", speed.step),
+    Check("beside", "transfers do not slow a layer down", waits.beside, needs=("several",)),
+    Check("speed", "a step takes the predicted time, within 15 %", speed.step),
     Check(
         "offload", "inputs of layers wait in the host's memory at no cost in numbers", speed.offload, needs=("cuda",)
     ),
-    Check("end", "a script that ends without close() ends in good order", endings.without_close, alone=True),
+    Check("end", "a script that ends without close() exits cleanly", endings.without_close, alone=True),
 )
 
 
@@ -72,7 +72,7 @@ def unproven(world: World) -> dict[str, str]:
     """What only other machines than these can show, with what would."""
     nccl = world.device.type == "cuda"
     several = "torchrun --nproc-per-node 2 -m tawpipe prove, on a machine with two GPUs or more"
-    nodes = "the same with --nnodes 2 on two machines"
+    nodes = "as above with --nnodes 2, on two machines"
     claims: dict[str, str] = {}
     if not nccl or world.size == 1:
         claims["schedules run in NCCL's order, on streams of high priority with a capped number of channels"] = several

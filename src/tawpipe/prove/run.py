@@ -54,7 +54,7 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
     console = Console(world.rank)
     console.topology(f"{world.nodes}, {device_name(world.device)}")
     chosen = len(only) or len(CHECKS)
-    console.line(f"{chosen} checks; all {len(CHECKS)} take about ten minutes. {out} has what was found, after each one")
+    console.line(f"{chosen} checks (all {len(CHECKS)} take about ten minutes); results in {out} after each one")
     setting = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(["tawpipe", *sys.argv[1:]]),

@@ -222,7 +222,7 @@ def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
     }
     parts["waited"] = [sum(share.waited for share in shares[rank]) for rank in shares]
     figure = stacked_bars([f"rank {rank}" for rank in shares], parts, unit="s")
-    yield Section(f"Who waits for whom, {name}", next(iter(waiting(bars))), figures=[figure])
+    yield Section(f"Waiting by rank, {name}", next(iter(waiting(bars))), figures=[figure])
 
 
 def timeline_section(

@@ -94,15 +94,15 @@ def waiting(bars: Sequence[Bar]) -> Iterator[str]:
             total[rank].computed += share.computed
             total[rank].waited += share.waited
     step = Round(-1, total)
-    yield f"who waits for whom: {_of(step)}"
+    yield f"waiting by rank: {_of(step)}"
     shown = sorted(all_of_them, key=lambda round_: -sum(share.waited for share in round_.shares.values()))[:MOST_ROUNDS]
     for round_ in sorted(shown, key=lambda round_: round_.number):
         yield f"  round {round_.number}: {_of(round_)}"
         if len(round_.shares) <= MOST_RANKS:
             each = (f"{rank} {share.computed:.3f} + {share.waited:.3f}" for rank, share in round_.shares.items())
-            yield f"    seconds computed + waited by rank: {', '.join(each)}"
+            yield f"    seconds computing + waiting by rank: {', '.join(each)}"
     if left := len(all_of_them) - len(shown):
-        yield f"  {left} rounds with less waiting are left out"
+        yield f"  {left} rounds with less waiting are not listed"
 
 
 def _of(round_: Round) -> str:
@@ -110,6 +110,6 @@ def _of(round_: Round) -> str:
     most = max(round_.shares, key=lambda rank: round_.shares[rank].waited)
     waited = mean(share.waited for share in round_.shares.values())
     return (
-        f"rank {round_.longest} computes longest, {longest.computed:.3f} s, {round_.imbalance:.2f} of the mean; "
-        f"ranks wait {waited:.3f} s on the average, rank {most} most, {round_.shares[most].waited:.3f} s"
+        f"rank {round_.longest} computes longest, {longest.computed:.3f} s ({round_.imbalance:.2f} of the "
+        f"mean); ranks wait {waited:.3f} s on average, rank {most} longest, {round_.shares[most].waited:.3f} s"
     )

@@ -48,7 +48,7 @@ def index_page(title: str, pages: Sequence[Page]) -> str:
         f'<li><a href="{name}">{words}</a><span>{line}</span></li>'
         for name, words, line in (map(html.escape, (page.name, page.title, page.line)) for page in pages)
     )
-    section = Section("What there is", markup=f'<ul class="pages">{entries}</ul>')
+    section = Section("Pages", markup=f'<ul class="pages">{entries}</ul>')
     return page_text("Pages", title, [section])
 
 
@@ -99,7 +99,7 @@ class Site(ThreadingHTTPServer):
         if name in ("", INDEX):
             return HTTPStatus.OK, index_page(self.title, list(self.pages.values()))
         if name not in self.pages:
-            return HTTPStatus.NOT_FOUND, _message("There is no such page", name)
+            return HTTPStatus.NOT_FOUND, _message("Page not found", name)
         try:
             return HTTPStatus.OK, with_index(self.pages[name].make(), INDEX)
         except UserError as error:
@@ -125,7 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with a page."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         if host not in OWN_NAMES:
-            return self._answer(HTTPStatus.FORBIDDEN, _message("Not for others", "Pages are for this machine alone."))
+            return self._answer(
+                HTTPStatus.FORBIDDEN, _message("Access denied", ("These pages are served to this machine only."))
+            )
         name = unquote(urlsplit(self.path).path).removeprefix("/")
         if name == PLOTLY:
             return self._answer(HTTPStatus.OK, plotly_script(), "text/javascript")

@@ -61,7 +61,7 @@ def summary(bars: Sequence[Bar], ranks: Sequence[int]) -> Iterator[str]:
         last = sum(gap.end - gap.begin for gap in idle[-1:] if gap.before is None)
         total = sum(gap.end - gap.begin for gap in idle)
         yield f"rank {rank}: busy {lanes} s"
-        yield f"  not computing {total:.3f} s, of it {first:.3f} s at the start and {last:.3f} s at the end"
+        yield f"  not computing: {total:.3f} s, {first:.3f} s of it at the start and {last:.3f} s at the end"
         between = [gap for gap in idle if gap.before is not None and gap.begin > begin]
         for gap in sorted(between, key=lambda gap: gap.begin - gap.end)[:GAPS]:
             assert gap.before is not None
@@ -103,7 +103,7 @@ def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[s
     """The step, the kinds of action, and the single actions that differ most, in lines."""
     pairs = matched(predicted, executed)
     if not pairs:
-        yield "the plan is for another schedule: no action of it is in the recording"
+        yield "the plan is for another schedule: none of its actions was recorded"
         return
     ranks = sorted({pair.executed.rank for pair in pairs})
     before, after = (max(b.end for b in bars) - min(b.begin for b in bars) for bars in (predicted, executed))
@@ -114,11 +114,11 @@ def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[s
             said, took = (sum(map(_length, bars)) / len(ranks) for bars in zip(*map(_both, same), strict=True))
             change = f" ({took / said - 1:+.0%})" if said > 0 else ""
             yield f"  {kind}: predicted {said:.3f} s, executed {took:.3f} s a rank{change}"
-    for what, computes in (("computing", True), ("transfers, waiting for their other side included", False)):
+    for what, computes in (("computing", True), ("transfers, including waiting for the other side", False)):
         some = [pair for pair in pairs if (pair.executed.action.lane is Lane.COMPUTE) == computes]
         if not some:
             continue
-        yield f"farthest from the prediction, {what}:"
+        yield f"largest differences from the prediction, {what}:"
         for pair in sorted(some, key=lambda pair: -abs(pair.longer_s))[:NAMED]:
             yield (
                 f"  rank {pair.executed.rank} {label(pair.executed)}: predicted {_length(pair.predicted):.4f} s, "

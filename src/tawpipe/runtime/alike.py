@@ -85,7 +85,7 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def _difference(known: Mapping[str, Fact], first: Mapping[str, Fact]) -> str:
     """The first fact that differs from rank 0's, in words, and the number of others; empty if none does."""
-    nothing = Fact("", "not there")
+    nothing = Fact("", "missing")
     odd = [name for name in {**first, **known} if known.get(name, nothing)[1:] != first.get(name, nothing)[1:]]
     if not odd:
         return ""

@@ -214,7 +214,7 @@ class Executor:
             while len(laps) < LAPS_AHEAD and not last:
                 lap = LapInput(number)
                 frame = Frame(self._buffers, self.transport, lap)
-                laps.append((lap, self._issue(schedule, frame, f"lap {number + 1}")))
+                laps.append((lap, self._issue(schedule, frame, f"decode step {number + 1}")))
                 number += 1
             lap, issued = laps.popleft()
             for lane in awaited:

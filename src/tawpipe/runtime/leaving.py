@@ -158,7 +158,10 @@ def _over(failed: Sequence[_Running]) -> bool:
     if any(pipeline.executor.untold for pipeline in failed):
         return False
     if worlds and not worlds[0].meet(timedelta(seconds=2 * PATIENCE_S)):
-        print(f"tawpipe: a step failed, and other ranks may wait for it: {failed[0].executor.failure}", file=sys.stderr)
+        print(
+            f"tawpipe: a step failed, and other ranks may be waiting for it: {failed[0].executor.failure}",
+            file=sys.stderr,
+        )
         return False
     for pipeline in failed:
         pipeline.executor.transport.abort()

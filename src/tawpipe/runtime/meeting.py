@@ -66,7 +66,7 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
                 if store.check([f"{PREFIX}/go/{name}"]):
                     return name
         time.sleep(LOOK_S * max(1, world_size / 64))
-    raise RunError(f"rank {rank}: not all of {world_size} processes came within {timeout.total_seconds():.0f} s")
+    raise RunError(f"rank {rank}: fewer than {world_size} processes connected within {timeout.total_seconds():.0f} s")
 
 
 def _numbers(store: Any, world_size: int) -> list[str]:

@@ -287,10 +287,10 @@ class ServePlan:
                 "shorter context, or more devices"
             )
         if way.kind == "one machine":
-            return "one machine: the model and its users fit one device, where vLLM or llama.cpp serve it better"
+            return "one machine: the model and its users fit one device, where vLLM or llama.cpp is faster"
         if way.kind == "replicas":
-            return f"replicas: {way.replicas} devices with a copy each; vLLM on each of them, behind any balancer"
-        copies = f", {way.replicas} of them side by side" if way.replicas > 1 else ""
+            return f"replicas: one copy on each of {way.replicas} devices; vLLM on each, behind a load balancer"
+        copies = f", {way.replicas} of them in parallel" if way.replicas > 1 else ""
         smaller = any(other.fits for other in self.ways if other.stages.stages < way.stages.stages)
         why = "its tokens come sooner than with fewer stages" if smaller else "it does not fit fewer devices"
         return f"pipeline: {way.stages.stages} stages{copies}: {why}"

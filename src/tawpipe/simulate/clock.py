@@ -300,7 +300,7 @@ class Player:
         elif action.op in (Op.ZERO, Op.PREPARE, Op.RAISE):
             work = 0.0
         else:
-            raise ScheduleError(f"nobody knows what this costs: rank {rank}: {action}")
+            raise ScheduleError(f"unknown cost of an action: rank {rank}: {action}")
         if action.op in (Op.FORWARD, Op.BACKWARD):
             work += costs.unpack_s(rank, action.block) / self.schedule.step.settings.micro_batches_per_visit
         return work + costs.action_s

@@ -97,7 +97,7 @@ def messages(
         if collective == "reduce":
             yield from ((a, root, piece) for a in members if a != root)
     else:
-        raise ScheduleError(f"nobody knows what a {collective} costs")
+        raise ScheduleError(f"unknown cost of a {collective}")
 
 
 class Transfers:

@@ -55,8 +55,8 @@ class DiskNeeds:
     def __str__(self) -> str:
         plural = "s" if self.states > 1 else ""
         parts = [f"{self.states} checkpoint{plural} of {gib(self.state)}"] if self.states else []
-        parts += [f"the model, {gib(self.model)}"] if self.model else []
-        return f"{' and '.join(parts) or 'nothing large'}, where {gib(self.free)} are free"
+        parts += [f"the model of {gib(self.model)}"] if self.model else []
+        return f"{' and '.join(parts) or 'nothing large'} ({gib(self.free)} free)"
 
 
 def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: int, done: int) -> DiskNeeds:
@@ -137,8 +137,10 @@ def check_disk(config: TrainConfig, needs: DiskNeeds, world: World) -> None:
             raise UserError(
                 "--output",
                 config.output,
-                f"a disk with {gib(needs.most)} free: the run writes {needs}. --checkpoint.keep 1, "
-                "--checkpoint.every 0 or --export.enabled false take less",
+                (
+                    f"a disk with {gib(needs.most)} free: the run writes {needs}. --checkpoint.keep 1, "
+                    "--checkpoint.every 0 or --export.enabled false reduce it"
+                ),
             )
         return ""
 

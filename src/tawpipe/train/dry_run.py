@@ -61,10 +61,7 @@ FEW_BYTES = 4 << 20
 """Of files whose documents are all tokenised."""
 FIRST_DOCUMENTS = 128
 """Of larger ones, so many are."""
-ASSUMED = (
-    "links: {rate:.3g} GB/s assumed, as they are measured by several processes only: the run measures them, and may "
-    "choose another strategy"
-)
+ASSUMED = "links: {rate:.3g} GB/s assumed; the run measures them with several processes and may choose another strategy"
 
 
 def dry_run(config: TrainConfig, shape: Shape | None) -> int:
@@ -89,7 +86,7 @@ def dry_run(config: TrainConfig, shape: Shape | None) -> int:
     console = Console(world.rank)
     with _threads_of_one(world), _cache_of_its_own(world) as cache:
         _examine(config, world, console, cache)
-    console.line("dry run: nothing speaks against this run; nothing was started and nothing was written")
+    console.line("dry run: all checks passed; nothing was started and nothing was written")
     world.leave()
     return 0
 
@@ -170,7 +167,7 @@ def _some_documents(
         most = min(config.stream_window, FIRST_DOCUMENTS)
         some = replace(some, streaming=True, stream_window=most)
         if not config.streaming:
-            console.line(f"data: a look at the first {most} documents; the run reads all of them")
+            console.line(f"data: only the first {most} documents are read here; the run reads all")
     looks = some.streaming and not config.streaming
     settled, data = documents_of(some, model, world, console, earlier, looks=looks)
     return replace(config, **settled_lengths(settled)), data
@@ -213,8 +210,8 @@ def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:
     machine = machine_unprobed(world)
     there = machine.most_memory - (needs.absent if needs else 0)
     if needs is None or not there:
-        return [("memory there", f"{gib(there)} per process" if there else "not known")]
-    rows = [("memory there", f"{gib(there)} per process, of which the run takes {needs.device / there:.0%}")]
+        return [("available memory", f"{gib(there)} per process" if there else "unknown")]
+    rows = [("available memory", f"{gib(there)} per process; the run uses {needs.device / there:.0%}")]
     if needs.host:
-        rows.append(("host memory there", f"{gib(machine.host_bytes)} of a node"))
+        rows.append(("available host memory", f"{gib(machine.host_bytes)} per node"))
     return rows

@@ -89,7 +89,7 @@ def export_again(
     """
     folder = folder or run / "model"
     if not _is_replaceable(folder):
-        raise UserError("--output", str(folder), "a new folder, an empty one, or a model's: what is there goes")
+        raise UserError("--output", str(folder), "a new folder, an empty one, or one with a model, which is replaced")
     if not (run / SETTINGS).is_file():
         raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
     ours = os.access(run, os.W_OK)
@@ -98,7 +98,7 @@ def export_again(
             chosen = _checkpoint(run, step)
             newer = () if step is not None else passed_over(run / "checkpoints", step_of(chosen))
             exported, source = _exported(run, chosen, merge=merge, format=format, folder=folder, model=model)
-            return exported, "; passed over ".join([source, *newer])
+            return exported, "; skipped ".join([source, *newer])
         except UserError as error:
             if error.setting != "where":
                 raise
@@ -119,7 +119,7 @@ def _exported(
         config = replace(config, export=replace(config.export, format=format))
     check_format(config, "--format")
     if config.export.merge and not config.lora.active:
-        raise UserError("--merge", True, "left out: this run has no adapter that could be merged")
+        raise UserError("--merge", True, "ignored: this run has no adapter to merge")
     if (commit := state.settled.get("commit")) and "@" not in config.model and not Path(config.model).is_dir():
         config = replace(config, model=f"{config.model}@{commit}")  # a branch of the Hub may have moved
     with naming_frozen(checkpoint):

@@ -21,8 +21,8 @@ def how_to_go_on(config: TrainConfig, *, by_torchrun: bool) -> str:
     else:
         command = f"tawpipe train --config {shlex.quote(str(settings))} --resume auto"
     if not (complete := complete_states(config.output_path / "checkpoints")):
-        return f"no checkpoint was written yet. To start anew in that folder: {command}"
-    return f"step {step_of(complete[-1])} is saved in {complete[-1]}. To go on from there: {command}"
+        return f"no checkpoint was written yet. To start again in that folder: {command}"
+    return f"checkpoint of step {step_of(complete[-1])}: {complete[-1]}. To resume from there: {command}"
 
 
 def how_this_process_goes_on(config: TrainConfig) -> str:

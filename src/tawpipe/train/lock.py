@@ -38,7 +38,7 @@ def running_in(folder: Path, *, patience_s: float = 0.0, setting: str = "--outpu
     path, until = folder / NAME, time.monotonic() + patience_s
     while (file := _taken(path)) is None:
         if time.monotonic() >= until:
-            raise UserError(setting, str(folder), f"the folder of no other run that is going on: {_holder(path)}")
+            raise UserError(setting, str(folder), f"a folder that no other run is using: {_holder(path)}")
         time.sleep(0.1)
     try:
         os.ftruncate(file, 0)
@@ -95,6 +95,6 @@ def _holder(path: Path) -> str:
     """The holder, in words, and what to do if it is no more."""
     holder = _read(path)
     if not holder:
-        return "one has just begun there"
+        return "another run has just started there"
     where = f"on {holder.get('host')} by process {holder.get('process')} since {holder.get('since')}"
     return f"this one is written to {where}; if that has ended, remove {path}"

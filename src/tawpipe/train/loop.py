@@ -234,7 +234,7 @@ class Training:
         failed = [rank for rank, number in enumerate(world.gather_numbers(bool(problem))) if number]
         if failed:
             ranks = ", ".join(map(str, failed))
-            words = f"step {recording.step} was not recorded by rank {ranks}, training goes on{problem}"
+            words = f"step {recording.step} was not recorded by rank {ranks}; training continues{problem}"
             self.console.missed("recording", words)
 
     def _allow(self, least_s: float) -> None:
@@ -251,15 +251,15 @@ class Training:
             if skipped:
                 self._left_out += 1
                 self.console.notice(
-                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; the update was left out, "
-                    f"{self._left_out} of at most {self.pipeline.training.skip_limit} in a row"
+                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; the update was "
+                    f"skipped, {self._left_out} of at most {self.pipeline.training.skip_limit} in a row"
                 )
             elif not result.finite:
                 checked = not self.pipeline.settings.early_updates
-                outcome = "the update was left out" if checked else "it is in the weights, but in no checkpoint"
+                outcome = "the update was skipped" if checked else "it is in the weights, but in no checkpoint"
                 raise RunError(
-                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. "
-                    "Lower --learning-rate, or look at the data of this step"
+                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. Lower "
+                    "--learning-rate, or check the data of this step"
                 )
             if result.tokens:
                 self._left_out *= skipped
@@ -302,12 +302,14 @@ class Training:
                     values["compute_imbalance"] = imbalance
 
             # Where all of it goes.
-            extra = [] if result.tokens else ["no token is learned: left out"]
+            extra = [] if result.tokens else ["no token to learn: skipped"]
             if evaluate and not self._pending:
                 values |= self._evaluate(done.step)
                 extra.append(str(self.evaluation))
             if self._writer is not None and (problem := self._writer.write(done.step, values)):
-                self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
+                self.console.notice(
+                    f"step {done.step}: no row was written to the metrics; training continues: {problem}"
+                )
             self.tracking.log(done.step, values)
             if said := self._spikes.look(result.loss):
                 self.console.notice(f"step {done.step}: {said}")
@@ -334,7 +336,9 @@ class Training:
         self._computed_s, self._own_work = now, 0.0
         for rank, times in self._stragglers.look(paces(seconds, work))[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
-            self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
+            self.console.notice(
+                f"step {step}: {where} computes {times:.1f} times as long as most; all ranks wait for it"
+            )
         return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else None
 
     @contextmanager
@@ -407,7 +411,7 @@ class Training:
         folder = disk.folder / step_name(best.step)
         needed = self.config.checkpoint.best and best.step
         if needed and not all(self.world.gather_numbers(float(is_complete(folder)))):
-            line = f"best step begins anew: {folder}, its checkpoint, is not there"
+            line = f"best step: starts again; {folder}, its checkpoint, is missing"
             best = replace(best, step=0, loss=math.inf)
         self.console.notice(line)
         return best

@@ -153,14 +153,14 @@ def check_memory(
         if not measured.profile.update_s:  # for memory alone
             with_times, problem = planning.ask(probed(world))
             if problem:
-                _say(console, f"what would fit is said without measured times: {problem}")
+                _say(console, f"settings that fit are listed without measured times: {problem}")
             measured = with_times or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     if load.texts is not None:
         besides = texts_bytes(planning.chain, load.texts, measured, schedule, world.size) - given_back
         needs = replace(needs, parts={**needs.parts, "texts": max(0, besides)})
         if _lacks(world, machine, measured, needs):
-            expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, and so much is not there"
+            expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, which is not available"
             raise UserError("--sample.tokens", load.texts.tokens, expected)
     return needs, measured
 
@@ -190,7 +190,11 @@ def chunk_words(schedule: ScheduleSettings, request: PlanRequest, needs: Needs) 
         words = (
             f"--schedule.sequence-chunk {schedule.sequence_chunk} saves little: a step needs {gib(ours)} with it and "
         )
-        return words + f"{gib(theirs)} without" + "; the head's logits decide (--schedule.loss-chunk-tokens)" * decides
+        return (
+            words
+            + f"{gib(theirs)} without"
+            + "; the logits of the head take most (--schedule.loss-chunk-tokens)" * decides
+        )
     return ""
 
 
@@ -201,7 +205,7 @@ def naming_recompute(schedule: ScheduleSettings) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error) and schedule.recompute != "full":
-            error.add_note("tawpipe: memory ran out; --schedule.recompute full keeps less for backward passes")
+            error.add_note("tawpipe: out of memory; --schedule.recompute full keeps less for backward passes")
         raise
 
 
@@ -219,8 +223,9 @@ def too_large(planning: Planning) -> str:
         return ""
     millions = sum(unit.numel for unit in trainable) / 1e6
     return (
-        f"this does not fit: weights and optimizer state of {millions:,.1f} M parameters take {gib(state)}, and all "
-        f"devices and hosts together have {gib(there)}; finding out what would fit takes a while"
+        f"this does not fit: weights and optimizer state of {millions:,.1f} M parameters take {gib(state)}, "
+        f"all devices and hosts together have {gib(there)}; searching for settings that fit, which takes a "
+        "while"
     )
 
 
@@ -276,8 +281,8 @@ def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None
     wanted = needs.device - needs.parts["system"] - allocated
     words = f"{gib(sum(group_bytes.values()))} for {len(group_bytes)} groups of NCCL"
     expected = (
-        f"{gib(wanted)} left for the step, where {gib(left)} are: NCCL_RUNTIME_CONNECT=1, a strategy with fewer groups "
-        "(flat, hsdp), or shorter rows"
+        f"{gib(wanted)} left for the step, not {gib(left)}: NCCL_RUNTIME_CONNECT=1, a strategy with fewer groups "
+        "(flat, hsdp), or shorter rows need less"
     )
     world.require(wanted <= left, "memory", words, expected)
 
@@ -338,9 +343,11 @@ def _refuse(
     others: Callable[[PlanRequest], WouldFit],
 ) -> str:
     step, whole = request.step(schedule), _all_of(machine, request)
-    lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
+    lacks = shortage(whole, memory_quickly(whole, step)) or "another process has too little"
     ways = list(remedies(request, step)) or list(others(request).ways())
     seconds = span(predict(request, step).step_seconds)
     fits = "; ".join(dict.fromkeys(str(_for_bins(way, batch)) for way in ways))
-    fits = fits or "no setting that was tried does: more devices, or a smaller model"
-    raise UserError("memory", f"a run that needs {lacks}", f"what fits (this would take {seconds} a step): {fits}")
+    fits = fits or "no setting that was tried fits: more devices, or a smaller model"
+    raise UserError(
+        "memory", f"a run that needs {lacks}", (f"settings that fit ({seconds} per step without them): {fits}")
+    )

@@ -27,9 +27,9 @@ CURVES = (
     (
         "Imbalance",
         ("imbalance", "compute_imbalance"),
-        "time of the busiest process over the mean, modelled and measured",
+        "busiest process over the mean, predicted and measured",
     ),
-    ("Memory", ("peak_memory_gib", "predicted_memory_gib"), "GiB at the highest, rank 0"),
+    ("Memory", ("peak_memory_gib", "predicted_memory_gib"), "peak memory in GiB, rank 0"),
 )
 """Title, names in metrics.jsonl, unit."""
 
@@ -149,7 +149,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _damage(lines_left_out: Sequence[int]) -> Iterator[Section]:
     if lines_left_out:
         some = ", ".join(map(str, lines_left_out[:10])) + (", ..." if len(lines_left_out) > 10 else "")
-        words = f"Left out of {METRICS}: {len(lines_left_out)} lines that are no rows of numbers ({some})."
+        words = f"Skipped in {METRICS}: {len(lines_left_out)} lines that are no rows of numbers ({some})."
         yield Section("Damaged lines", words)
 
 
@@ -169,7 +169,7 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
             cells.append([title, f"{median:,.0f}" if median >= 100 else f"{median:.3g}"])
     if peaks := [row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row]:
         said = rows[-1].get("predicted_memory_gib")
-        cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB" + (f", {said:.2f} GiB were said" if said else "")])
+        cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB" + (f", predicted {said:.2f} GiB" if said else "")])
     return cells
 
 
@@ -177,7 +177,7 @@ def _learned(data: DataReport | None) -> Iterator[Section]:
     """Section with the learned text of the first document, and with everything left out or not read."""
     if data is not None and data.example:
         said = [*data.read.lines("training files"), *data.example_lines()]
-        yield Section("What is learned", lines="\n".join(said))
+        yield Section("Learned tokens", lines="\n".join(said))
 
 
 def _lengths(data: DataReport | None) -> Iterator[Section]:
@@ -195,7 +195,7 @@ def _lengths(data: DataReport | None) -> Iterator[Section]:
     )
     table = None
     if (balance := data.balance) is not None:
-        cells = [["packed by their tokens", f"{balance.before:.3f}"], ["dealt by their time", f"{balance.after:.3f}"]]
+        cells = [["packed by tokens", f"{balance.before:.3f}"], ["balanced by time", f"{balance.after:.3f}"]]
         table = Table(("documents of the first steps", "busiest process over the mean, modelled"), cells)
     yield Section("Lengths of documents", table=table, figures=[figure])
 
@@ -214,7 +214,9 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     strategy = plan.get("strategy") or plan["schedule"].get("strategy", "")  # plans to train by need not repeat it
     others = folder / STRATEGIES
     listed = others.read_text(encoding="utf-8") if others.is_file() else ""
-    yield Section("Plan, and why no other strategy", f"{strategy}: {plan['reason']}", table, lines=listed)
+    yield Section(
+        "Plan, and the reason for each strategy not chosen", f"{strategy}: {plan['reason']}", table, lines=listed
+    )
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
@@ -277,6 +279,6 @@ def _recorded(folder: Path) -> Iterator[Section]:
         from tawpipe.plan.search.plan_file import replay
 
         timeline, left_out = replay(folder / PLAN)
-        title = "A step as the plan predicted it" + (f": {left_out}" if left_out else "")
+        title = "Predicted step" + (f": {left_out}" if left_out else "")
         yield timeline_section(title, predicted_bars(timeline))
-    yield timeline_section(f"{recorded[-1].name} as it ran", executed_bars(recorded[-1]))
+    yield timeline_section(f"{recorded[-1].name} as recorded", executed_bars(recorded[-1]))

@@ -47,7 +47,7 @@ PLAN = "plan.yaml"
 NO_PLAN = "none: "
 LAST_FRAMES = 8
 """Frames of a traceback that are shown of a fault: enough to find it, and not more than a screen."""
-SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
+SETTINGS_HOLD = "plan: none, because settings under schedule are given"
 AT_LEAST_S = 3.0
 """That a search may take, however short the run."""
 KEEPS = 0.85
@@ -145,10 +145,10 @@ class Planning:
             if given and plan.settings(settings) != settings:
                 decision = Followed(settings, line=SETTINGS_HOLD)
             elif problem := self._mismatch(plan):
-                progress.info(f"the plan of the checkpoint is for something else: {problem}")
+                progress.warning(f"the plan of the checkpoint does not fit this run: {problem}")
                 decision = self.make()
             else:
-                decision = Followed(settings, plan, "plan: that of the checkpoint")
+                decision = Followed(settings, plan, "plan: from the checkpoint")
         elif source == "none" or given or same_nodes:
             line = SETTINGS_HOLD if given and source == "auto" else ""
             if source == "none" and self.world.size > 1 and not given:
@@ -184,7 +184,7 @@ class Planning:
                 expected = f"{getattr(chosen, name)}, as --plan says; or no plan"
                 raise UserError(option, getattr(settings, name), expected)
         check_schedule(chosen)
-        return replace(decision, schedule=chosen, line=f"{decision.line}: {plan.content['reason']}")
+        return replace(decision, schedule=chosen, line=f"{decision.line}; {plan.content['reason']}")
 
     def _mismatch(self, plan: SavedPlan) -> UserError | None:
         """The reason why a plan is not for this run; None if it is."""
@@ -214,7 +214,7 @@ class Planning:
         from tawpipe.plan.machine.probe import with_files
 
         begin = time.perf_counter()
-        progress.info("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
+        progress.info("planning: measuring links and blocks, predicting every strategy (skip with --plan none)")
         machine = probed(self.world)
         if self.asked.settings.offload_dir:
             machine = with_files(machine, self.world, self.asked.settings.offload_dir)
@@ -225,13 +225,13 @@ class Planning:
             table, left_out, reason = self._chosen(request, begin)
         text, settings = self.world.text_of_rank_0(lambda: reason), self.asked.settings
         if text.startswith(NO_PLAN):
-            line = f"plan: none, training goes on with the settings under schedule ({settings.strategy}): "
+            line = f"plan: none; training continues with the settings under schedule ({settings.strategy}): "
             line += text.removeprefix(NO_PLAN)
             return Followed(settings, None, line, request, machine, table, left_out)
         plan, took_s = SavedPlan.of(text), time.perf_counter() - begin
-        line = f"plan: measured and chosen in {duration(took_s)}"
+        line = f"plan: chosen in {duration(took_s)}"
         if plan and self.asked.steps and plan.step_s:
-            line += f", {took_s / (took_s + self.asked.steps * plan.step_s):.1%} of what the run will take"
+            line += f" ({took_s / (took_s + self.asked.steps * plan.step_s):.1%} of the predicted run)"
         return Followed(settings, plan, line, request, machine, table, left_out)
 
     def _chosen(self, request: PlanRequest, begin: float) -> tuple[tuple[str, ...], tuple[str, ...], str]:

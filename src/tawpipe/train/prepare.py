@@ -15,7 +15,7 @@ import torch
 
 from tawpipe.checkpoint.resume import ResumePoint, RunState
 from tawpipe.checkpoint.store import memory_root
-from tawpipe.console import Console, progress_to
+from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.dealing.balance import Bins
@@ -132,7 +132,7 @@ class BuiltRun(ReadRun):
         """What computes attention, in words."""
         text, names = self.chain.config.get_text_config(), [s.name for unit in self.chain.units for s in unit.slots]
         if self.chain.own_code:
-            scores = "which may hold scores of a row's tokens times its tokens"
+            scores = "which may hold scores of tokens x tokens per row"
             return f"the model's own ({text._attn_implementation}), {scores}"
         return kernel_of_model(text, names, device, self.dtype)
 
@@ -250,7 +250,7 @@ def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning
         by_one=by_row or batch.dealt,  # bins are of so many ranks
     )
     console.notice(too_large(planning))
-    with progress_to(console.line):
+    with console.passing():
         followed = planning.follow(config.plan, run.state)
     if followed.table and config.dry_run:
         console.line("\n".join(f"  {line}" for line in (*followed.table, *followed.left_out)))
@@ -278,7 +278,7 @@ def check(run: BuiltRun, planning: Planning, followed: Followed, console: Consol
         before = str(run.state.settled.get("recompute", "full"))
     schedule = replace(followed.schedule, recompute=settled_recompute(world, followed.schedule, request, before))
     if before == "none" != schedule.recompute:
-        console.notice(f"recompute: {schedule.recompute} (before: none, for which memory is lacking)")
+        console.notice(f"recompute: {schedule.recompute} (before: none, which does not fit into memory now)")
 
     # Memory of the largest step with all that there is besides; what is left keeps more.
     planning = planning.by(schedule)
@@ -345,10 +345,10 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
     """
     config = prepared.config
     trained = f", {said.trainable / 1e6:.2f} M of them trained" if said.trainable < said.parameters else ""
+    size = f"{said.parameters / 1e6:.1f} M parameters{trained}"
     rows = [
-        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters{trained}"),
+        ("model", f"{config.model}: {size}, {str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
         ("batch", batch_words(prepared.batch, bins, prepared.data.report.balance)),
-        ("dtype", f"{str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
         ("attention", prepared.kernel(world.device)),
     ]
     share = prepared.request.profile.mixers if prepared.request else 0.0
@@ -356,9 +356,7 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
         rows.append(("mixers", words))
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
-    if prepared.schedule.recompute != "full":
-        rows.append(("recompute", prepared.schedule.recompute))
-    rows += [*step_rows(said, world.nodes), ("disk", str(prepared.disk))]
+    rows += [*step_rows(said, world.nodes, prepared.schedule.recompute), ("disk", str(prepared.disk))]
     if prepared.needs is None:  # why, a notice has said
         return [*rows, ("memory", f"at least, by the schedule, {said.parts()}")]
     return rows + memory_rows(prepared.needs)
@@ -367,7 +365,7 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
 def tell_without_effect(settings: ScheduleSettings, world: World, console: Console) -> None:
     """Say which settings under ``schedule`` do nothing here."""
     for name in without_effect(settings, world):
-        console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
+        console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node, which has no slow link")
 
 
 def _goes_on_saving(config: TrainConfig, first: int) -> bool:
@@ -403,7 +401,7 @@ def _settled(
     counted = None if data.report.streamed and not config.streaming else epochs
     if epochs and not counted and not (earlier is not None and earlier.settled.get("steps")):
         config = replace(config, epochs=None, steps=int(config.steps))
-        console.line(f"steps: {epochs} epoch{'s' if epochs != 1 else ''}, counted when all documents are there")
+        console.line(f"steps: counted when all documents are read ({epochs} epoch{'s' if epochs != 1 else ''})")
     config, chosen = settle(
         config,
         start,
@@ -413,8 +411,8 @@ def _settled(
     if chosen:
         console.line(chosen)
     if 0 < config.steps <= config.optimizer.warmup_steps:
-        words = f"the learning rate rises for {config.optimizer.warmup_steps} steps, and the run has {config.steps}"
-        console.notice(f"{words}: it does not reach its highest (--optimizer.warmup-steps)")
+        words = f"warm-up: {config.optimizer.warmup_steps} steps, but the run has {config.steps}"
+        console.notice(f"{words}, so the learning rate stays below its maximum (--optimizer.warmup-steps)")
     if counted or not epochs:
         check_steps(config)
     return config

@@ -57,7 +57,7 @@ from tawpipe.train.prepare import (
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.saying.metrics import last_step, peak_memory_bytes
 from tawpipe.train.saying.tracking import Tracking
-from tawpipe.train.saying.words import measured_words
+from tawpipe.train.saying.words import brief, measured_words
 from tawpipe.train.settings.checks import faults_of
 from tawpipe.train.settings.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.settings.trackers import TrackedRun
@@ -112,8 +112,7 @@ def run(config: TrainConfig) -> int:
         _resume(prepared, console, pipeline)
     else:
         if config.resume == "auto" or restarts:
-            console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
-        console.line(f"weights: {prepared.built.origin(seed=config.seed)}")
+            console.notice(f"no sound checkpoint in {disk.folder}; starting at step 0")
     for name, words in (("adapter", prepared.built.adapter_words), ("frozen", prepared.built.frozen_words)):
         if words:
             console.line(f"{name}: {words}")
@@ -122,7 +121,7 @@ def run(config: TrainConfig) -> int:
         _save_settings(prepared, console)
     tell_without_effect(config.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
-    console.plan(before_rows)
+    console.plan(brief(before_rows, world.device))
 
     # 7 Take the steps, then write samples with the best weights.
     with StopRequest(world, partial(how_this_process_goes_on, config) if launched_here() else None) as stop:
@@ -139,7 +138,7 @@ def run(config: TrainConfig) -> int:
         rows = _results(training, pipeline, prepared.data, seconds)
         rows.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
         if world.device.type == "cuda":
-            rows.append(("of this GPU at most", str(Taken.of(world.device))))
+            rows.append(("GPU memory at most", str(Taken.of(world.device))))
         rows += model_rows
         if config.export.enabled and config.steps and training.last and not training.ended_early:
             rows += [("model", str(_export(prepared, pipeline))), ("export", "checked")]
@@ -193,9 +192,9 @@ def _judge_model(training: Training) -> Rows:
         if best.step != step:
             try:
                 training.pipeline.load(examine(training.disk, [training.disk.folder / step_name(best.step)]))
-                step, words = best.step, f"{words}: what follows is of its checkpoint"
+                step, words = best.step, f"{words}: the following is from its checkpoint"
             except RunError as problem:
-                words += f", but its checkpoint cannot be loaded ({problem}): what follows is of step {step}"
+                words += f", but its checkpoint cannot be loaded ({problem}): the following is from step {step}"
         rows.append(("best", words))
     if config.sample.tokens:
         rows += [("sample", str(sample)) for sample in training.write_samples(step)]
@@ -235,19 +234,21 @@ def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds
     done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
     if evaluation.exhausted:
-        results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
+        results.append(("ended early", f"no lower loss in {evaluation.best.since} evaluations"))
     if pipeline.without_labels:
-        results.append(("left out", f"{pipeline.without_labels} steps without a token to learn"))
+        results.append(("skipped", f"{pipeline.without_labels} steps without a token to learn"))
     if saves.stall_s is not None:
-        results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
+        results.append(("checkpoint stall", f"at most {saves.stall_s * 1e3:.0f} ms"))
     if evaluation.loss is not None:
         results.append(("validation loss", loss_words(evaluation.loss)))
     if known := {edge: loss for edge, loss in evaluation.by_position.items() if loss is not None}:
-        results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
+        results.append(
+            ("validation loss by position", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items()))
+        )
     if evaluation.retrieval is not None:
         results.append(("retrieval", str(evaluation.retrieval)))
     passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
-    results.append(("passes of the data", passes))
+    results.append(("epochs", passes))
     return results
 
 
@@ -304,7 +305,7 @@ def _choose_start(
         refuse_other_form(config, start.source.manifest, start.place)
     if restarts and disk.leads:
         reached, first = last_step(config.output_path), start.state.step if start.state else 0
-        console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
+        console.notice(f"restart {restarts}: repeating {max(0, reached - first)} steps, from step {first + 1}")
     return start
 
 
@@ -346,7 +347,10 @@ def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> Rows:
     if batch.dealt:
         bins = pipeline.deal(data.train.step(prepared.samples, batch.step_tokens).lengths)
     said = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
-    return rows_of_run(prepared, said, bins, pipeline.world)
+    (label, model), *rows = rows_of_run(prepared, said, bins, pipeline.world)
+    if prepared.start.state is None:
+        model += f", weights: {prepared.built.origin(seed=prepared.config.seed)}"
+    return [(label, model), *rows]
 
 
 def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
@@ -354,20 +358,22 @@ def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
     state, place = begins.state, begins.place
     assert state is not None and begins.source is not None
     for option, before, now in changes_of_the_run(config):
-        console.notice(f"{option}: {now} from here on; {before} before")
+        console.notice(f"{option} changed from {before} to {now}")
     refuse_other_run(config, state, pipeline.chain, place)
     pipeline.load(begins.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if "tokenizer" in (changed := changed_parts(state.fingerprint, data.fingerprint)):
         kept = config.output_path / TOKENIZER
-        told = f"{kept}, which has learned the run's tokens: what is used now numbers them otherwise"
+        told = f"the tokenizer of the run, {kept}: the current one gives other token ids"
         pipeline.world.require(_same_tokens(data.tokenizer, kept), "--tokenizer", config.tokenizer, told)
     if changed:
-        console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
+        console.notice(
+            f"the data has changed since then ({', '.join(changed)}): sample numbers now refer to other samples"
+        )
     if state.data_state and not changed:
         data.train.load_state_dict(state.data_state)
     if state.step >= config.steps:
-        console.notice(f"--steps {config.steps} are done already")
+        console.notice(f"--steps {config.steps} are already done")
 
 
 def _same_tokens(tokenizer: Any, folder: Path) -> bool:

@@ -28,7 +28,7 @@ class RunModel:
         if config.rope.changes:
             self.check(None, 1)
         if config.lora.active and not self.pretrained:
-            expected = "a model with weights: an adapter on random ones is of no use later"
+            expected = "a model with weights: an adapter on random weights is useless later"
             raise UserError("--model", config.model, expected)
         if self.folder is not None:
             self.followed(None)

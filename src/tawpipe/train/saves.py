@@ -76,7 +76,7 @@ class Saves:
     def _copy(self, memory: Memory, step: int) -> None:
         """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
         if self._copying is not None and (problem := self._copying.wait(self.config.timeouts.save_s).problem):
-            self.console.notice(f"no copy in memory before step {step}, training goes on without: {problem}")
+            self.console.notice(f"no copy in memory before step {step}; training continues without: {problem}")
         self._copying = self._begin(memory, step)
 
     def _begin(self, store: Store, step: int) -> Saving:
@@ -100,13 +100,13 @@ class Saves:
         waited = time.perf_counter() - begin
         if now and waited > 1:
             self.console.notice(
-                f"the checkpoint after step {self.step} took {saved.written_s:.1f} s to write: the next one, "
-                f"after step {now}, waited {waited:.1f} s for it"
+                f"checkpoint of step {self.step}: writing took {saved.written_s:.1f} s; the next one, after "
+                f"step {now}, waited {waited:.1f} s for it"
             )
         self.unsaved = saved.problem
         if saved.problem:
-            self.console.notice(f"{saved.folder} could not be written, training goes on without it: {saved.problem}")
+            self.console.notice(f"{saved.folder} could not be written; training continues without it: {saved.problem}")
             return
         if saved.left:
-            self.console.notice(f"an old checkpoint stays: {saved.left}")
+            self.console.notice(f"an old checkpoint was not removed: {saved.left}")
         self._stalls.append(saved.staged_s)

@@ -72,7 +72,7 @@ def check_start(config: TrainConfig, built: BuiltModel, data: PreparedData, *, r
     retrieval = retrieval_check(config, data, built.model.config, ranks=ranks)
     check_best(config, validation=data.validation is not None)
     if not config.steps and data.validation is None and retrieval is None:
-        raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
+        raise UserError("--steps", 0, "at least 1: without validation data there is nothing to evaluate on")
     check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
     return retrieval
 
@@ -114,7 +114,7 @@ def other_commit_words(state: RunState | None, built: BuiltModel) -> str:
     if not before or before == built.commit:
         return ""
     here = f"is at commit {built.commit}" if built.commit else "is no commit of the Hub"
-    return f"{built.spec} {here}; the run began with commit {before} (--model NAME@{before})"
+    return f"{built.spec} {here}; the run started from commit {before} (--model NAME@{before})"
 
 
 def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: bool) -> None:
@@ -134,9 +134,11 @@ def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: b
         raise UserError(
             "--resume",
             begins.place,
-            f"a run begun by this version. tawpipe {version} ({LAST_OF_BEFORE} or before) began it, and made other "
-            f"documents of its chats ({', '.join(changed)} changed). That version can finish it; --resume none begins "
-            "anew",
+            (
+                f"a run of this version. tawpipe {version} ({LAST_OF_BEFORE} or before) started it and made other "
+                f"documents of its chats ({', '.join(changed)} changed). That version can finish it; --resume none "
+                "starts again"
+            ),
         )
 
 
@@ -159,7 +161,7 @@ def documents_of(
         UserError: see ``prepare_data`` and ``check_lengths``.
     """
     if model.pretrained and config.tokenizer is None and not has_tokenizer(str(model.folder)):
-        expected = f"the tokenizer that {config.model} was trained with, as its folder has weights and no tokenizer"
+        expected = f"the tokenizer that {config.model} was trained with: its folder has weights but no tokenizer"
         raise UserError("--tokenizer", None, expected)
     config = lengths_before_data(config, earlier, pretrained=model.pretrained)
     check_lengths(config)  # before anything is read
@@ -219,11 +221,11 @@ def _dealing(config: TrainConfig, settled: TrainConfig, model: RunModel, world_s
     """
     against = ""
     if config.micro_batch > 1:
-        against = "--micro-batch is above 1, and documents that are dealt come in rows of their own"
+        against = "--micro-batch is above 1, but balanced documents come in rows of their own"
     elif config.compile:
         against = "--compile would compile rows of every length"
     elif config.plan not in ("none", "auto"):
-        against = "--plan names a plan, which is for rows of one length"
+        against = "--plan names a plan for rows of one length"
     bins = BatchShape.of(settled, "balanced", world_size)
     return Dealing(
         bins.step_tokens,

@@ -33,6 +33,6 @@ class FollowedLimit:
             return ""
         self._said = True
         return (
-            f"a step may take {duration(lasting_s)} before the run is given up, {FACTOR:.0f} times what steps "
-            f"take, as far as is known; --timeouts.step-s, which is {self._setting_s:g} s, is the least"
+            f"step time limit: {duration(lasting_s)}, {FACTOR:.0f} times the usual step; --timeouts.step-s, "
+            f"{self._setting_s:g} s, is the minimum"
         )

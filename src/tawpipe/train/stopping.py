@@ -26,8 +26,8 @@ from tawpipe.environment import SECOND_S
 from tawpipe.runtime.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-STOPPING = "stopping: the step under way ends, then a checkpoint is written; once more ends at once"
-ENDING = "ending: samples and export are written to their end; once more ends at once"
+STOPPING = "stopping: the current step ends, then a checkpoint is written (press again to end at once)"
+ENDING = "ending: samples and export are finished first (press again to end at once)"
 AT_ONCE = "ended at once"
 
 

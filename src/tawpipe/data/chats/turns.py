@@ -12,8 +12,8 @@ from tawpipe.data.chats.forms import Message
 from tawpipe.data.chats.messages import ASSISTANT, SYSTEM_ROLES, Malformed
 from tawpipe.data.settings import LongChats
 
-TOO_LONG = "too long: a question with its answer exceeds {longest}; --long-chats anywhere cuts it"
-DROPPED = "longer than {longest} (--long-chats turns cuts chats where a user's turn begins)"
+TOO_LONG = "too long: a question and its answer exceed {longest} (--long-chats anywhere cuts them)"
+DROPPED = "longer than {longest} (--long-chats turns cuts chats at a user's turn)"
 CUT = "longer than {longest}, cut at turns (--long-chats)"
 
 Fits = Callable[[tuple[ChatText, ...], RowKind], bool]

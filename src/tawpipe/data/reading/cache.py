@@ -78,7 +78,7 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
                 work.rename(folder)
     except OSError as error:
         reason = error.strerror or error
-        raise RunError(f"{folder} could not be written: {reason}; --cache-dir names another place") from error
+        raise RunError(f"cannot write {folder}: {reason} (--cache-dir names another folder)") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return True

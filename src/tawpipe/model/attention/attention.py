@@ -247,7 +247,7 @@ def packed_attention(
             return kernels.varlen(query, key, value, documents, window, scale), None
         if kernel == "cudnn":
             return kernels.whole_rows(query, key, value, scale).transpose(1, 2).contiguous(), None
-        _warn_once(f"{type(module).__name__}: slower attention, document by document, because {why}")
+        _warn_once(f"{type(module).__name__}: slower attention, one document at a time, because {why}")
 
     # The CPU's fused kernel has no dropout, and no kernel has caps or sinks: those compute their scores in slices.
     if softcap is not None or s_aux is not None or (dropout > 0 and offer.capability is None):

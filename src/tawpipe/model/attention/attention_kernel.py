@@ -144,15 +144,15 @@ def attention_kernel(
     problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
     kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
     if sinks and softcap is None and kernel == "varlen":
-        return f"flash attention {offer.flash.removeprefix('FA')}, document by document, and sinks by its log-sum-exp"
+        return f"flash attention {offer.flash.removeprefix('FA')}, one document at a time, sinks from its log-sum-exp"
     if softcap is not None or sinks or (dropout > 0 and offer.capability is None):
         what = "soft caps" if softcap is not None else "sinks" if sinks else "dropout on the CPU"
-        return f"explicit scores in slices, because no fused kernel has {what}"
+        return f"scores computed in parts, because no fused kernel has {what}"
     if kernel == "documents":
-        return f"torch's fused kernels (SDPA), document by document: {why}"
+        return f"torch's fused kernels (SDPA), one document at a time: {why}"
     name = f"flash attention {offer.flash.removeprefix('FA')} (varlen)"
     if offer.flash == "FA2" and offer.capability is not None and offer.capability[0] == 9:
-        name += "; flash attention 3 would be faster, and is not installed or not activated"
+        name += "; flash attention 3 would be faster but is not installed or activated"
     if choose_kernel(offer, dtype, problem, whole_rows=cudnn_takes(head_dim))[0] == "cudnn":
         name += f"; cuDNN for rows of one document and a multiple of {FIXED:,} tokens"
     return name

@@ -42,7 +42,7 @@ STATE_ROUNDING = 100.0
 """Times as much for a row in two parts, in which sums have another order."""
 TRIED = 16
 """Tokens on which a mixer is tried in two parts."""
-GOES_ON_WRONGLY = "does not go on from the state that it is given when a chunk begins"
+GOES_ON_WRONGLY = "does not continue from the state that it receives when a chunk begins"
 WHOLE = "--schedule.sequence-chunk 0 runs them whole"
 
 
@@ -250,7 +250,9 @@ def check_apart(
     other = torch.cat([tokens[:first].flip(-1) + 1, tokens[first:]]).view_as(hidden)
     again = mixer(other, float(tokens.abs().max()))
     if not _alike(output.flatten(0, 1)[first:], again.flatten(0, 1)[first:], 1.0):
-        raise unsupported(name, "the documents of a row reach one another in it; --packing none gives each its own row")
+        raise unsupported(
+            name, ("documents of one row influence each other; --packing none gives each document its own row")
+        )
 
 
 def _alike(first: Tensor, second: Tensor, times: float) -> bool:

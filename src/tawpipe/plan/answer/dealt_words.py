@@ -81,10 +81,10 @@ def corpus(dealt: DealFound) -> Iterator[str]:
     )
     spread = [bins.seconds / bins.mean_seconds for bins in dealt.drawn]
     documents = f"{len(median.lengths):,} documents, the longest of {max(median.lengths):,} tokens"
-    bins = f"bins of up to {dealt.request.sequence_length:,}, {_rounds(median)}"
-    yield f"a step: {sum(median.lengths):,} tokens in {documents}; {bins}"
+    bins = f"packed micro-batches of up to {dealt.request.sequence_length:,} tokens, {_rounds(median)}"
+    yield f"one step: {sum(median.lengths):,} tokens in {documents}; {bins}"
     yield (
-        f"modelled imbalance of {len(spread)} steps: {spread[len(spread) // 2]:.3f} of the mean "
+        f"predicted imbalance of {len(spread)} steps: {spread[len(spread) // 2]:.3f} of the mean "
         f"({spread[0]:.3f} to {spread[-1]:.3f}), {median.imbalance:.3f} of the floor"
     )
 
@@ -139,8 +139,8 @@ def reason(dealt: DealFound) -> str:
     best = dealt.best
     if best is None:
         tokens = dealt.request.sequence_length
-        return f"no strategy can run bins of {tokens:,} tokens here; a smaller --bin-tokens may fit"
-    words = [f"{dealt.chosen} takes {span(best.seconds)} for a step, {best.tokens_per_second:,.0f} tokens a second"]
+        return f"no strategy can run packed micro-batches of {tokens:,} tokens here; a smaller --bin-tokens may fit"
+    words = [f"{dealt.chosen}: {span(best.seconds)} per step, {best.tokens_per_second:,.0f} tokens per second"]
     for name in (IN_TURN, ROWS):
         if (other := dealt.deal_of(name)) is not None:
             words.append(f"{other.seconds / best.seconds:.2f} times as fast as {PHRASES[name]}")
@@ -148,12 +148,18 @@ def reason(dealt: DealFound) -> str:
     alone = good[0]
     if best.bins.ranks > 1 and alone.bins.ranks == 1:
         gain = alone.seconds / best.seconds - 1
-        shared = f"long documents over {best.bins.ranks} devices of a node gain {gain:.1%} (schedule.sequence_ranks)"
+        shared = (
+            f"sharing long documents between {best.bins.ranks} devices of a node saves {gain:.1%} "
+            "(schedule.sequence_ranks)"
+        )
     elif best.bins.ranks > 1:
-        shared = f"documents longer than a bin need {best.bins.ranks} devices of a node (schedule.sequence_ranks)"
+        shared = (
+            f"documents longer than a packed micro-batch need {best.bins.ranks} devices of a node "
+            "(schedule.sequence_ranks)"
+        )
     elif len(good) > 1:
         ranks = " or ".join(str(deal.bins.ranks) for deal in good[1:])
-        shared = f"sharing long documents between {ranks} devices gains less than {GAIN:.1%}"
+        shared = f"sharing long documents between {ranks} devices saves less than {GAIN:.1%}"
     else:
         shared = ""
     return ", ".join(words) + (f"; {shared}" if shared else "")
@@ -183,7 +189,7 @@ def _sections(dealt: DealFound) -> Iterator[Section]:
         return
     marked = [i for i, deal in enumerate(dealt.deals) if deal is dealt.best]
     words = f"The same documents under {dealt.chosen}."
-    yield Section("What dealing by time gains", words, Table(deals[0], deals[1:], marked))
+    yield Section("Gain from balancing by time", words, Table(deals[0], deals[1:], marked))
     for deal in (dealt.deal_of(IN_TURN), dealt.best):
         if deal is not None:
             yield _times(deal)
@@ -196,5 +202,5 @@ def _times(deal: DealTried) -> Section:
     taker, part = ("pipeline", "bin") if deal.bins.positions > 1 else ("rank", "round")
     parts = {f"{part} {number}": row for number, row in enumerate(times)}
     figure = stacked_bars([f"{taker} {rank}" for rank in range(len(times[0]))], parts, unit="s, modelled")
-    words = f"Seconds that every {taker} computes: {deal.over_mean:.3f} of the mean, {part} by {part}."
+    words = f"Compute seconds per {taker}: {deal.over_mean:.3f} of the mean, {part} by {part}."
     return Section(f"Time per rank: {deal.words}", words, figures=[figure])

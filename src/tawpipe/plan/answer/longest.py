@@ -116,17 +116,17 @@ HEAD = (
     "strategy",
     "longest row",
     "chunk",
-    "devices a row",
+    "devices per row",
     "layers offloaded",
     "step",
     "tokens/s/device",
     "GiB",
     "host GiB/node",
     "files GiB/node",
-    "what binds",
+    "limited by",
     "settings",
 )
-GIVEN = "One document a row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
+GIVEN = "One document per row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Longest:
             ways = strategy.layouts(request.topology)
             if strategy.candidate and any(way.divided_over(request.topology) == 1 for way in ways):
                 rows.append(_longest_of(request, strategy, ends))
-                words = rows[-1].why_not or f"{rows[-1].tokens:,} tokens, then {rows[-1].binds}"
+                words = rows[-1].why_not or f"{rows[-1].tokens:,} tokens, limited by {rows[-1].binds}"
                 progress.info(f"{strategy.name}: {words}")
         return cls(request, tuple(sorted(rows, key=lambda row: (-row.tokens, -row.tokens_per_second))))
 
@@ -180,16 +180,16 @@ class Longest:
         best, fastest = self.best, self.fastest
         if best is None or fastest is None:
             return f"no strategy can train on a row of {SHORTEST} tokens on these machines"
-        words = f"{best.strategy} has the longest row, {best.tokens:,} tokens; what binds is {best.binds}"
+        words = f"{best.strategy} has the longest row: {best.tokens:,} tokens, limited by {best.binds}"
         assert fastest.prediction is not None
         seconds = f"{span(fastest.prediction.step_seconds)} a step"
         if fastest is best:
-            words += f"; within {NEAR:.0%} of that length nothing is faster than its {seconds}"
+            words += f"; no setting within {NEAR:.0%} of that length is faster than its {seconds}"
         else:
-            words += f"; within {NEAR:.0%} of that length {fastest.strategy} is the fastest, {seconds}"
+            words += f"; {fastest.strategy} is the fastest within {NEAR:.0%} of that length, {seconds}"
         if best.step is not None and best.step.sequence_ranks > 1:
             words += f"; a row is computed by {of_ranks(self.request, best.step.sequence_ranks)}"
-        return words + ("" if self.request.memory_bytes else "; nobody has said how much memory a device has: --memory")
+        return words + ("" if self.request.memory_bytes else "; device memory is unknown (--memory)")
 
     @property
     def memory(self) -> str:

@@ -59,8 +59,8 @@ def saved_plan_page(path: Path) -> str:
     cells = [[name.replace("_", " "), str(plan[name])] for name in asked if name in plan]
     sections = [
         Section("Why", plan["reason"], Table(("", ""), cells)),
-        Section("Settings", "As the run follows them.", Table(("", ""), settings)),
-        timeline_section("The step, predicted", predicted_bars(timeline), left_out),
+        Section("Settings", "As followed by the run.", Table(("", ""), settings)),
+        timeline_section("Predicted step", predicted_bars(timeline), left_out),
     ]
     return page_text("Plan", str(plan.get("strategy") or plan["schedule"].get("strategy", "")), sections)
 
@@ -73,12 +73,12 @@ def write_longest_page(longest: Longest, path: Path) -> None:
     """
     check_page(str(path))
     sections = _longest_sections(longest)
-    write_page(path, "Plan", "The longest rows", sections, subtitle=_subtitle(longest.request, "one document a row"))
+    write_page(path, "Plan", "Longest rows", sections, subtitle=_subtitle(longest.request, "one document per row"))
 
 
 def _subtitle(request: PlanRequest, rows: str) -> str:
     parameters = sum(unit.parameters for unit in request.model.units) / 1e9
-    step = f"{rows}, {request.global_batch} in a step"
+    step = f"{rows}, {request.global_batch} per step"
     return f"{parameters:.3g} B parameters, {step}; {request.machine.topology}; {request.profile.source}"
 
 
@@ -89,7 +89,7 @@ def _sections(plan: Plan) -> Iterator[Section]:
     marked = [i for i, candidate in enumerate(plan.listed(everything=True)) if candidate is plan.chosen]
     equal = ", ".join(candidate.strategy for candidate in plan.as_fast)
     words = plan.reason + (
-        f". As fast, within {GAIN:.1%}: {equal}. Chosen is what loads the links least." if equal else ""
+        f". Equally fast, within {GAIN:.1%}: {equal}. The choice loads the links least." if equal else ""
     )
     if left_out := list(plan.left_out(everything=True)):
         words += f". Not in the table: {'; '.join(left_out)}."
@@ -105,19 +105,19 @@ def _sections(plan: Plan) -> Iterator[Section]:
         ],
     }
     yield Section(
-        "Where a step's time goes",
-        "Of a device, on the average.",
+        "Time of a step by activity",
+        "Mean over devices.",
         figures=[stacked_bars(names, parts, unit="s", chosen=chosen)],
     )
     limit = request.memory_bytes / 2**30 if request.memory_bytes else None
     yield Section(
-        "Memory of a device",
-        f"At its highest; {SYSTEM}.",
+        "Device memory by use",
+        f"Peak; {SYSTEM}.",
         figures=[stacked_bars(names, memory_parts(predictions), unit="GiB", limit=limit, chosen=chosen)],
     )
     if request.topology.num_nodes > 1:
         moved = {"over the busiest link": [prediction.link_bytes / 1e9 for prediction in predictions]}
-        yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB", chosen=chosen)])
+        yield Section("Bytes between nodes per step", figures=[stacked_bars(names, moved, unit="GB", chosen=chosen)])
     yield from _chosen(plan)
     yield from _changes(plan, shown[:SHOWN])
 
@@ -129,13 +129,13 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     timeline, request = chosen.prediction.timeline, plan.request
     rounds = timeline.schedule.step.rounds
     whole = chosen.step.rounds if chosen.step else rounds
-    words = f"{rounds} of {whole} rounds: those in the middle are alike." if rounds < whole else ""
+    words = f"{rounds} of {whole} rounds are drawn; the others are equal." if rounds < whole else ""
     yield timeline_section(f"A step of {chosen.strategy}", predicted_bars(timeline), words)
     rank = timeline.schedule.played[0]
     fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
     sizes = request.activations_of(timeline.schedule.step.sequence_ranks)
     figure = memory_figure(chosen.strategy, timeline, rank, sizes, fixed)
-    yield Section("Memory in the course of the step", figures=[figure])
+    yield Section("Memory during the step", figures=[figure])
 
 
 def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
@@ -162,7 +162,7 @@ def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
     title = "tokens per second and device"
     figure = lines(lengths, per_second, x_title="tokens in a row", y_title=title, chosen=chosen)
     yield Section(
-        "With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure]
+        "With other sequence lengths", "Same number of sequences per step; one document per row.", figures=[figure]
     )
 
 
@@ -197,7 +197,7 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     parts = memory_parts([prediction for _, prediction in shown])
     names = [name for name, _ in shown]
     figure = stacked_bars(names, parts, unit="GiB", limit=limit or None, chosen=best.strategy)
-    yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
+    yield Section("Device memory by use", f"Peak, with the longest row; {SYSTEM}.", figures=[figure])
     yield from _over_lengths([row for row in longest.rows if row.tokens][:COMPARED], limit, best.strategy)
 
 
@@ -220,15 +220,15 @@ def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iter
         title = "tokens in a row"
         return lines(lengths, series, x_title=title, y_title=unit, ends=marks, limit=limit, chosen=chosen)
 
-    words = "Of the longest rows, each with its settings; a cross is where it ends, and says what binds."
+    words = "Step time of the longest rows, each with its own settings; a cross marks the end and names the limit."
     seconds = [[predict(request, step).step_seconds for request, step in of_row] for of_row in asked]
-    yield Section("Seconds over the length", words, figures=[figure(seconds, "s per step")])
+    yield Section("Seconds per step by row length", words, figures=[figure(seconds, "s per step")])
     needs = [[memory_quickly(request, step) for request, step in of_row] for of_row in asked]
     for where, name in (("a device", "device"), ("a node's host", "host"), ("a node's disk", "files")):
         held = [[getattr(total, name) / 2**30 for total in of_row] for of_row in needs]
         if any(map(any, held)):
             line = limit if name == "device" else 0.0
-            yield Section(f"Memory of {where} over the length", words, figures=[figure(held, "GiB", line)])
+            yield Section(f"Memory of {where} by row length", words, figures=[figure(held, "GiB", line)])
 
 
 def memory_parts(predictions: Sequence[Prediction]) -> dict[str, list[float]]:

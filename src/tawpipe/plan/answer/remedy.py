@@ -61,7 +61,7 @@ class WayOut:
     def __str__(self) -> str:
         chosen = f" ({self.strategy}, {gib(self.peak_bytes)} GiB)" if self.strategy else ""
         of_batch = "".join(BATCHES.get(change.setting, "") for change in self.changes)
-        return f"{self.machines or spelled(self.changes)}: {span(self.seconds)} a step{chosen}{of_batch}"
+        return f"{self.machines or spelled(self.changes)}: {span(self.seconds)} per step{chosen}{of_batch}"
 
 
 def remedies(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:

@@ -26,12 +26,12 @@ def without_loss(plan: Plan) -> Iterator[str]:
     chosen, request = plan.chosen, plan.request
     if chosen is None or chosen.step is None or request.topology.num_nodes == 1:
         return
-    bits = f"a change of a weight taken for {8 * request.widths.change:.2g} bits"
+    bits = f"assuming {8 * request.widths.change:.2g} bits per changed weight"
     usual = {name: "none" for option in codings(request) for name in option}
     plain = with_settings(chosen.step, **usual)
     if plain != chosen.step:
         seconds, words = span(predict(request, plain).step_seconds), spelled(changes_of(chosen.step, plain))
-        yield f"chosen, as no number changes with it: {words}; without it a step takes {seconds} ({bits})"
+        yield f"chosen: {words}, which changes no number; without it a step takes {seconds} ({bits})"
         return
     ways = list(_coded(request, chosen, plan.candidates))
     if not ways:
@@ -39,12 +39,12 @@ def without_loss(plan: Plan) -> Iterator[str]:
     seconds, without, words = min(ways)
     if seconds < chosen.seconds * (1 - GAIN):
         spared = f"a plan chooses it where the best step is {CODING_GAIN:.0%} shorter with it"
-        took = f"{span(seconds)} a step instead of {span(chosen.seconds)} ({bits})"
-        yield f"no number changes with {words}: {took}; {why_not_coded(request) or spared}"
+        took = f"{span(seconds)} per step instead of {span(chosen.seconds)} ({bits})"
+        yield f"available without changing any number: {words}, {took}; {why_not_coded(request) or spared}"
     elif seconds >= without * (1 - GAIN):
         yield (
-            f"exact weights and gradients are left off: a step would take {span(seconds)} instead of {span(without)}, "
-            "as coding takes as long as the link that it spares, or computing hides both"
+            f"exact coding of weights and gradients is off: a step would take {span(seconds)} instead of "
+            f"{span(without)}, because coding takes as long as it saves on the link, or computing hides both"
         )
 
 

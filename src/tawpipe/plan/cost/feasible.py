@@ -195,4 +195,4 @@ def too_large(request: PlanRequest, ranks: int) -> str:
     """Why a strategy of which so many ranks would be played is not, or nothing."""
     if ranks * len(request.model.blocks) <= LARGEST_WORK:
         return ""
-    return f"not played on {request.topology.world_size} devices that do not all do alike"
+    return f"not simulated on {request.topology.world_size} devices with different schedules"

@@ -288,7 +288,7 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
             raise UserError("schedule.sequence_ranks", ranks, f"1, for whole rows: {why}")
         profile = replace(profile, in_chunks=(), cuts=False, why_whole=why)
         if asked.timed:  # else memory alone is asked about, which takes no while
-            progress.info(f"rows stay whole: {why}")
+            progress.warning(f"rows stay whole: {why}")
     return by(profile)
 
 

@@ -84,7 +84,7 @@ def _longest(bench: Bench, tokens: int) -> int:
         room = torch.cuda.mem_get_info(bench.device)[0] // (ROOM_OF_TOKEN * bench.boundary)
         most = max(most, 2 * FIXED * min(ceil(width / FIXED), room // (2 * FIXED)))
     if most < min(tokens, 2 * width):
-        words = "layers' memory is measured in rows of %d tokens and not %d, twice their width: longer may take more"
+        words = "memory of layers is measured with rows of %d tokens, not %d: longer rows may take more than predicted"
         logger.warning(words, most, 2 * width)
     return most if recurs(tokens) else most - 1
 

@@ -57,7 +57,8 @@ def examine(out: Path | None, *, device: str) -> None:
     console = Console(world.rank)
     console.plan(list(software()), title="software")
     console.plan(list(_machine(world)), title="machine")
-    console.plan([(name, os.environ[name]) for name in VARIABLES if name in os.environ], title="launcher")
+    if world.size > 1:
+        console.plan([(name, os.environ[name]) for name in VARIABLES if name in os.environ], title="launcher")
     console.topology(str(world.nodes))
     before = sent_bytes()
     links = probe(world)
@@ -69,11 +70,11 @@ def examine(out: Path | None, *, device: str) -> None:
     for finding in links.findings:
         console.line(f"odd: {finding}")
     if world.size == 1:
-        console.line("links are measured by several processes: tawpipe doctor --nproc 2, or on every machine torchrun")
+        console.line("links are measured between processes: tawpipe doctor --nproc 2, or torchrun on every machine")
     if world.rank == 0 and out is not None:
         notes = [f"{world.nodes}, measured by tawpipe doctor", links.loopback, *links.findings]
         save_machine(links.machine, out, notes="\n".join(filter(None, notes)))
-    console.line(f"wrote {out}" if out else "--out FILE keeps this for tawpipe plan --topology FILE")
+    console.line(f"wrote {out}" if out else "--out FILE saves this for tawpipe plan --topology FILE")
     world.leave()
 
 
@@ -90,7 +91,7 @@ def probe_machine(device: str) -> Machine | None:
         file = Path(folder) / "topology.yaml"
         command = [sys.executable, "-m", "tawpipe", "doctor", "--out", str(file), "--device", device]
         if code := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-            raise RunError(f"the links could not be measured: tawpipe doctor ended with {code}")
+            raise RunError(f"links not measured: tawpipe doctor ended with {code}")
         return load_machine(file)
 
 
@@ -203,14 +204,14 @@ def used_between(before: Mapping[str, int], after: Mapping[str, int], reached: f
         return ""
     name = max(grown, key=grown.__getitem__)
     if grown[name] < LEAST:
-        return "no interface that the system counts: RDMA, as over InfiniBand, passes it by"
+        return "not counted by the system: RDMA, for example over InfiniBand, bypasses its interfaces"
     rate = claimed(name, root)
     if not rate:
-        return f"{name}, whose card does not say what it carries"
-    words = f"{name}, whose card claims {rate * 8 / 1e9:.3g} Gbit/s"
+        return f"{name}, of unknown rate"
+    words = f"{name}, rated {rate * 8 / 1e9:g} Gbit/s"
     if reached < FAR_BELOW * rate:
-        words += f": {reached * 8 / 1e9:.3g} are reached"
+        words += f": {reached * 8 / 1e9:.3g} Gbit/s reached"
     fastest = max(after, key=lambda other: claimed(other, root))
     if claimed(fastest, root) > rate:
-        words += f"; {fastest} claims more (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+        words += f"; {fastest} has a higher rate (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
     return words

@@ -112,7 +112,7 @@ def loopback(stacks: Sequence[str], nodes: Sequence[Sequence[int]]) -> tuple[boo
     """Whether there is a network between any nodes, or just one node; and a sentence on nodes between which is none.
 
     >>> loopback(["a", "a", "b"], [[0], [1], [2]])
-    (True, 'nodes 0 and 1 are on one machine: what is measured between them is its loopback, not a network')
+    (True, 'nodes 0 and 1 are on one machine: their link is the loopback, not a network')
 
     Args:
         stacks: of every rank.
@@ -121,8 +121,10 @@ def loopback(stacks: Sequence[str], nodes: Sequence[Sequence[int]]) -> tuple[boo
     for number, node in enumerate(nodes):
         at.setdefault(stacks[node[0]], []).append(number)
     words = [
-        f"nodes {', '.join(map(str, some[:-1]))} and {some[-1]} are on one machine: what is measured between them is "
-        "its loopback, not a network"
+        (
+            f"nodes {', '.join(map(str, some[:-1]))} and {some[-1]} are on one machine: their link is the "
+            "loopback, not a network"
+        )
         for some in at.values()
         if len(some) > 1
     ]

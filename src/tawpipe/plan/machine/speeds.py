@@ -75,7 +75,7 @@ def with_speeds(machine: Machine, kinds: Sequence[str], rates: Sequence[float]) 
     speeds = {kind: round(rate / fastest, 3) if rate < fastest * AS_FAST else 1.0 for kind, rate in of_kind.items()}
     devices = tuple(replace(each, speed=speeds[kind]) for each, kind in zip(machine.device_of, kinds, strict=False))
     notes = [
-        f"rank {rank} computes {of_kind[kind] / rate:.2g} times as long as other devices of its kind ({kind})"
+        f"rank {rank} is {of_kind[kind] / rate:.2g} times as slow as other devices of its kind ({kind})"
         for rank, (kind, rate) in enumerate(zip(kinds, rates, strict=True))
         if rate * SLOW < of_kind[kind]
     ]

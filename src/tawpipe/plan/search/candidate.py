@@ -29,7 +29,7 @@ LOOKING, EARLY, LATE, REST = 0.6, 0.5, 0.7, 0.1
 """Parts of the time of a search: after the first no other strategy is looked at; after the next two no order is made
 that takes many seconds, and none that takes a few. The last is left in any case for better settings of the best.
 """
-TOO_LONG = "not looked at: planning has taken as long as it may (tawpipe plan --all looks on)"
+TOO_LONG = "not evaluated: planning time limit reached (tawpipe plan --all evaluates it)"
 
 
 class TooLong(Exception):
@@ -103,7 +103,7 @@ class Outlook:
     def at(self, what: str) -> None:
         """Say what is looked at, if that has taken a while."""
         if (seconds := time.monotonic() - self.begin) >= self.patience_s:
-            progress.info(f"planning for {seconds:.0f} s, now {what}")
+            progress.info(f"planning: {what} ({seconds:.0f} s so far)")
             self.patience_s = 2 * seconds
 
     def why_not(self, effort: int, *, hopeful: bool) -> str:
@@ -117,8 +117,8 @@ class Outlook:
         if long and self.over(EARLY):
             return TOO_LONG
         if long and not hopeful:
-            return f"not looked at: others take {span(self.ahead)} a step, pipelines of a fixed order far more"
+            return f"not evaluated: others take {span(self.ahead)} per step, pipelines of a fixed order far more"
         if long and effort > self.effort and self.ahead < math.inf:
-            return "not looked at: orders for so many micro-batches and devices take too long to make"
+            return "not evaluated: finding orders for this number of micro-batches and devices takes too long"
         self.effort -= effort
         return ""

@@ -55,7 +55,7 @@ class Homes:
 
     def __str__(self) -> str:
         said = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.seconds.items())
-        return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
+        return f"transfers between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
 
 
 def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
@@ -70,11 +70,11 @@ def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
     task = _Task(request, step)
     usual = {IN_TURN: task.seconds(task.in_turn)}
     if _is_even(request):
-        return Homes((), usual, note="nodes, links and layers are alike")
+        return Homes((), usual, note="nodes, links and layers are equal")
     if not usual[IN_TURN] or not all(map(isfinite, task.rates)):
         return Homes((), usual, note="no link between nodes takes time")
     if task.work > MOST_WORK:
-        return Homes((), usual, note=f"others are not looked for on {request.topology.num_nodes} nodes")
+        return Homes((), usual, note=f"others are not tried on {request.topology.num_nodes} nodes")
     ways = {IN_TURN: task.in_turn} if task.fits(task.in_turn) else {}
     ways |= {BY_MEMORY: task.by_memory()} if request.absent else {}
     moved = task.one_by_one()

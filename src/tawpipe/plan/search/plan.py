@@ -29,7 +29,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "peak_gib": ("GiB", "{:.2f}".format),
 }
 """Numbers of a candidate: name in the JSON -> title and text in the table."""
-SYSTEM = "system: what the driver, libraries and communicators take"
+SYSTEM = "system: driver, libraries and communicators"
 
 
 @dataclass(frozen=True)
@@ -81,25 +81,26 @@ class Plan:
         assert self.chosen.prediction is not None and self.chosen.step is not None
         prediction, seconds = self.chosen.prediction, self.chosen.seconds
         computing = 1 - prediction.idle_s / seconds
-        words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
+        words = self.chosen.strategy
         if layout := self.chosen.step.strategy.layout:
-            words += f", its stages {layout}"
+            words += f", stages {layout}"
         if chunk := self.chosen.step.settings.sequence_chunk:
             words += f", rows in {of_chunks(self.request, chunk)}"
         if (ranks := self.chosen.step.sequence_ranks) > 1:
             words += f", every row over {of_ranks(self.request, ranks)}"
+        words += f": computing is {computing:.0%} of the step"
         if self.request.topology.num_nodes > 1:
             busy = self.link_share(self.chosen)
-            words += f" and keeps the busiest link {busy:.0%} busy"
+            words += f", the busiest link is {busy:.0%} busy"
             step = self.chosen.step
             keeps = "step_cache" not in step.strategy.refusals
             if keeps and not step.step_cache and busy < 0.6:
-                words += ", so weights need not be kept in the node beyond a visit"
+                words += ", so keeping weights in the node beyond a visit saves nothing"
             elif busy > 0.9:
-                words += ": the link is the limit, more micro-batches per visit or a larger batch would help"
+                words += ": the link is the limit (more micro-batches per visit or a larger batch would help)"
         if self.runner_up is not None:
             behind = self.runner_up.seconds / seconds - 1
-            words += f"; {self.runner_up.strategy} is {'as fast' if behind < GAIN else f'{behind:.1%} slower'}"
+            words += f"; {self.runner_up.strategy} is {'equally fast' if behind < GAIN else f'{behind:.1%} slower'}"
         return words
 
     def _nothing_fits(self) -> str:
@@ -109,7 +110,7 @@ class Plan:
         lacks = shortage(self.request, least.prediction.needs)
         why = self.request.profile.why_whole
         whole = f"; rows stay whole: {why}" if why else ""
-        return f"nothing fits: {least.strategy} needs least, and that is {lacks}{whole}"
+        return f"nothing fits: {least.strategy} needs least, {lacks}{whole}"
 
     @property
     def least(self) -> Candidate | None:
@@ -195,7 +196,7 @@ class Plan:
             if candidate is self.chosen or not candidate.fits:
                 notes.append("chosen" if candidate.fits else "does not fit")
             elif any(candidate is other for other in self.as_fast):
-                notes.append("as fast")
+                notes.append("equally fast")
             if candidate.step is not None and (remark := candidate.step.strategy.remark(candidate.step)):
                 notes.append(remark)
             cells = ["-" if row[name] is None else text(row[name]) for name, (_, text) in COLUMNS.items()]
@@ -259,7 +260,7 @@ class Plan:
         record = {"clock": record_of(request.of(self.chosen.step))}
         clock = yaml.safe_dump(record, sort_keys=False, default_flow_style=True, width=120)
         head = yaml.safe_dump(content, sort_keys=False, width=120)
-        return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
+        return f"{head}# Costs that the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
 
 
 def of_chunks(request: PlanRequest, size: int) -> str:
@@ -273,22 +274,22 @@ def of_ranks(request: PlanRequest, ranks: int) -> str:
 
 
 STATE = "master weights, gradients, optimizer state"
-AT_HOST = {"none": "", "state": STATE, "all": f"{STATE}, copies that travel, what is frozen"}
+AT_HOST = {"none": "", "state": STATE, "all": f"{STATE}, copies that travel, frozen weights"}
 
 
 def held(request: PlanRequest, needs: Needs, *, level: str = "none") -> str:
     """What a device and a host, which may have homes, hold, part by part, as a sentence."""
     there = request.machine.host_bytes
     parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
-    words = f"GiB of a device: {parts} ({SYSTEM})"
+    words = f"device memory in GiB: {parts} ({SYSTEM})"
     if needs.host:
-        known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
+        known = f"of {gib(there)}" if there else "(amount available unknown)"
         state = f" (schedule.host_homes {level}: {AT_HOST[level]})" if AT_HOST[level] else ""
-        words += f"; of a node's host{state} {gib(needs.host)} {known}"
+        words += f"; host memory per node{state} {gib(needs.host)} {known}"
     if needs.files:
         free = request.machine.files_bytes
-        known = f"of {gib(free)} that are free" if free else "of which nobody has said how much is free"
-        words += f"; of a node's disk {gib(needs.files)} {known}"
+        known = f"of {gib(free)} free" if free else "(free amount unknown)"
+        words += f"; disk per node {gib(needs.files)} {known}"
     return words
 
 
@@ -322,11 +323,14 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
         if value not in ("", None):
             yield f"  {name}: {value}"
     prediction = candidate.prediction
-    yield f"  step {span(prediction.step_seconds)}, at least {span(prediction.bound_s)} by computing and links"
-    yield f"  devices idle {span(prediction.idle_s)}, of it {span(prediction.exposed_communication_s)} for transfers"
+    yield f"  step {span(prediction.step_seconds)}; lower bound {span(prediction.bound_s)} by computing and links"
+    yield (
+        f"  devices idle {span(prediction.idle_s)}, {span(prediction.exposed_communication_s)} of it waiting for "
+        "transfers"
+    )
     if plan.request.topology.num_nodes > 1:
         share = plan.link_share(candidate)
-        yield f"  the busiest link carries {prediction.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
+        yield f"  busiest link: {prediction.link_bytes / 1e6:,.0f} MB, {share:.0%} of the step"
     if candidate.step is not None:
         settled = candidate if candidate.homes is not None else settle(plan.request, candidate)
         if settled.homes is not None:
@@ -337,6 +341,6 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
         yield f"  {name}: {size / 2**30:.3f} GiB"
     yield f"  together: {prediction.peak_bytes / 2**30:.3f} GiB"
     if prediction.needs.host:
-        yield f"  host of a node: {prediction.needs.host / 2**30:.3f} GiB"
+        yield f"  host memory per node: {prediction.needs.host / 2**30:.2f} GiB"
     if prediction.needs.files:
-        yield f"  disk of a node: {prediction.needs.files / 2**30:.3f} GiB"
+        yield f"  disk per node: {prediction.needs.files / 2**30:.2f} GiB"

@@ -278,6 +278,6 @@ def _packed(rows: Iterable[Any]) -> list[list[Any]]:
 def _unpacked(rows: Iterable[list[Any]]) -> Iterable[Any]:
     for count, row in rows:
         if count > MOST_ALIKE:
-            raise ValueError(f"{count} that are alike")
+            raise ValueError(f"{count} equal ones")
         for _ in range(count):
             yield row

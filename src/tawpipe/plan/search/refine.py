@@ -94,7 +94,7 @@ def codings(request: PlanRequest) -> list[dict[str, str]]:
 def why_not_coded(request: PlanRequest) -> str:
     """Why a plan leaves it to others to choose coding without loss, though a step might be shorter; or nothing."""
     if request.on_cuda:
-        return "a plan does not choose it for GPUs, where it has not run yet"
+        return "a plan does not choose it for GPUs, where it has not been run yet"
     unknown = request.profile.coding == CodingTimes()
     return "a plan does not choose it where coding was not measured" if unknown else ""
 

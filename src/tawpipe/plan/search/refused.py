@@ -23,7 +23,7 @@ def in_plain_words(error: UserError) -> str:
             return f"at least {number} layers are needed"
         case MemoryOfPosition(size):
             device = "a device" if size is None else f"{size / 2**30:.4g} GiB"
-            return f"no micro-batch has room in {device} beside weights, gradients and optimizer state"
+            return f"no micro-batch fits into {device} beside weights, gradients and optimizer state"
         case MicroBatchCount(fewer, more):
             return f"{fewer} or {more} micro-batches are needed, not {error.value}"
     if setting.removeprefix("schedule.") in (*UNPLANNED, *KEPT_BY_PLANS):

@@ -232,11 +232,11 @@ def _look(request: PlanRequest, trial: Trial, most: float, outlook: Outlook) -> 
 def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
     """Why one of several ways to lay out weights that travel cannot be the best of all, or nothing."""
     if outlook.ahead == math.inf:
-        return "not looked at: it needs more memory than tawpipe-spread"
+        return "not evaluated: it needs more memory than tawpipe-spread"
     fewest = replace(request.settings, strategy=way.name, micro_batches_per_visit=_visits(request, way)[-1])
     bound = bound_of(request, request.step(fewest, way))
     if bound > outlook.ahead * (1 - WORTH):
-        return f"not looked at: computing and links alone take {span(bound)} a step"
+        return f"not evaluated: computing and links alone take {span(bound)} per step"
     return ""
 
 
@@ -269,7 +269,7 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
         bound, work = min(bound_of(request, step) for step in options), min(plays(request, step) for step in options)
         if bound > most and work > QUICK_PLAYED:
-            return replace(refused, why_not=f"not looked at: computing and links alone take {span(bound)} a step")
+            return replace(refused, why_not=f"not evaluated: computing and links alone take {span(bound)} per step")
         hopeless = most == math.inf and _hopeless(request, options)
         best = _fastest(request, options, look=True) if not hopeless and _some_fit(request, options) else None
     except UserError as error:

@@ -104,8 +104,11 @@ class Refresh:
         members = self._transport.topology.group(action.group, self._transport.rank)
         if self._transport.rank == members[0]:
             logger.warning(
-                "unit %d: the copies of its weights on ranks %s differ: a bit has turned over, or there is a fault. "
-                "They come whole now; steps and evaluations since the last comparison, %d ago, may have used others",
+                (
+                    "unit %d: the copies of its weights on ranks %s differ: a flipped bit or a fault. Whole "
+                    "weights are sent now; steps and evaluations since the last comparison, %d ago, may have used "
+                    "different ones"
+                ),
                 unit,
                 ", ".join(map(str, members)),
                 self.check_every,

@@ -80,7 +80,7 @@ def conclusion(standings: Mapping[int, Standing | None]) -> str:
     causes = [rank for rank in standings if not ahead.get(rank) and (rank in awaited or rank not in known)]
     named = [f"rank {r}, which {known[r].text if r in known else 'does not answer'}" for r in causes]
     if any(it.moves for it in known.values()):
-        who = "the step goes on, slowly"
+        who = "the step continues, slowly"
     elif named:
         who = "the others wait for " + "; and for ".join(named[:MOST_NAMED])
         who += f"; and for {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)

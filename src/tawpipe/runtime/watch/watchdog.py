@@ -192,7 +192,7 @@ class Watchdog:
         self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{limit}{ENDS * ends}; {standing.text}")
         if ends:  # by a thread of C, should the last words hang and keep Python's lock
             self._arm(LAST_WORDS_S + 2)
-        threading.Thread(target=self._conclude, args=(step, look, held, late), name="last words", daemon=True).start()
+        threading.Thread(target=self._conclude, args=(step, look, held, late), name="last report", daemon=True).start()
         if not self._closed.wait(LAST_WORDS_S) and ends and not held.is_set():
             (self._own_end or partial(os._exit, EXIT_CODE))()
             self.close()
@@ -235,7 +235,9 @@ class Watchdog:
             messages[step] = {step: others.ranks}
         waits = bool(step and messages) and all(messages.values())
         failure = textwrap.shorten(str(self._failure() or ""), MOST_LETTERS, placeholder=" ...")
-        words = f"not all ranks have come to {step}" if step else f"it is in no step, its script is {place_of_script()}"
+        words = (
+            f"not all ranks have reached {step}" if step else (f"it runs no step; its script is {place_of_script()}")
+        )
         places = [words] if step in ("", BEGINNING) else []
         for lane, work in doing.items():
             if not work.waits or lane is Lane.COMPUTE:
@@ -244,7 +246,7 @@ class Watchdog:
                 among = f" with rank {', '.join(map(str, peers))}" if peers else ""
                 state = "waits to begin" if work.waits else "is in"
                 places.append(f"{lane} {state} {label}{among}, {work.seconds:.0f} s")
-        text = ("waits: " if waits else "waits for nobody: ") + ("; ".join(places) or "nothing is under way here")
+        text = ("waits: " if waits else "waits for no other rank: ") + ("; ".join(places) or "nothing is running here")
         return Standing(
             f"has failed: {failure}" if failure else text,
             late=f"{step} took longer than {self.limit_s:.0f} s" if late else "",

@@ -184,7 +184,7 @@ class Service:
 
     def _check_name(self, name: str) -> None:
         if name != self.name:
-            message = f"the model {name!r} is not here; this service has {self.name!r}"
+            message = f"model {name!r} not found; this service has {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     @property

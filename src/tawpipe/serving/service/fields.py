@@ -127,9 +127,9 @@ def read_asked(body: bytes, defaults: Sampling) -> Fields:
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
     tokens = {_number(fields, name) or _refuse(name, "at least 1") for name in names}
     if len(tokens) > 1:
-        _refuse("max_completion_tokens", "the same as max_tokens, where both are said")
+        _refuse("max_completion_tokens", "equal to max_tokens if both are given")
     if others and not logprobs:
-        _refuse("top_logprobs", "left out where logprobs is not true")
+        _refuse("top_logprobs", "left out unless logprobs is true")
     messages, most = _messages(fields.get("messages")), next(iter(tokens), None)
     asked = _asked(fields, [messages], most, defaults._replace(logprobs=others))
     return replace(asked, logprobs=logprobs, reasoning="reasoning_effort" not in fields)
@@ -237,7 +237,7 @@ def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
     _check_others(options, ("include_usage",), ON_STREAM, "stream_options.")
     usage = options.get("include_usage") is not None and _bool(options, "include_usage")
     if usage and not stream:
-        _refuse("stream_options", "left out where stream is not true")
+        _refuse("stream_options", "left out unless stream is true")
     return usage
 
 

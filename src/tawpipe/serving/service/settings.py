@@ -109,8 +109,8 @@ class ServeConfig:
 OPTIONS: Options[ServeConfig] = Options(
     ServeConfig,
     prog="tawpipe serve",
-    description="Answers requests over HTTP in the form of OpenAI's interface, with the model on one process or its "
-    "stages on several. Where a model fits one machine, vLLM is faster: docs/serving.md.",
+    description="Serves a model over HTTP with OpenAI's interface, in one process or split into stages over several. "
+    "vLLM is faster where a model fits one machine: docs/serving.md.",
 )
 
 
@@ -126,7 +126,7 @@ def load(argv: Sequence[str]) -> ServeConfig:
     if not config.model:
         raise UserError("--model", config.model, "the folder of a model")
     if not config.loopback and config.api_key_file is None:
-        expected = "127.0.0.1 or localhost; with --api-key-file FILE any address, where only those with the key may ask"
+        expected = "127.0.0.1 or localhost; any address with --api-key-file FILE, where requests need the key"
         raise UserError("--host", config.host, expected)
     return config
 

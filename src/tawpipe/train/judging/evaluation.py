@@ -63,9 +63,9 @@ def resumed_best(state: RunState | None, record: str) -> tuple[Best, str]:
     best = Best(**state.best)
     words = f"best step ({best.step}, validation loss {best.loss:.4f}) and patience"
     if not state.validation:
-        return best, f"{words} go on: the checkpoint does not say which validation data it had, taken to be this one"
+        return best, f"{words} are kept: the checkpoint does not name its validation data, assumed to be this one"
     if record and (changed := changed_parts(state.validation, record)):
-        return Best(), f"the validation data has changed ({', '.join(changed)}): {words} begin anew"
+        return Best(), f"the validation data has changed ({', '.join(changed)}): {words} start again"
     return best, ""
 
 
@@ -161,7 +161,7 @@ def loss_words(loss: float) -> str:
     ('1.5000 (perplexity 4.482)', 'not a number: is any token of the held-out batches learned?')
     """
     if math.isnan(loss):
-        return "not a number: is any token of the held-out batches learned?"
+        return "not a number (a diverged model, or no held-out token is learned)"
     return f"{loss:.4f} (perplexity {perplexity(loss):.4g})"
 
 
@@ -174,7 +174,9 @@ def check_best(config: TrainConfig, *, validation: bool) -> None:
     wanted = {"--checkpoint.best": config.checkpoint.best, "--evaluation.patience": config.evaluation.patience}
     for name, value in wanted.items():
         if value and not config.evaluation.every:
-            raise UserError(name, value, "--evaluation.every above 0: what is best is told by the validation loss")
+            raise UserError(name, value, "--evaluation.every above 0: the best step is chosen by validation loss")
         if value and not validation:
-            expected = "held-out documents (--validation-fraction or --validation-data): their loss tells what is best"
+            expected = (
+                "held-out documents (--validation-fraction or --validation-data): the best step is chosen by their loss"
+            )
             raise UserError(name, value, expected)

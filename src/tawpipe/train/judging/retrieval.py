@@ -114,7 +114,7 @@ def retrieval_check(
     for length in settings.retrieval_lengths:
         if length < needles.shortest:
             expected = (
-                f"at least {needles.shortest}: as many tokens take a fact, its question and some text around them"
+                f"at least {needles.shortest}: a fact, its question and some text around them take that many tokens"
             )
             raise UserError("--evaluation.retrieval-lengths", length, expected)
         if length > limit:

@@ -43,7 +43,7 @@ class Spikes:
             middle = statistics.median(self._recent)
             usual = statistics.median(abs(past - middle) for past in self._recent)
             if loss - middle > self.factor * max(usual, 1e-3 * abs(middle)):
-                said = f"the loss of {loss:.4f} stands out: the last {len(self._recent)} lie around {middle:.4f}"
+                said = f"loss spike: {loss:.4f}; the last {len(self._recent)} losses are around {middle:.4f}"
         self._recent.append(loss)
         return said
 

@@ -80,7 +80,7 @@ class Tracking:
     def _say_problems(self) -> None:
         for worker in [failed for failed in self._workers if failed.problem]:
             self._workers.remove(worker)
-            words = f"{worker.name} is left out from here on, training goes on without it: {worker.problem}"
+            words = f"disabled tracker {worker.name}; training continues without it: {worker.problem}"
             self._tell(worker.name, words)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Tracking:
         for worker in self._workers:
             worker.join(self._closing_s)
             if worker.is_alive() and not worker.problem:
-                worker.problem = f"at the end it was not ready within {self._closing_s:g} s"
+                worker.problem = f"not ready within {self._closing_s:g} s at the end"
         self._say_problems()
         self._workers = []
 

@@ -29,15 +29,15 @@ def measured_words(peaks: Sequence[float], said: int) -> str:
     """The most that every process has held, beside what was said before the first step.
 
     >>> measured_words([103 * 2**20, 2**20], 100 * 2**20)
-    '103.0 MiB, 1.0 MiB; 100.0 MiB were said, the largest has taken 3.0% more'
+    '103.0 MiB, 1.0 MiB (predicted 100.0 MiB; the largest used 3.0% more)'
     >>> measured_words([96 * 2**20], 100 * 2**20)
-    '96.0 MiB; 100.0 MiB were said, the largest has taken 4.0% less'
+    '96.0 MiB (predicted 100.0 MiB; the largest used 4.0% less)'
     """
     words = ", ".join(map(gib, peaks))
     if not said:
         return words
     more = max(peaks) / said - 1
-    return f"{words}; {gib(said)} were said, the largest has taken {abs(more):.1%} {'more' if more > 0 else 'less'}"
+    return f"{words} (predicted {gib(said)}; the largest used {abs(more):.1%} {'more' if more > 0 else 'less'})"
 
 
 def device_name(world: World) -> str:
@@ -61,48 +61,60 @@ def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -
     if bins is None:
         each = f"of up to {batch.row_tokens}" if batch.packing == "none" else f"x {batch.row_tokens}"
         return f"{batch.rows} sequences {each} tokens, micro-batches of {batch.micro_batch}"
-    shared = f", {bins.shape[0]} of them of bins that {bins.ranks} processes share" if bins.shape[0] else ""
-    modelled = f"; modelled imbalance of the first steps {balance.after:.2f}" if balance else ""
-    each = f"{bins.in_words}{shared}, bins of at most {batch.bin_tokens:,} tokens for each process"
+    shared = (
+        f", {bins.shape[0]} of them of packed micro-batches that {bins.ranks} processes share" if bins.shape[0] else ""
+    )
+    modelled = f"; predicted imbalance of the first steps {balance.after:.2f}" if balance else ""
+    each = f"{bins.in_words}{shared}, packed micro-batches of at most {batch.bin_tokens:,} tokens per process"
     if bins.positions > 1:
         cut = f" ({sum(map(sum, bins.slices))} slices of long documents in all)" if bins.slices else ""
-        each = f"{bins.in_words} for each pipeline{cut}, bins of at most {batch.bin_tokens:,} tokens"
+        each = f"{bins.in_words} per pipeline{cut}, packed micro-batches of at most {batch.bin_tokens:,} tokens"
     return (
-        f"documents of up to {batch.document_tokens:,} tokens, {batch.step_tokens:,} tokens a step; the next has "
-        f"{len(bins.lengths):,} documents in {each}{modelled}"
+        f"documents of up to {batch.document_tokens:,} tokens, {batch.step_tokens:,} tokens per step; the next "
+        f"step has {len(bins.lengths):,} documents in {each}{modelled}"
     )
 
 
-def step_rows(said: Costs, nodes: Topology) -> list[tuple[str, str]]:
+def step_rows(said: Costs, nodes: Topology, recompute: str) -> list[tuple[str, str]]:
     """Rows that say what a step does, and what it sends between nodes."""
-    rows = [("strategy", f"{said.strategy}: {said.schedule}")]
+    rows = [("strategy", f"{said.strategy}: {said.schedule}, recompute {recompute}")]
     if nodes.num_nodes > 1:
         most = max(said.link_sent_bytes)
-        rows.append(("link of a node", f"{gib(most)} sent and {gib(max(said.link_received_bytes))} received per step"))
+        received = gib(max(said.link_received_bytes))
+        rows.append(("network", f"{gib(most)} sent and {received} received per node and step"))
     return rows
 
 
 PARTS = {
     "homes": "weights, gradients, optimizer state",
-    "buffers": "weights and gradients on their way",
+    "buffers": "weights and gradients in transfer",
     "activations": "kept for backward passes",
     "working": "while a layer computes",
-    "system": "libraries, the driver, what was read and planned",
-    "texts": "weights, keys and values for the texts that it writes",
-    "saving": "the copy that a checkpoint is written from",
-    "apart": "what the allocator holds besides",
-    "host": "inputs of layers that wait",
-    "kept": "at most, of what need not be computed again then",
+    "system": "libraries, driver, data and plan",
+    "texts": "weights, keys and values for sample texts",
+    "saving": "copy for a checkpoint",
+    "apart": "unused memory of the allocator",
+    "host": "inputs of layers in host memory",
+    "kept": "at most, activations kept instead of recomputed",
 }
 """The parts of ``Needs`` in words."""
+
+
+MEMORY_PARTS = "memory, by use"
+
+
+def brief(rows: Sequence[tuple[str, str]], device: torch.device) -> list[tuple[str, str]]:
+    """Return ``rows`` without those that only pages and dry runs show."""
+    left_out = (MEMORY_PARTS,) if device.type == "cuda" else (MEMORY_PARTS, "attention")
+    return [row for row in rows if row[0] not in left_out]
 
 
 def memory_rows(needs: Needs) -> list[tuple[str, str]]:
     """Rows that say what a device holds, and of what, and what its node's host and disk hold."""
     parts = "; ".join(f"{gib(size)} {PARTS[name]}" for name, size in needs.parts.items() if size)
-    rows = [("memory", f"{gib(needs.device)} per process at the highest: {parts}")]
+    rows = [("memory", f"{gib(needs.device)} per process at most"), (MEMORY_PARTS, parts)]
     if needs.host:
-        rows.append(("host memory", f"{gib(needs.host)} of a node: what waits there until a device needs it"))
+        rows.append(("host memory", f"{gib(needs.host)} per node, for tensors that wait there for a device"))
     if needs.files:
-        rows.append(("files", f"{gib(needs.files)} of a node's disk: inputs of layers that wait there"))
+        rows.append(("files", f"{gib(needs.files)} per node, for inputs of layers that wait on disk"))
     return rows

@@ -41,7 +41,9 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
         raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
     if config.export.merge and not config.lora.active:
-        raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
+        raise UserError(
+            "--export.merge", True, ("false without --lora.rank or --lora.adapter: there is no adapter to merge")
+        )
     check_format(config, "--export.format")
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
@@ -59,7 +61,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if (folder := config.schedule.offload_dir) and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         raise UserError("--schedule.offload-dir", folder, "a folder that every process can write to, on every machine")
     if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
-        expected = "stop under --schedule.early-updates, because updates do not wait for the check"
+        expected = "stop under --schedule.early-updates, whose updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
         raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
@@ -89,7 +91,9 @@ def check_plannable(config: TrainConfig) -> None:
     config.rope.check()
     config.lora.check()
     if config.quantize != "none" and not (config.lora.active or config.freeze):
-        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
+        expected = (
+            "none unless something is frozen (--lora.rank trains an adapter alone, --freeze names frozen parameters)"
+        )
         raise UserError("--quantize", config.quantize, expected)
     if config.schedule.strategy not in (known := strategies()):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
@@ -119,10 +123,10 @@ def check_lengths(config: TrainConfig) -> None:
     if not (asked := config.asks_for_balance) and config.packing != "balanced":
         return
     if config.packing not in ("auto", "balanced"):
-        expected = f"balanced, to which {asked} belongs; with null for that, rows have --sequence-length tokens"
+        expected = f"balanced, which {asked} needs; without it rows have --sequence-length tokens"
         raise UserError("--packing", config.packing, expected)
     if config.micro_batch > 1:
-        expected = "1 under --packing balanced: one row of any length, with as many documents as --bin-tokens allows"
+        expected = "1 under --packing balanced, where one row holds as many documents as --bin-tokens allows"
         raise UserError("--micro-batch", config.micro_batch, expected)
     if known and (tokens := config.step_tokens) < (longest := config.document_tokens):
         if config.max_document is not None and config.tokens_per_step is None:
@@ -155,21 +159,23 @@ def _check_optimizer(config: TrainConfig) -> None:
     """Options belong to the optimizer and the schedule, and nothing is said twice."""
     settings, usual = config.optimizer, OptimizerConfig()
     if config.epochs is not None and not isinstance(config.steps, Open):
-        raise UserError("--epochs", config.epochs, "unset with --steps, or --steps unset: both say how long the run is")
+        raise UserError(
+            "--epochs", config.epochs, ("unset with --steps, or --steps unset: both set the length of the run")
+        )
     if config.epochs is not None and config.streaming:
-        raise UserError("--epochs", config.epochs, "--steps with --streaming: how long a stream is, nobody knows")
+        raise UserError("--epochs", config.epochs, "--steps with --streaming: the length of a stream is unknown")
     if settings.warmup_ratio is not None and not isinstance(settings.warmup_steps, Open):
-        expected = "unset with --optimizer.warmup-steps: both say how long the warm-up is"
+        expected = "unset with --optimizer.warmup-steps: both set the length of the warm-up"
         raise UserError("--optimizer.warmup-ratio", settings.warmup_ratio, expected)
     takes = TAKES[settings.name]
     for name in sorted({option for options in TAKES.values() for option in options} - set(takes)):
         if (value := getattr(settings, name)) != getattr(usual, name):
             has = ", ".join(other for other, options in TAKES.items() if name in options)
-            expected = f"unset under --optimizer.name {settings.name}; {has} have it"
+            expected = f"unset under --optimizer.name {settings.name}; only {has} have it"
             raise UserError(f"--optimizer.{name.replace('_', '-')}", value, expected)
     for name, schedules in SHAPES.items():
         if (value := getattr(settings, name)) is not None and settings.schedule not in schedules:
-            expected = f"unset under --optimizer.schedule {settings.schedule}; {', '.join(schedules)} has it"
+            expected = f"unset under --optimizer.schedule {settings.schedule}; only {', '.join(schedules)} has it"
             raise UserError(f"--optimizer.{name.replace('_', '-')}", value, expected)
     if settings.name == "sgd" and isinstance(config.learning_rate, Open):
         raise UserError("--learning-rate", "null", "a number under --optimizer.name sgd, for which none is usual")
@@ -254,9 +260,9 @@ def _check_resume(config: TrainConfig) -> None:
     if restart_count():  # with what is there; the run itself may have removed what it went on from
         return
     if config.resume == "auto" and "{time}" in config.output:
-        raise UserError("--resume", config.resume, "used with --output naming the folder of the run to go on with")
+        raise UserError("--resume", config.resume, "used with --output, which names the folder of the run to resume")
     if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():
-        raise UserError("--resume", config.resume, "none, auto, or the folder of a checkpoint, which this is not")
+        raise UserError("--resume", config.resume, "none, auto, or the folder of a checkpoint")
 
 
 def check_output_name(config: TrainConfig) -> None:
@@ -285,12 +291,12 @@ def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
     check_output_name(config)
     held = [name for name in RUN_FILES if (folder / name).exists()]
     if held and not _goes_on_in(config, folder):
-        expected = f"a folder without a run (this has {held[0]}); or --resume auto to go on with that run"
+        expected = f"a folder without a run (this one holds {held[0]}); or --resume auto to continue that run"
         raise UserError("--output", config.output, expected)
     if config.export.enabled:
         refuse_replacing(config, folder / "model", "--output")
         if not held and (folder / "model").exists() and not _is_empty(folder / "model"):
-            expected = "a folder without model/, where the run writes its own; or --export.enabled false"
+            expected = "a folder without model/, which the run writes; or --export.enabled false"
             raise UserError("--output", config.output, expected)
     if not make:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -310,7 +316,9 @@ def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
 def check_format(config: TrainConfig, setting: str) -> None:
     """Raises UserError where an adapter alone is to be exported in few bits."""
     if config.export.format != "hf" and config.lora.active and not config.export.merge:
-        raise UserError(setting, config.export.format, "hf, or the adapter merged: few bits are for a whole model")
+        raise UserError(
+            setting, config.export.format, ("hf, or a merged adapter: quantised forms are for a whole model")
+        )
 
 
 def refuse_replacing(config: TrainConfig, exported: Path, setting: str) -> None:

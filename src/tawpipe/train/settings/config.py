@@ -25,7 +25,7 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.settings.names import ELSEWHERE, LEADING
 
-HALF = "float16 is not supported: its narrow range would want a scaled loss"
+HALF = "float16 is not supported: its narrow range needs loss scaling"
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,17 @@ class BatchShape:
         """
         if not self.dealt or self.slices or longest <= self.row_tokens:
             return
-        piece = "a piece of a document" if longest == self.document_tokens else "a document"
+        piece = "a part of a document" if longest == self.document_tokens else "a document"
         over = f" over {self.ranks} processes" if self.ranks > 1 else ""
         least, place = -(-longest // self.ranks), where or "in the stream"
         raise UserError(
             "--bin-tokens",
             self.bin_tokens,
-            f"at least {least}{over}, as {piece} has {longest} tokens ({place}); or --max-document {self.row_tokens}, "
-            "or a larger --schedule.sequence-ranks; or a pipeline (--schedule.strategy 1f1b), which takes it in slices",
+            (
+                f"at least {least}{over}, as {piece} has {longest} tokens ({place}); or --max-document "
+                f"{self.row_tokens}, or a larger --schedule.sequence-ranks; or a pipeline (--schedule.strategy "
+                "1f1b), which cuts documents into slices"
+            ),
         )
 
     @contextmanager

@@ -18,7 +18,9 @@ LEADING = {
 
 ELSEWHERE = {
     "base-model": "{model}",
-    "batch-size": "{global_batch}, the rows of a step over all processes; {micro_batch} is what one computes at a time",
+    "batch-size": (
+        "{global_batch}, the rows of a step over all processes; {micro_batch} is the rows computed at a time"
+    ),
     "bf16": "{dtype} bfloat16",
     "block-size": "{sequence_length}",
     "context-length": "{sequence_length}",
@@ -28,11 +30,11 @@ ELSEWHERE = {
     "deepspeed": "{schedule.strategy}; weights, gradients and optimizer states are always spread over the processes",
     "eval-steps": "{evaluation.every}",
     "eval-strategy": "{evaluation.every}",
-    "flash-attention": "no setting: it is used where the device has it",
-    "fp16": "{dtype} bfloat16; float16 is not trained in",
+    "flash-attention": "no setting: it is used where the device supports it",
+    "fp16": "{dtype} bfloat16; float16 is not supported",
     "fsdp": "{schedule.strategy} flat; without it the plan chooses the fastest",
     "gradient-accumulation-steps": "{global_batch}, the rows of a step, computed {micro_batch} at a time",
-    "gradient-checkpointing": "{schedule.recompute}; by default nothing is computed again where memory allows",
+    "gradient-checkpointing": "{schedule.recompute}; by default nothing is recomputed if memory allows",
     "grad-clip": "{optimizer.clip_norm}",
     "learning-rate-scheduler": "{optimizer.schedule}",
     "logging-steps": "{log.every}",
@@ -50,7 +52,7 @@ ELSEWHERE = {
     "micro-batch-size": "{micro_batch}",
     "model-name": "{model}",
     "model-name-or-path": "{model}",
-    "nnodes": "{nodes} on one machine; on several it is torchrun's, before -m tawpipe",
+    "nnodes": "{nodes} on one machine; on several machines it belongs to torchrun, before -m tawpipe",
     "nproc-per-node": "{nproc}, all processes on this machine",
     "num-epochs": "{epochs}",
     "num-nodes": "{nodes}",

@@ -45,7 +45,7 @@ def resumed_factory(
     if not others:
         return factory, ""
     line = (
-        f"optimizer groups: by {start.groups}, as the checkpoint {start.place} was made; a new run puts "
+        f"optimizer groups: by {start.groups}, as in the checkpoint {start.place}; a new run puts "
         f"{len(others)} parameters into other groups, such as {others[0]}"
     )
     return with_groups(factory, start.groups), line
@@ -63,7 +63,7 @@ def group_rows(config: TrainConfig, factory: OptimizerFactory, units: Sequence[U
 
     decayed = [name for name in sizes if options[name][1]["weight_decay"]]
     others = [name for name in sizes if not options[name][1]["weight_decay"]]
-    would = "" if decay else "nothing decays; above 0 "
+    would = "" if decay else "nothing decays; above 0: "
     rows = [("weight decay", f"{decay:g}: {would}{count(decayed)} decay, {count(others)} do not (norms, biases)")]
     if by_muon:
         inside = (re.split(r"\.\d+\.", name.removesuffix(".weight"), maxsplit=1)[-1] for name in by_muon)

@@ -81,10 +81,10 @@ def settle(
         epochs = config.epochs or recipe.epochs
         steps = None if epochs is None else steps_in(epochs)
         if steps is None and config.epochs is not None:
-            raise UserError("--epochs", config.epochs, "--steps where data is streamed: nobody has counted it")
+            raise UserError("--epochs", config.epochs, "--steps with streamed data, whose length is unknown")
         if steps is None:
             steps = int(config.steps)
-            said.append(f"{steps} steps" + (" (how long a stream is, nobody knows)" if epochs else ""))
+            said.append(f"{steps} steps" + (" (the length of a stream is unknown)" if epochs else ""))
         else:
             said.append(f"{epochs} epoch{'s' if epochs != 1 else ''} = {steps} steps")
         config = replace(config, steps=steps, epochs=None)
