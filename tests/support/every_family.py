@@ -300,16 +300,18 @@ def _text(error: Exception) -> str:
 VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
 _SECTIONS = {
     "equal": (
-        "Trained as the plain model is",
-        "Our attention keeps documents apart; *mixers* run on each of them, and all else on the whole row; or layers "
-        "take\nthem *in turn*. A model runs in chunks (`--schedule.sequence-chunk`), in sets "
-        "(`--schedule.sequence-ranks`, none\nof mixers) and under pipelines unless it is said why not. It is "
-        "[served](serving.md) unless it is *in turn* or\nof mixers.",
+        "Equal to the plain model",
+        "Unless a line says otherwise, a model runs on packed rows, in chunks (`--schedule.sequence-chunk`), in "
+        "context-parallel\ngroups (`--schedule.sequence-ranks`) and in pipelines, and can be [served](serving.md).\n\n"
+        "* *mixers*: these run on each document, the rest on the whole row. Not in context-parallel groups, not "
+        "served\n"
+        "* *in turn*: layers run once per document length. Not served\n"
+        "* *whole rows*: no chunks and no context-parallel groups",
     ),
-    "refused": ("Refused", "Before anything is allocated, with a message that says why."),
+    "refused": ("Refused", "With a message, before anything is allocated."),
     "wrong": ("Wrong", "Known to differ; do not train them."),
     "broken": ("Broken", "They end with an error that is not a refusal."),
-    "not built": ("Not tried", "`AutoModelForCausalLM.from_config` cannot build them by itself here."),
+    "not built": ("Not tested", "`AutoModelForCausalLM.from_config` cannot build them here."),
 }
 
 
@@ -319,13 +321,14 @@ def page(found: dict[str, Outcome], versions: str = VERSIONS) -> str:
         f"""\
 # Which models
 
-Every causal LM that transformers knows was tried, by the `model_type` in its `config.json`: a tiny model with random
-values took one training step here, on rows of packed documents, and one as transformers' plain model, which saw each
-document alone; in chunks as well, where that is not refused. Equal means: in fp64 the loss and the gradient of every
-parameter differ by less than 1e-9 in relative norm.
+Look up here, by the `model_type` in its `config.json`, whether a model trains, and in which ways.
+
+Every causal LM of transformers was tested. A tiny model with random values took one training step here, on packed rows
+and in chunks, and one as transformers' plain model, with each document alone. *Equal* means: in fp64 the loss and every
+gradient differ by less than 1e-9 in relative norm.
 
 Written by `python tests/support/every_family.py --write docs/models.md` with {versions};
-`tests/model/test_every_family.py` keeps it true.
+`tests/model/test_every_family.py` checks it.
 """
     ]
     for kind, (title, introduction) in _SECTIONS.items():
