@@ -1,28 +1,29 @@
-"""Checkpoints: a run's state is written while it trains, kept on a disk and in memory, and gone on from.
+"""Checkpoints: write the state of a run while it trains, keep it on disk and in memory, and resume from it.
 
     Storage, optimizers ──stage──▶ copies in host memory ──a thread of every rank──▶ store ──▶ NAME
                                                                                                │
     Storage, optimizers ◀──load──────────────────── Source ◀──resume: newest, sound, of this history
 
-* ``format``: what a state is in files: one-dimensional chunks under parameter names, and one manifest, written last;
-  ``names``: what its folder and its files are called.
-* ``store``: where states are kept: on a disk that all machines share, or in the memory of each machine and the next.
-* ``save``: stage, write in the background, give the folder its name.
-* ``load``: one reader for both stores: everything is checked on all ranks, then each is given what its homes need.
-* ``resume``: which state to go on from.
+* ``format``: files of a state: one-dimensional chunks under parameter names, and one manifest, which is written last.
+* ``names``: names of the folder and the files of a state.
+* ``store``: places for states: a disk that all machines share, or the memory of each machine and of the next one.
+* ``save``: copy the state, write it in the background, give the folder its name.
+* ``load``: one reader for both stores: check everything on all ranks, then fill the homes of each.
+* ``resume``: choose the state to resume from.
 
-What must never happen:
+Errors that must never happen:
 
-* A half-written state taken for a whole one: a folder gets its name when every rank has synced its file and the
-  manifest is there; the manifest has a checksum of every file and of itself.
-* A state of another history gone on from: one that was gone back behind, or of another run in the same folder.
-* A load that leaves half of a state without saying so: a refusal (``UserError``) has changed nothing on any rank, and
-  where reading breaks off (``RunError``) nothing runs until a load succeeds.
-* Code that runs because a state is read: weights are safetensors, everything else is JSON.
-* Numbers that are not finite, or that training changes while they are written.
-* A rank that waits for one that has failed: what goes wrong on one is told to all (``World.together``).
-* A save that fails and takes an earlier state with it.
+* A half-written state is taken for a complete one. Therefore a folder gets its name only after every rank has synced
+  its file and the manifest is written. The manifest has a checksum of every file and of itself.
+* A run resumes a state of another history: one that was abandoned when the run went back to an earlier state, or one of
+  another run in this folder.
+* A load leaves a partial state without an error. A refusal (``UserError``) has changed nothing on any rank. If reading
+  fails midway (``RunError``), nothing runs until a load succeeds.
+* Code runs because a state is read. Weights are safetensors, everything else is JSON.
+* A state holds numbers that are not finite, or that training changes while they are written.
+* A rank waits for one that has failed. Errors of one rank are reported to all (``World.together``).
+* A failed save destroys an earlier state.
 
-Nothing depends on how many ranks saved, or in which order: names are those of parameters, places are elements of them.
+Nothing depends on the number of ranks that saved, or on their order: chunks are named by parameter and first element.
 Random numbers derive from (seed, step, micro-batch, block), so seed and step are the whole random state.
 """

@@ -1,11 +1,11 @@
-"""The format of a state: a folder of flat tensors with one manifest.
+"""Format of a state: a folder of flat tensors with one manifest.
 
-A stripe of a matrix is no rectangle of it, so every parameter and every optimizer state of it is kept as
-one-dimensional chunks; shapes stand beside them. A folder ``step-00000120`` holds
+A shard of a matrix need not be a rectangle of it. Every parameter and its optimizer states are therefore stored as
+one-dimensional chunks, and shapes are stored separately. A folder ``step-00000120`` holds
 
-* ``state-00003.safetensors``: the chunks of rank 3, called ``NAME@START``. Nothing in it can run code.
-* ``tawpipe.json``, the manifest: shapes, which chunk is in which file, size and SHA-256 of every file, what the caller
-  adds, and the SHA-256 of all that. It is written last.
+* ``state-00003.safetensors``: the chunks of rank 3, named ``NAME@START``. Nothing in it can run code.
+* ``tawpipe.json``, the manifest: shapes, the file of each chunk, size and SHA-256 of every file, values of the caller,
+  and a SHA-256 of all this. It is written last.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tawpipe.runtime.homes.unit_optimizers import States, UnitOptimizers
 
 FORMAT = 2
 STATE = "optimizer."
-"""Before the names of the optimizer's state: ``optimizer.KEY.PARAMETER``."""
+"""Prefix of names of optimizer states: ``optimizer.KEY.PARAMETER``."""
 SEAL = "sha256"
-"""Name of a manifest's own checksum in it."""
+"""Key of the manifest's own checksum in it."""
 
 Manifest = Mapping[str, Any]
 
@@ -40,7 +40,14 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A part of one saved tensor that lives on this rank: elements ``start`` and on of ``numel``."""
+    """Part of one saved tensor that lives on this rank.
+
+    Args:
+        name: name of the saved tensor.
+        numel: elements of the whole saved tensor.
+        start: first element of this part.
+        value: the part, flat.
+    """
 
     name: str
     numel: int
@@ -49,7 +56,7 @@ class StatePiece:
 
     @property
     def key(self) -> str:
-        """Its name in the rank's file."""
+        """Name of the part in the file of its rank."""
         return f"{self.name}@{self.start}"
 
 
@@ -61,13 +68,15 @@ def state_pieces(
     without: Collection[str] = (),
     states: States | None = None,
 ) -> Iterator[StatePiece]:
-    """Everything on this rank that a state holds, as views.
+    """Yield views of all weights and optimizer states on this rank that belong to a state.
 
     Args:
-        saving: leave out what another rank saves: further copies of a home, and the one-element states (the step count)
-            of a parameter but where its first element lives.
-        without: names of frozen parameters that are left out.
-        states: instead of those that the optimizers hold.
+        storage: homes of this rank.
+        optimizers: optimizers of this rank.
+        saving: leave out what another rank saves: further copies of a home, and one-element states (such as the step
+            count) except on the rank with the parameter's first element.
+        without: names of frozen parameters to leave out.
+        states: optimizer states to use instead of the optimizers' own.
     """
     if states is None:
         states = optimizers.states()
@@ -86,8 +95,13 @@ def state_pieces(
 
 
 def _state_piece(piece: HomePiece, key: str, value: Any) -> StatePiece:
-    """An optimizer's state of a piece: as large as it, one number for all of its parameter, or, of a whole matrix, of
-    any size, which follows that of the matrix before it.
+    """Return an optimizer state of a piece of a parameter as a ``StatePiece``.
+
+    The state has the size of the piece, is one number for the whole parameter, or, for whole matrices, has any size,
+    which is then equal for all matrices of the parameter.
+
+    Raises:
+        RunError: the state is not a tensor, or has another shape.
     """
     name = f"{STATE}{key}.{piece.name}"
     if not isinstance(value, Tensor):
@@ -107,20 +121,20 @@ def _state_piece(piece: HomePiece, key: str, value: Any) -> StatePiece:
 
 
 def note_of(path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
-    """Entry for the manifest of the file that a rank has written: size, checksum, chunks."""
+    """Read the file ``path`` that a rank has written, and return its manifest entry: size, SHA-256 and chunks."""
     chunks = [[piece.name, piece.numel, str(piece.value.dtype), piece.start, piece.value.numel()] for piece in pieces]
     return {"bytes": path.stat().st_size, "sha256": checksum(path), "chunks": chunks}
 
 
 def manifest_of(notes: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a state.
+    """Return the manifest of a state, sealed with its own checksum.
 
     Args:
-        notes: of all ranks, in their order.
-        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``groups`` (the rule that made the
-            optimizer's, ``own`` for a factory of the user's), ``history``, where frozen weights are kept in 4 or 8
-            bits ``quantize``, their form, and where they are left out ``frozen``: their ``folder``, and ``parameters``,
-            the digest of each by name.
+        notes: entries of the files of all ranks (``note_of``), in rank order.
+        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``groups`` (the rule that made its
+            parameter groups, ``own`` for a factory of the user) and ``history``. If frozen weights are kept in 4 or 8
+            bits also ``quantize``, their form. If they are left out also ``frozen``: their ``folder``, and in
+            ``parameters`` the digest of each by name.
     """
     tensors: dict[str, Any] = {}
     for number, note in enumerate(notes):
@@ -132,20 +146,23 @@ def manifest_of(notes: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) 
 
 
 def sealed(manifest: Manifest) -> dict[str, Any]:
-    """A manifest with its own checksum, so that a digit that turns over on the disk is no other manifest."""
+    """Return a copy of ``manifest`` with its own SHA-256 under the key ``sha256``.
+
+    ``read_manifest`` compares this checksum, and so detects a bit error on the disk."""
     return {**manifest, SEAL: _seal(manifest)}
 
 
 def _seal(manifest: Manifest) -> str:
+    """Return the SHA-256 of a manifest without its own checksum."""
     rest = {name: value for name, value in manifest.items() if name != SEAL}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of ``tawpipe.json``.
+    """Return the content of ``tawpipe.json`` in ``folder`` after checking its checksum and its structure.
 
     Raises:
-        UserError: there is none, it is damaged or of another format.
+        UserError: the file is missing, damaged or of another format.
     """
     if not is_complete(folder):
         raise UserError("where", str(folder), f"the folder of a complete checkpoint (it holds no {MARKER})")
@@ -164,7 +181,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _malformed(manifest: Manifest) -> str:
-    """The flaw of a manifest of the right format, in words; empty if there is none."""
+    """Return a description of the first flaw in a manifest's structure, or ``""``."""
     for name, kind in (("parameters", dict), ("tensors", dict), ("files", list)):
         if not isinstance(manifest.get(name), kind):
             return f"{name} is missing"
@@ -195,14 +212,19 @@ def _malformed(manifest: Manifest) -> str:
 
 
 def _whole(value: Any) -> bool:
+    """Return True if ``value`` is an integer (not a bool) and at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def damage(folder: Path, manifest: Manifest, numbers: Iterable[int]) -> str:
-    """The first damage in some of a folder's files, in words; empty if there is none.
+    """Return a description of the first damaged or unreadable file, or ``""`` if all files are sound.
+
+    Every file is read completely, without the page cache. Its size and its SHA-256 are compared with the manifest.
 
     Args:
-        numbers: of the files that are read.
+        folder: folder of the state.
+        manifest: its manifest.
+        numbers: ranks whose files are read.
     """
     for number in numbers:
         path, expected = folder / file_name(number), manifest["files"][number]
@@ -217,5 +239,5 @@ def damage(folder: Path, manifest: Manifest, numbers: Iterable[int]) -> str:
 
 
 def saved_dtype(manifest: Manifest, name: str) -> torch.dtype:
-    """Return the dtype of a tensor of the state."""
+    """Return the dtype in which the tensor ``name`` was saved."""
     return getattr(torch, manifest["tensors"][name]["dtype"].removeprefix("torch."))

@@ -1,7 +1,7 @@
-"""Frozen weights that a state refers to: it holds a digest of each and the name of their folder instead of values.
+"""Frozen weights that a state refers to: it holds the digest of each and the name of their folder instead of values.
 
-A digest is of the values as the folder has them. It depends neither on processes, dtype and ``quantize`` nor on where
-the folder is, so the same weights in another folder are as good.
+A digest is computed from the values in the folder. It does not depend on processes, dtype, ``quantize`` or the path of
+the folder. A copy of the weights in another folder is therefore accepted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OF_LIBRARY = "in the library weights=lambda chain: SafetensorsSource(chain, FOLD
 
 
 def digests_in(manifest: Manifest) -> Mapping[str, str]:
-    """Digests of the frozen parameters that a state refers to, by name; empty if it holds all values."""
+    """Return the digests of frozen parameters that a state refers to, by name; empty if it holds all values."""
     return manifest.get("frozen", {}).get("parameters", {})
 
 
 def folder_of(manifest: Manifest) -> str:
-    """Folder that the frozen parameters came from; ``owner/name@revision`` for one in the cache of the Hub."""
+    """Return the folder that the frozen parameters came from, or ``owner/name@revision`` for one in the Hub's cache."""
     path = Path(manifest["frozen"]["folder"])
     if path.parent.name != SNAPSHOTS:
         return str(path)
@@ -32,19 +32,27 @@ def folder_of(manifest: Manifest) -> str:
 
 
 def difference(manifest: Manifest, digests: Mapping[str, str]) -> str:
-    """The first parameter whose digest is another one, and the number of these, in words; empty if there is none."""
+    """Compare digests with those in the state; return text about the parameters that differ, or ``""`` if none does.
+
+    The text names the first of these parameters, and has their number.
+
+    Args:
+        manifest: manifest of the state.
+        digests: digests of the frozen weights in use, by name; a missing one counts as different.
+    """
     wanted = digests_in(manifest)
     others = [name for name in wanted if digests.get(name) != wanted[name]]
     return f"{base_name(others[0])} differs ({len(others)} of {len(wanted)} parameters do)" if others else ""
 
 
 def refuse_other_frozen(manifest: Manifest, where: str, digests: Mapping[str, str], folder: str) -> None:
-    """Refuse a state whose frozen weights are not those at hand.
+    """Raise UserError if the frozen weights in use differ from the digests in the state.
 
     Args:
-        where: the state's folder.
-        digests: of the weights at hand, by name.
-        folder: with the weights at hand; empty if they come from none.
+        manifest: manifest of the state.
+        where: folder of the state.
+        digests: digests of the frozen weights in use, by name.
+        folder: folder of the weights in use; ``""`` without one.
 
     Raises:
         UserError: a parameter differs.
@@ -56,12 +64,14 @@ def refuse_other_frozen(manifest: Manifest, where: str, digests: Mapping[str, st
 
 @contextmanager
 def naming_frozen(where: Path | None) -> Iterator[None]:
-    """Say in a refusal of the model that the state in the folder ``where`` needs its weights, if it does."""
+    """Return a context that adds to a UserError which frozen weights the state in ``where`` needs.
+
+    The error is raised unchanged if ``where`` is None, or if the state holds the values of all its weights."""
     try:
         yield
     except UserError as error:
         manifest: Manifest = {}
-        with suppress(UserError):  # one that is damaged is refused later
+        with suppress(UserError):  # a damaged manifest is refused later
             manifest = read_manifest(where) if where is not None else {}
         if not digests_in(manifest):
             raise
@@ -69,5 +79,6 @@ def naming_frozen(where: Path | None) -> Iterator[None]:
 
 
 def _needed(manifest: Manifest, where: str) -> str:
+    """Return a sentence that names the frozen weights that the state in ``where`` needs."""
     folder = folder_of(manifest)
     return f"{where} does not hold the frozen weights of this run; expected the weights of {folder} or a copy of them"

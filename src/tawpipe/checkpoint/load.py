@@ -1,6 +1,6 @@
-"""Loading a state: everything that can be checked is checked on all ranks before anything here changes.
+"""Loading a state: all checks are done on all ranks before any weight changes.
 
-A rank reads the files that it sees; one that does not see a file is sent what it needs by one that does.
+A rank reads the files that it sees. It receives parts of other files from a rank that sees them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from tawpipe.runtime.world import World
 
 @dataclass(frozen=True)
 class Source:
-    """A whole state that all ranks can go on from together.
+    """A complete state that all ranks can load together.
 
     Args:
-        where: its folder or folders, for messages.
-        folders: of every file, the ranks that see it, and the folder where they do.
+        where: folder of the state, for messages; of states in memory the folder above.
+        manifest: manifest of the state.
+        folders: for each file a mapping from the ranks that see it to the folder in which they do.
     """
 
     where: Path
@@ -43,10 +44,10 @@ class Source:
 
     @classmethod
     def on_disk(cls, folder: Path, world: World) -> Source:
-        """The state in a folder that all ranks see.
+        """Return the state in a folder that all ranks see.
 
         Raises:
-            UserError: there is none, or its manifest is damaged.
+            UserError: there is no state, or its manifest is damaged.
         """
         manifest = read_manifest(folder)
         everyone = dict.fromkeys(range(world.size), str(folder))
@@ -54,23 +55,28 @@ class Source:
 
     @property
     def step(self) -> int:
+        """Step after which the state was saved."""
         return self.manifest["step"]
 
     def reader(self, number: int, rank: int) -> int:
-        """The rank that reads a file for a rank."""
+        """Return the rank that reads file ``number`` for ``rank``: ``rank`` itself if it sees the file.
+
+        Otherwise it is one of the ranks that see the file."""
         seers = self.folders[number]
         return rank if rank in seers else sorted(seers)[number % len(seers)]
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """The targets of a load, checked before anything has changed here.
+    """Tensors to be loaded, checked before any of them changes.
 
     Args:
-        pieces: the targets; their names and places, for what they hold may be replaced by ``begin``.
+        storage: homes of this rank.
+        optimizers: optimizers of this rank.
+        pieces: names and positions of the tensors to fill; ``begin`` may replace the tensors themselves.
         without: names of frozen parameters that are not in the state.
-        states: for the optimizers, to be filled.
-        wide: frozen units whose values come in a dtype that the compute dtype would round.
+        states: new optimizer states, to be filled.
+        wide: frozen units that were saved in a dtype that the compute dtype would round.
     """
 
     storage: Storage
@@ -82,7 +88,12 @@ class Incoming:
 
     @classmethod
     def of(cls, source: Source, storage: Storage, optimizers: UnitOptimizers) -> Incoming:
-        """Raises UserError or RunError naming what in a state is not as it is here."""
+        """Compare the state with this model and optimizer and list the tensors to fill; changes nothing.
+
+        Raises:
+            UserError: the state belongs to another model, quantisation or parameter grouping.
+            RunError: the state belongs to another optimizer, or lacks or exceeds what is needed here.
+        """
         manifest = source.manifest
         shapes = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
         check_same_model(str(source.where), manifest["parameters"], shapes)
@@ -92,7 +103,7 @@ class Incoming:
         tensors = manifest["tensors"]
         if manifest.get("optimizer", optimizers.name) != optimizers.name:
             raise RunError(f"saved with {manifest['optimizer']}, loaded into {optimizers.name}")
-        # One saved before any update: the optimizers are new then, as they were there.
+        # A state saved before the first update has no optimizer states.
         fresh = "optimizer" in manifest and not any(name.startswith(STATE) for name in tensors)
         saved = manifest.get("groups", SHAPES)
         others = [] if fresh else in_other_groups(optimizers.factory, saved, storage.units)
@@ -132,14 +143,17 @@ class Incoming:
         return cls(storage, optimizers, pieces, without, states, tuple(wide))
 
     def begin(self) -> list[StatePiece]:
-        """The targets, in the order of ``pieces``: from here on the state changes."""
+        """Install the new optimizer states, and return the tensors to fill, in the order of ``pieces``.
+
+        Frozen units in ``wide`` get master values in CPU memory first. The values of the earlier optimizer states are
+        lost: a load that fails after this call leaves a partial state."""
         for unit in self.wide:
             self.storage.widen(unit)
         self.optimizers.adopt(self.states)
         return list(state_pieces(self.storage, self.optimizers, saving=False, without=self.without))
 
     def end(self, world: World) -> None:
-        """Bring up to date what follows from the state; when all has been filled in, on all ranks."""
+        """Update the copies of weights that derive from the loaded masters; call on all ranks after filling."""
         for unit in self.storage.master:
             self.storage.refresh(unit)
         self.storage.settle(world.group)
@@ -147,12 +161,18 @@ class Incoming:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Elements ``begin`` to ``end`` of a tensor, which one rank reads for itself or another.
+    """Elements ``begin`` to ``end`` of a saved tensor, which one rank reads for itself or for another rank.
 
     Args:
-        index: of the piece that they fill, among those that ``rank`` wants.
-        number: of the file.
-        start, length: of the chunk that holds them.
+        reader: rank that reads the part.
+        rank: rank that needs the part.
+        index: index of the piece that the part fills, among the pieces that ``rank`` needs.
+        number: number of the file.
+        name: name of the tensor.
+        start: first element of the chunk that holds the part.
+        length: elements of that chunk.
+        begin: first element of the part in the tensor.
+        end: element after the last one of the part.
     """
 
     reader: int
@@ -167,15 +187,20 @@ class TensorPart:
 
     @property
     def key(self) -> str:
-        """The name of the chunk in its file."""
+        """Name of the chunk in its file."""
         return f"{self.name}@{self.start}"
 
 
 def parts_of(source: Source, rank: int, wanted: Sequence[tuple[str, int, int]]) -> Iterator[TensorPart]:
-    """The parts of files that fill the pieces (name, start, elements) which a rank wants.
+    """Yield the parts of files that fill the pieces that ``rank`` needs.
+
+    Args:
+        source: the state.
+        rank: rank that needs the pieces.
+        wanted: (name, first element, number of elements) of each piece.
 
     Raises:
-        RunError: no chunk has some element.
+        RunError: no chunk holds some element.
     """
     for index, (name, at, count) in enumerate(wanted):
         chunks = sorted(source.manifest["tensors"][name]["chunks"])
@@ -195,15 +220,18 @@ OTHERWISE = "a readable checkpoint of this model and optimizer ({})"
 
 
 def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizers, world: World) -> Manifest:
-    """Bring homes and optimizer state to what a state holds, and return its manifest; call on all ranks.
+    """Load a state into homes and optimizers and return its manifest; call on all ranks.
 
     Args:
-        where: the folder, or the source that ``resume`` has chosen.
+        where: folder of the state, or the source that ``resume`` has chosen.
+        storage: homes of this rank.
+        optimizers: optimizers of this rank.
+        world: all processes.
 
     Raises:
-        UserError: it is of another model or optimizer, refers to other frozen weights, or is damaged; on all ranks, and
-            nothing has changed.
-        RunError: reading broke off on some rank; on all ranks, which hold half of a state.
+        UserError: the state is damaged, belongs to another model or optimizer, or refers to other frozen weights; on
+            all ranks, and nothing has changed.
+        RunError: reading failed midway on some rank; on all ranks, which now hold a partial state.
     """
     place = str(where.where if isinstance(where, Source) else where)
     with ExitStack() as stack:
@@ -217,7 +245,7 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
             raise UserError("where", place, str(error)) from error
         refuse_other_frozen(load.source.manifest, place, storage.digests, storage.folder)
         digests, without = dict(storage.digests), load.incoming.without
-        storage.digests = {name: digest for name, digest in digests.items() if name in without}  # if reading breaks off
+        storage.digests = {name: digest for name, digest in digests.items() if name in without}  # for a failure midway
         try:
             changed = set(chain(*world.together(load.fill)))
         except RunError as error:
@@ -228,7 +256,7 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
 
 
 class _Load:
-    """One load, on one rank; ``look``, ``open`` and ``fill`` are its steps."""
+    """One load on one rank. Call ``look``, ``open`` and ``fill`` in this order."""
 
     source: Source
     incoming: Incoming
@@ -239,7 +267,9 @@ class _Load:
         self._parts: list[TensorPart] = []
 
     def look(self, where: Path | Source, storage: Storage, optimizers: UnitOptimizers) -> list[Any]:
-        """Compare the state with what is here; returns its seal, and what others may have to send."""
+        """Compare the state with this model; return its checksum and the pieces that this rank may have to receive.
+
+        Sets ``source`` and ``incoming``. No weight changes. The list of pieces is empty if this rank sees all files."""
         self.source = where if isinstance(where, Source) else Source.on_disk(where, self.world)
         self.incoming = Incoming.of(self.source, storage, optimizers)
         sees_all = all(self.world.rank in seers for seers in self.source.folders)
@@ -247,13 +277,17 @@ class _Load:
 
     @property
     def _wanted(self) -> list[tuple[str, int, int]]:
+        """Name, first element and number of elements of every piece of this rank."""
         return [(piece.name, piece.start, piece.value.numel()) for piece in self.incoming.pieces]
 
     def open(self, others: Sequence[Sequence[tuple[str, int, int]]]) -> None:
-        """Open the files that this rank reads, for itself and for others, and see that they hold the manifest's chunks.
+        """Open the files that this rank reads, for itself and for other ranks, and check the shapes of their chunks.
 
         Args:
-            others: what every rank may have to be sent.
+            others: for every rank the pieces that it may have to receive.
+
+        Raises:
+            RunError: a file or chunk is not as the manifest says.
         """
         here = self.world.rank
         for rank, wanted in enumerate(others):
@@ -270,8 +304,14 @@ class _Load:
                     raise RunError(f"{part.key} has the shape {shape} in {file_name(part.number)}")
 
     def fill(self) -> list[str]:
-        """Read, send and receive, in an order that all ranks agree on; names of frozen tensors that had other values. A
-        rank that cannot read goes on to send, because others wait for it, and raises in the end.
+        """Copy all pieces of this rank from the files into its homes, and send parts that other ranks cannot read.
+
+        A part that this rank cannot read itself is received from its reader. All ranks take the parts in one order. A
+        rank whose reading fails still sends (undefined values), because others wait for it, and raises its error at the
+        end.
+
+        Returns:
+            Names (``model.NAME``) of frozen tensors of this rank whose values have changed, sorted.
         """
         here, group, pieces = self.world.rank, self.world.group, self.incoming.begin()
         problem: Exception | None = None
@@ -303,10 +343,12 @@ class _Load:
 
 
 def open_file(folder: Path, manifest: Manifest, number: int) -> Any:
-    """A file of a folder, whose size and header are sound.
+    """Open file ``number`` of a state after checking its size.
 
     Raises:
-        OSError, SafetensorError, RunError: it is not there or another one.
+        OSError: the file cannot be read.
+        SafetensorError: its header is damaged.
+        RunError: its size is not the one in the manifest.
     """
     path, expected = folder / file_name(number), manifest["files"][number]["bytes"]
     if (size := path.stat().st_size) != expected:
@@ -315,7 +357,13 @@ def open_file(folder: Path, manifest: Manifest, number: int) -> Any:
 
 
 def check_same_model(where: str, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]) -> None:
-    """Raises UserError naming the first parameter in which two models differ."""
+    """Raise UserError if names or shapes of parameters differ; the message names the first different parameter.
+
+    Args:
+        where: folder of the state, for the message.
+        saved: shape of each parameter in the state.
+        own: shape of each parameter of this model.
+    """
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             has = f"has {name} of shape {saved[name]}" if name in saved else f"has no {name}"

@@ -1,4 +1,4 @@
-"""Names of a state's folder and files. Without torch, so that a launcher can tell what was saved."""
+"""Names of the folder and the files of a state. Needs no torch, so that a launcher can find saved states."""
 
 from __future__ import annotations
 
@@ -6,51 +6,53 @@ import shutil
 from pathlib import Path
 
 MARKER = "tawpipe.json"
-"""The manifest, which is written last."""
+"""Name of the manifest, which is written last."""
 PARTIAL, ABANDONED = ".incomplete", ".abandoned"
-"""Behind the name of a folder that is being written or removed; of another history."""
+"""Suffixes of folder names: of a state that is being written or removed, and of a state of an abandoned history."""
 
 
 def file_name(number: int) -> str:
-    """The file with the chunks of rank ``number`` of those that saved."""
+    """Return the name of the file with the chunks of rank ``number`` among the ranks that saved."""
     return f"state-{number:05}.safetensors"
 
 
 def step_name(step: int) -> str:
-    """The folder of the state after a step."""
+    """Return the name of the folder of the state after step ``step``."""
     return f"step-{step:08}"
 
 
 def step_of(folder: Path) -> int:
-    """The step after which a state was saved, by the name of its folder."""
+    """Return the step number in the name of a state's folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def beside(folder: Path, suffix: str) -> Path:
+    """Return the path of ``folder`` with ``suffix`` appended to its name."""
     return folder.with_name(folder.name + suffix)
 
 
 def is_complete(folder: Path) -> bool:
-    """True if a folder holds a state that was written to its end."""
+    """Return True if ``folder`` holds a completely written state: it has a manifest and no suffix of a partial one."""
     return folder.suffix != PARTIAL and (folder / MARKER).is_file()
 
 
 def named_states(folder: Path) -> list[Path]:
-    """The folders in ``folder`` whose names are those of states, oldest first; some may be without their manifest."""
+    """Return the folders in ``folder`` that are named like states, oldest first; some may lack their manifest."""
     named = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal() and path.is_dir())
     return sorted(named, key=step_of)
 
 
 def complete_states(folder: Path) -> list[Path]:
-    """The complete states in a folder, oldest first."""
+    """Return the folders of complete states in ``folder``, oldest first."""
     return [path for path in named_states(folder) if is_complete(path)]
 
 
 def state_to_resume(output: Path, resume: str) -> Path | None:
-    """The folder of the state that ``--resume`` means if it is sound; None without one.
+    """Return the folder of the state that ``--resume`` selects, or None for a new start; files are not checked.
 
     Args:
-        output: of the run.
+        output: output folder of the run.
+        resume: ``none``, ``auto`` (the newest complete state) or a path.
     """
     if resume == "auto":
         return next(reversed(complete_states(output / "checkpoints")), None)
@@ -58,16 +60,19 @@ def state_to_resume(output: Path, resume: str) -> Path | None:
 
 
 def passed_over(folder: Path, step: int = 0) -> tuple[str, ...]:
-    """Sentences about the states in ``folder`` after ``step`` that lack their manifest, newest first."""
+    """Return a sentence for each state in ``folder`` after step ``step`` that lacks its manifest, newest first."""
     newer = [path for path in reversed(named_states(folder)) if step_of(path) > step and not is_complete(path)]
     return tuple(f"{path.name}: it holds no {MARKER}" for path in newer)
 
 
 def remove(folder: Path) -> None:
-    """Remove a state under the name of what is not complete, by which a start finds what a crash leaves of it.
+    """Delete the folder of a state: first rename it with the suffix of partial states, then delete its files.
+
+    A crash in the middle therefore leaves a folder that the next start recognises as partial. Files that cannot be
+    deleted stay in the renamed folder, without an error.
 
     Raises:
-        OSError: it may not be removed; it is as it was then.
+        OSError: renaming is not permitted; the state is then unchanged.
     """
     going = folder if folder.suffix == PARTIAL else beside(folder, PARTIAL)
     shutil.rmtree(going, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""The choice of the state that a run goes on from.
+"""Choice of the state that a run resumes from.
 
 The newest sound state of the run's own history is chosen. A run that starts anew, or goes back to an earlier state,
-begins another history in its output folder; one that is resumed goes on with that of before. ``history.json`` there
-names the history, so that what is left of another one is never gone on with, and which start has chosen what to go on
-from: one that died before leaves that to the next start.
+begins a new history in its output folder. A resumed run continues its history. ``history.json`` there names the
+history, so that states of another one are never resumed. It also records which launch has chosen a state: if a start
+dies before it has chosen, the next start chooses.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ HISTORY = "history.json"
 
 @dataclass(frozen=True)
 class RunState:
-    """A run's part of its state, besides the pipeline's.
+    """Values that a run adds to a saved state of its pipeline.
 
     Args:
-        step: steps done.
-        samples: rows consumed, counted over epochs: the position in the data.
-        fingerprint: of the data, so that a changed corpus can be named.
-        data_state: what the dataset needs besides the position.
-        plan: that the run followed, empty for none; it is followed again on the same topology.
-        dtype: in which the run computed; empty in states of earlier versions.
+        step: number of steps done.
+        samples: number of rows consumed, counted over all epochs: the position in the data.
+        seed: seed of the run.
+        fingerprint: hashes of the data, to detect a changed corpus.
+        data_state: what the dataset needs in addition to the position.
+        topology: processes and nodes, for information.
+        plan: plan that the run followed, ``""`` for none; it is followed again on the same topology.
+        dtype: dtype in which the run computed; ``""`` in states of earlier versions.
         rope: the model's rotary positions; empty without any, and in states of earlier versions.
-        best: step, loss and since of the lowest validation loss so far; empty if there is none.
-        validation: fingerprint of what validation losses were measured on; empty if nothing was held out, and in states
-            of earlier versions.
-        lora: the settings of the model's adapter; empty without one.
-        freeze: patterns of names of parameters that were not trained.
-        settled: settings that the run chose by what it started from; empty in states of earlier versions.
-        topology, versions: for the reader.
+        best: ``step``, ``loss`` and ``since`` of the lowest validation loss so far; empty if there is none.
+        validation: fingerprint of the validation data; ``""`` without validation, and in states of earlier versions.
+        lora: settings of the model's adapter; empty without one.
+        freeze: name patterns of parameters that were not trained.
+        settled: settings that the run derived from its starting model; empty in states of earlier versions.
+        versions: versions of the software, for information.
     """
 
     step: int
@@ -67,10 +68,10 @@ class RunState:
 
     @classmethod
     def of(cls, manifest: Manifest, where: str) -> RunState:
-        """The run's part of a manifest that was read at ``where``.
+        """Return the run's values in ``manifest``, which was read at ``where``.
 
         Raises:
-            UserError: it was not saved by a run, or is damaged.
+            UserError: the state was not saved by a run, or is damaged.
         """
         try:
             state = cls(**manifest["run"])
@@ -83,23 +84,25 @@ class RunState:
 
 
 def read_run(folder: Path) -> RunState:
-    """The run's part of the state in a folder.
+    """Read the run's values of the state in ``folder``.
 
     Raises:
-        UserError: it was not saved by a run, or is damaged.
+        UserError: the state was not saved by a run, or is damaged.
     """
     return RunState.of(read_manifest(folder), str(folder))
 
 
 def refuse_other_trained(state: RunState, lora: Mapping[str, Any], freeze: Sequence[str], where: str) -> None:
-    """Refuse to go on with another adapter, or other frozen parameters, than the state was trained with.
+    """Raise UserError if the adapter or the frozen parameters differ from the training of the state.
 
     Args:
-        lora: the settings of the adapter here; empty without one.
-        freeze: the patterns here.
+        state: the run's values in the state.
+        lora: settings of the adapter here; empty without one.
+        freeze: name patterns of frozen parameters here.
+        where: folder of the state, for the message.
 
     Raises:
-        UserError: they differ; it names the setting.
+        UserError: they differ; the message names the setting.
     """
     if bool(lora) != bool(state.lora):
         expected = f"unset: {where} has no adapter" if lora else f"{state.lora['rank']}, as in {where}"
@@ -117,12 +120,12 @@ def refuse_other_trained(state: RunState, lora: Mapping[str, Any], freeze: Seque
 
 @dataclass(frozen=True)
 class Choice:
-    """A state to go on from.
+    """Chosen state to resume from.
 
     Args:
-        source: None to start anew.
-        passed_over: newer ones that were not taken, and why, in sentences.
-        abandons: those of the run that are newer are no more to be gone on with.
+        source: the state, or None to start anew.
+        passed_over: sentences about newer states that were not taken, with reasons.
+        abandons: True if newer states of this run must not be resumed any more.
     """
 
     source: Source | None
@@ -131,7 +134,11 @@ class Choice:
 
 
 def newest(store: Store) -> Choice:
-    """The newest state in a store that is sound; call on all ranks."""
+    """Find the newest sound state in a store by reading the files of its states, newest first; call on all ranks.
+
+    Returns:
+        The choice, with reasons for newer states that were passed over. Its ``source`` is None if no state is sound.
+    """
     here: dict[int, list[Path]] = {}
     steps = {step for seen in store.world.together(lambda: here.update(store.states()) or list(here)) for step in seen}
     passed_over: list[str] = []
@@ -145,15 +152,19 @@ def newest(store: Store) -> Choice:
 
 
 def examine(store: Store, folders: Sequence[Path]) -> Source:
-    """The state in folders that this rank may see, if every file of it is sound; call on all ranks.
+    """Return the state in ``folders`` after reading and checking all of its files; call on all ranks.
+
+    Args:
+        store: the store.
+        folders: folders of one step that this rank may see.
 
     Raises:
-        RunError: some file is nowhere sound, or, in a store that is shared, not so everywhere; on all ranks.
+        RunError: no sound copy of some file exists or, in a shared store, one is not sound everywhere; on all ranks.
     """
     manifests: dict[str, Manifest] = {}
 
     def look() -> dict[str, str]:
-        """The folders that can be read here, each with the seal of its manifest."""
+        """Return the manifest's checksum of each folder that can be read here."""
         seals = {}
         for folder in folders:
             try:
@@ -173,7 +184,7 @@ def examine(store: Store, folders: Sequence[Path]) -> Source:
     for seal in seals:
         places: dict[tuple[int, str], list[int]] = {}
         for rank, seen in enumerate(everyone):
-            machine = 0 if store.shared else store.world.machines.node_of(rank)  # one name, but another folder on each
+            machine = 0 if store.shared else store.world.machines.node_of(rank)  # folders differ by machine
             for folder in (folder for folder in seen if seen[folder] == seal):
                 places.setdefault((machine, folder), []).append(rank)
         seers = [(folder, ranks) for (_, folder), ranks in places.items()]
@@ -185,11 +196,13 @@ def examine(store: Store, folders: Sequence[Path]) -> Source:
 def _if_sound(
     store: Store, where: Path, seers: Sequence[tuple[str, list[int]]], manifest: Manifest | None
 ) -> Source | None:
-    """The state with this manifest if it is whole.
+    """Return the state with this manifest if a sound copy of every file exists, else None; call on all ranks.
 
     Args:
-        seers: of each folder that has this manifest the ranks that see it.
-        manifest: None where this rank sees none of them.
+        store: the store.
+        where: folder for messages.
+        seers: folders that have this manifest, each with the ranks that see it.
+        manifest: the manifest; None if this rank sees none of the folders.
     """
     world = store.world
     ranks_of_all = {rank for _, ranks in seers for rank in ranks}
@@ -199,7 +212,7 @@ def _if_sound(
     known: Manifest = manifest or {}
 
     def check() -> list[tuple[int, int]]:
-        """The sound ones of the files that are this rank's turn, each with the index of its folder."""
+        """Return (file number, folder index) of each sound file among those that this rank has to read."""
         sound = []
         for index, (folder, ranks) in enumerate(seers):
             for number in range(len(known["files"])):
@@ -220,15 +233,17 @@ def _if_sound(
 
 
 def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
-    """The state that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
+    """Return the state that ``--resume`` selects; call on all ranks.
 
-    Call on all ranks; all of them must see what is chosen.
+    With ``auto`` or a path, partial states in the folder of ``disk`` are removed first. Sets ``disk.resumed_step``.
 
     Args:
-        needed: whether it is an error if there are states and none of them is sound.
+        disk: the store.
+        resume: ``none``, ``auto`` (the newest sound state, if there is one) or a path, which all ranks must see.
+        needed: with ``auto``, raise an error if there are states and none of them is sound.
 
     Raises:
-        UserError: the path holds no sound state, or not all machines see it; or see ``needed``.
+        UserError: the path holds no sound state or is not visible to all machines; or see ``needed``.
     """
     world, disk.resumed_step = disk.world, 0
     if resume == "none":
@@ -255,12 +270,12 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of ``history.json``; empty where there is none.
+    """Content of ``history.json``; all fields are empty if there is none.
 
     Args:
-        history: a random name.
-        resume: what ``--resume`` said.
-        launch: the same for all starts of one launch.
+        history: random name of the history.
+        resume: value of ``--resume``.
+        launch: identifier of the launch, equal for all of its restarts.
     """
 
     history: str = ""
@@ -269,11 +284,12 @@ class Mark:
 
     @property
     def text(self) -> str:
+        """JSON text of the mark."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, text: str) -> Mark:
-        """The mark in a file's text; of one that is damaged nothing is known."""
+        """Parse ``text``, the content of ``history.json``; return a mark with empty fields if it is damaged."""
         try:
             values = json.loads(text)
             return cls(*(str(values[member.name]) for member in fields(cls)))
@@ -281,10 +297,10 @@ class Mark:
             return cls()
 
     def write(self, output: Path) -> None:
-        """Write the file.
+        """Write the mark to ``history.json`` in the folder ``output``, and create the folder if needed.
 
         Raises:
-            RunError: it cannot be written, and without it a restart would not know what this start has chosen.
+            RunError: the file cannot be written. Without it a restart would not know the choice of this start.
         """
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -295,13 +311,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that a run goes on from, and the mark of that choice.
+    """State that a run resumes from, and the mark that records the choice.
 
     Args:
-        source, state: None to start anew.
-        place: the folder, or memory.
-        passed_over: newer states that were not taken, and why, in sentences.
-        abandons: see ``Choice``.
+        source: the state, or None to start anew.
+        state: the run's values in it, or None to start anew.
+        place: folder of the state, or ``memory``; ``""`` to start anew.
+        mark: new content of ``history.json``.
+        passed_over: sentences about newer states that were not taken, with reasons.
+        abandons: True if newer states of this run must not be resumed any more.
     """
 
     source: Source | None
@@ -313,17 +331,19 @@ class ResumePoint:
 
     @property
     def notices(self) -> list[str]:
-        """Lines about newer states that were not taken."""
+        """Lines for the console about newer states that were not taken."""
         instead = f"{self.place} is used instead" if self.place else "the run starts at step 0"
         return [f"skipped {words}; {instead}" for words in self.passed_over]
 
     @property
     def groups(self) -> str:
-        """Rule that made the groups of the state's optimizer; ``""`` for a run that starts anew."""
+        """Rule that made the parameter groups of the saved optimizer; ``""`` for a run that starts anew."""
         return self.source.manifest.get("groups", SHAPES) if self.source is not None else ""
 
     def take(self, output: Path, disk: Disk) -> None:
-        """Go on from it and from no other, when nothing is left that could refuse it; call on all ranks.
+        """Write ``history.json`` into ``output``, and rename newer states if ``abandons``; call on all ranks.
+
+        Call after all other checks. Rank 0 writes the file.
 
         Raises:
             RunError: the output folder cannot be written to.
@@ -335,12 +355,16 @@ class ResumePoint:
 
 
 def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, restarts: int) -> ResumePoint:
-    """The state that a run with this output folder goes on from; after a restart the newest that it has left, on the
-    disk or in memory. Call on all ranks.
+    """Choose the state that a run resumes from; call on all ranks.
+
+    After a restart this is the newest state that the run has left, on disk or in memory. Otherwise ``resume`` decides.
 
     Args:
-        resume: what ``--resume`` says.
-        restarts: how often the run has been started again.
+        output: output folder of the run, with ``history.json``.
+        resume: value of ``--resume``.
+        disk: store on disk; its ``history`` and ``resumed_step`` are set.
+        memory: store in memory, or None; its ``history`` is set.
+        restarts: number of times that the run was restarted.
 
     Raises:
         UserError: see ``find``.
@@ -349,7 +373,7 @@ def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, rest
     readable = world.rank == 0 and path.is_file()
     before = Mark.of(world.broadcast_text(path.read_text(encoding="utf-8") if readable else ""))
     launch = world.broadcast_text(os.environ.get(LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", ""))
-    # A start that died before it had chosen what to go on from leaves that choice to the next one.
+    # True if an earlier start of this launch has chosen; one that died before leaves the choice to this start.
     chosen = restarts > 0 and (before.resume, before.launch) == (resume, launch)
     goes_on = chosen or resume == "auto"
     source, place = None, ""

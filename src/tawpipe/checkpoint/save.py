@@ -1,16 +1,16 @@
-"""Writing a state while training goes on.
+"""Writing a state while training continues.
 
-A save has two halves. **Staging** copies what lives on this rank, with nothing under way: that is how long training
-stands still. Homes in the host's memory are not copied, which would take as much memory again: training stands still
-until they are written. **Writing** happens in a thread of every rank, which talk over a process group of their own:
+A save has two phases. **Staging** copies the weights and states of this rank to host memory while no step runs;
+training stalls for this time. Homes in host memory are not copied, because that would double their memory; training
+stalls until they are written. **Writing** happens in a thread of every rank. The threads use their own process group:
 
-1. the ranks that lead make ``NAME.incomplete``, every rank writes and syncs its file there, computes its checksum, and
-   on a disk reads it back past the page cache;
-2. the store brings the files to wherever else they are kept;
-3. if all have managed, the leading ranks write the manifest and give the folder its name; if any has not, they remove
-   it, and every rank knows why.
+1. The leading ranks create ``NAME.incomplete``. Every rank writes and syncs its file there and computes its checksum.
+   On a disk it reads the file back without the page cache.
+2. The store copies the files to their other places.
+3. If all ranks succeeded, the leading ranks write the manifest and rename the folder. If any rank failed, they remove
+   the folder, and every rank gets the reason.
 
-So a folder with its final name is whole, whatever happens in between, and a save that fails takes nothing with it.
+So a folder with its final name is complete, whatever happens in between, and a failed save removes no earlier state.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from tawpipe.files import checksum, replace_folder, replace_text, sync
 from tawpipe.runtime.world import World
 
 PINNED_BYTES = 1 << 26
-"""Of page-locked memory that a state goes through on its way from a device, twice."""
+"""Size in bytes of each of the two page-locked buffers through which a state is copied from a device."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The outcome of a save.
+    """Outcome of a save.
 
     Args:
-        staged_s: for which training stood still.
-        written_s: from then on until the folder was complete.
-        problem: why it is not there; empty if it is.
-        left: what could not be done after it.
+        folder: folder of the state.
+        staged_s: seconds for which training stalled.
+        written_s: seconds from then on until the folder was complete.
+        problem: reason why the state was not written; ``""`` if it was.
+        left: reason why older states could not be removed afterwards; ``""`` if they were.
     """
 
     folder: Path
@@ -59,13 +60,14 @@ class Saved:
 
 
 def stage(pieces: Sequence[StatePiece], *, live: bool = False) -> list[StatePiece]:
-    """Copies in the host's memory that nothing changes afterwards.
+    """Check that the numbers in ``pieces`` are finite, and return copies of the pieces in host memory.
 
     Args:
-        live: what is in the host's memory stays what it is, and must not change until it is written.
+        pieces: weights and optimizer states of this rank.
+        live: do not copy pieces that are in host memory already; they must not change until they are written.
 
     Raises:
-        RunError: a weight or a state is not finite: whatever happened, it must not become what runs go on from.
+        RunError: a weight or optimizer state is not finite, so runs must not resume from it.
     """
     sound: dict[torch.device, list[Tensor]] = {}
     for piece in pieces:
@@ -85,14 +87,20 @@ def stage(pieces: Sequence[StatePiece], *, live: bool = False) -> list[StatePiec
 
 
 def _through_pinned(values: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Copy from a device into plain memory by way of two pieces of page-locked memory in turn: one fills while the host
-    empties the other. Page-locked copies of the whole state would stay as they are for good, each as large as the next
-    power of two, and take seconds for every gigabyte to make.
+    """Copy tensors from a device into pageable memory, through two page-locked buffers in turn.
+
+    One buffer fills while the host empties the other. Page-locked copies of the whole state would stay allocated,
+    rounded up to powers of two, and would take seconds per gigabyte to allocate.
+
+    Args:
+        values: tensors on a device.
+        copies: tensors in host memory of equal sizes, which are overwritten.
     """
     passing = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     under_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
 
     def arrive() -> None:
+        """Wait for the oldest transfer and copy it from its buffer to its target."""
         arrived, there, copy = under_way.popleft()
         arrived.synchronize()
         copy.copy_(there)
@@ -112,8 +120,9 @@ def _through_pinned(values: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
 
 
 def _finite(value: Tensor) -> Tensor:
-    """True if every element is finite, as all bytes are. Allocates no temporary of the tensor's size, which no plan has
-    counted.
+    """Return a boolean tensor: True if all elements of ``value`` are finite; always True for integers.
+
+    Needs no temporary tensor of the size of ``value``, which no memory plan has counted.
     """
     if not value.is_floating_point():
         return torch.ones((), dtype=torch.bool, device=value.device)
@@ -121,15 +130,16 @@ def _finite(value: Tensor) -> Tensor:
 
 
 class Saving:
-    """One save, under way in a thread. ``wait`` until it is done, or look at ``done`` now and then.
+    """One save that runs in a thread, started by the constructor. Call ``wait``, or poll ``done``.
 
     Args:
-        name: of the folder in the store; replaced if it is there.
-        pieces: of this rank, staged.
-        content: goes into the manifest; JSON values.
-        world: whose group nothing else uses in the meantime.
-        staged_s: how long staging took, for the report.
-        live: the pieces are what training changes: who makes it has to ``join`` it before the next step.
+        store: place of the state.
+        name: name of the folder in the store; an existing folder is replaced.
+        pieces: staged weights and states of this rank.
+        content: JSON values for the manifest, see ``manifest_of``.
+        world: the processes, with a process group that nothing else uses meanwhile.
+        staged_s: seconds that staging took, for the report.
+        live: the pieces are the tensors that training changes: the caller must ``join`` before the next step.
     """
 
     def __init__(
@@ -153,25 +163,25 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """True if this rank has nothing left to do."""
+        """True if the thread of this rank has ended."""
         return not self._thread.is_alive()
 
     def join(self, limit_s: float | None = None) -> None:
-        """Wait until the thread has ended, whatever came of it.
+        """Wait for the thread to end. Does not report the outcome; see ``wait``.
 
         Raises:
-            RunError: it has taken longer than ``limit_s`` since it began.
+            RunError: the save has taken longer than ``limit_s`` seconds since it began.
         """
         self._thread.join(None if limit_s is None else max(0.0, self._begin + limit_s - time.perf_counter()))
         if self._thread.is_alive():
             raise RunError(f"saving {self.folder} took longer than {limit_s:.0f} s on rank {self.world.rank}")
 
     def wait(self, limit_s: float | None = None) -> Saved:
-        """The outcome, when the save has ended on all ranks: none goes on to wait in a step for one that still removes
-        old states.
+        """Wait until the save has ended on all ranks, including the removal of old states, and return its outcome.
 
         Raises:
-            RunError: the ranks have lost one another, or it has taken longer than ``limit_s`` since it began.
+            RunError: the ranks lost their connection, or the save has taken longer than ``limit_s`` seconds since it
+                began.
         """
         self.join(limit_s)
         if self._error is not None:
@@ -180,6 +190,7 @@ class Saving:
         return self._result
 
     def _run(self) -> None:
+        """Write the state, remove old ones and record the outcome; runs in the thread."""
         try:
             problem, left = self._failure(self._write), ""
             if not problem:
@@ -187,12 +198,12 @@ class Saving:
         except BaseException as error:
             self._error = error
             return
-        self._pieces.clear()  # the copies are many gigabytes
+        self._pieces.clear()  # frees gigabytes of copies
         written_s = time.perf_counter() - self._begin
         self._result = Saved(self.folder, self._staged_s + written_s * self._live, written_s, problem, left)
 
     def _failure(self, act: Callable[[], object]) -> str:
-        """The failure that all ranks agree on, in words; empty if there is none."""
+        """Call ``act`` and return the message of its RunError, which all ranks share, or ``""``."""
         try:
             act()
         except RunError as error:
@@ -200,9 +211,11 @@ class Saving:
         return ""
 
     def _tidy(self) -> None:
+        """Delete states that are not needed any more, on the leading ranks; call on all ranks."""
         self.world.together(lambda: self._store.tidy(self.folder.name), acts=self._store.leads)
 
     def _write(self) -> None:
+        """Write, copy and name the state together with all ranks; remove the partial folder if any rank fails."""
         together, leads, partial = self.world.together, self._store.leads, beside(self.folder, PARTIAL)
         try:
             together(lambda: self._make(partial), acts=leads)
@@ -217,11 +230,19 @@ class Saving:
             self._store.injector.after_save(self._content["step"], self.folder / file_name(self.world.rank))
 
     def _make(self, partial: Path) -> None:
+        """Create the empty folder ``partial``; an existing one is deleted first."""
         self._store.prepare()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def _write_own(self, partial: Path) -> dict[str, Any]:
+        """Write and sync the file of this rank in ``partial``, and return its manifest entry.
+
+        In a store that all machines share, the file is read back without the page cache and compared by its SHA-256.
+
+        Raises:
+            OSError: the folder is not visible, writing failed, or a shared disk returns other bytes than were written.
+        """
         if self._store.injector is not None:
             self._store.injector.before_save(self._content["step"])
         if not partial.is_dir():
@@ -229,15 +250,16 @@ class Saving:
         path = partial / file_name(self.world.rank)
         try:
             save_file({piece.key: piece.value for piece in self._pieces}, path)
-        except Exception as error:  # safetensors has its own errors for what the system says
+        except Exception as error:  # safetensors has its own classes for system errors
             raise OSError(f"{path.name}: {error}") from error
         sync(path)
-        note = note_of(path, self._pieces)  # of what was written, which is still in the page cache
+        note = note_of(path, self._pieces)  # checksum from the page cache
         if self._store.shared and checksum(path, uncached=True) != note["sha256"]:
             raise OSError(f"{path.name}: the bytes read back from the disk differ from the bytes written")
         return note
 
     def _complete(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
+        """Write the manifest into ``partial`` and give the folder its final name, which may replace an older folder."""
         replace_text(partial / MARKER, json.dumps(manifest_of(notes, self._content), indent=1))
         sync(partial)
         replace_folder(partial, self.folder)

@@ -1,13 +1,13 @@
 """Stores of states: a disk that all machines share, or the memory of the machines.
 
-``Memory`` is there so that the loss of one machine costs steps since then and no reading of a disk. Processes do not
-outlive a restart, files in a memory file system do: every rank writes its file there, and that of the rank with its
-number on the machine before, which sends it over a process group of its own while training goes on. After the loss of
-one machine the others still hold everything. Nodes are machines here, however schedules group their processes. A state
-is a folder of each node:
+With ``Memory``, the loss of one machine costs the steps since the last state in memory, and no disk is read. Processes
+do not outlive a restart, but files in a memory file system do. Every rank writes its file there. It also writes the
+file of the rank with its local rank on the previous machine, which is sent over a separate process group while training
+continues. After the loss of one machine the others still hold everything. Nodes are machines here, whatever the nodes
+of the schedule are. Each node has a folder for a state:
 
-    DIR/node-1/step-00000120/tawpipe.json              # the same on all nodes
-    DIR/node-1/step-00000120/state-00002.safetensors   # of the node's own ranks, and of those before it
+    DIR/node-1/step-00000120/tawpipe.json              # equal on all nodes
+    DIR/node-1/step-00000120/state-00002.safetensors   # of the node's own ranks and of the previous node's
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tawpipe.topology import Topology
 
 
 class Store(Protocol):
-    """A place for states, seen from one rank.
+    """Place for states, seen from one rank.
 
     Attributes:
-        world: the processes, for finding and loading.
-        group: the same with a group that nothing else uses, for writing; None where the pipeline's will do.
-        folder: in which this rank writes.
-        leads: whether this rank makes and names the folders there.
-        shared: whether every rank must see every file.
-        history: of the states that are written, see ``resume``.
-        injector: makes faults happen while a state is written; for tests.
+        world: the processes, for finding and loading states.
+        group: the processes with a process group only for writing; None to use the pipeline's.
+        folder: folder in which this rank writes.
+        leads: True if this rank creates and names the folders there.
+        shared: True if every rank must see every file.
+        history: history of the states that are written, see ``resume``.
+        injector: causes faults while a state is written; for tests.
     """
 
     world: World
@@ -55,33 +55,36 @@ class Store(Protocol):
     injector: Injector | None
 
     def prepare(self) -> None:
-        """Make sure that states may be written here; called by ranks that lead."""
+        """Make sure that states can be written here; called by ranks that lead."""
 
     def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
-        """Bring this rank's new file to wherever else it is kept; all ranks call it together.
+        """Copy this rank's new file to its other places; all ranks call it together.
 
         Args:
-            notes: what every rank tells of its file.
+            partial: folder of the state that is being written.
+            notes: manifest entries of the files of all ranks.
         """
 
     def tidy(self, name: str) -> None:
-        """Remove what is superfluous now that the state ``name`` is complete."""
+        """Remove states that are not needed any more now that the state ``name`` is complete."""
 
     def states(self) -> dict[int, list[Path]]:
-        """Folders that this rank sees by their step, of all histories that may be resumed."""
+        """Return the folders that this rank sees, by step, of all histories that may be resumed."""
         ...
 
 
 class Disk:
-    """Folders ``step-00000100`` in one folder.
+    """Store of folders ``step-00000100`` in one folder.
+
+    ``resumed_step`` is the step that this run resumed from, or None before it was chosen. ``best`` are steps that each
+    had the best validation loss so far; the last of them that still exists is kept in addition.
 
     Args:
-        folder: all ranks must see the same one.
-        keep: how many of the newest stay; 0 for all.
-        keep_every: those whose step it divides stay besides; 0 for none.
-
-    ``resumed_step`` is what this run has gone on from, None as long as that has not been asked. ``best`` are steps each
-    of which was the best of those before: the last of them that is there stays besides.
+        folder: folder that all ranks see.
+        world: the processes.
+        keep: number of newest states to keep; 0 for all.
+        keep_every: also keep states whose step is a multiple of this; 0 for none.
+        injector: causes faults; for tests.
     """
 
     group: World | None = None
@@ -98,7 +101,7 @@ class Disk:
         self._mine: set[str] = set()
 
     def clear(self) -> None:
-        """Remove what a crash has left half written; put back what was about to be replaced."""
+        """Delete partial states that a crash left, and restore states that were about to be replaced."""
         for path in self.folder.glob(f"step-*{REPLACED}"):
             if not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
@@ -110,10 +113,10 @@ class Disk:
     def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None: ...  # all ranks see the file
 
     def tidy(self, name: str) -> None:
-        """Remove older states beyond ``keep``. So those that an earlier run has left behind the step from which this
-        one went on: they are of another history, and ``auto`` would choose them.
+        """Remove older states beyond ``keep``, and states of an abandoned history.
 
-        In the thread that has saved: to remove many gigabytes takes long on some file systems.
+        An abandoned history is what an earlier run wrote after the step from which this run resumed; ``auto`` would
+        choose it. Runs in the thread that saved, because removing many gigabytes is slow on some file systems.
         """
         self._mine.add(name)
         complete, going = complete_states(self.folder), []
@@ -131,8 +134,9 @@ class Disk:
         return {step_of(path): [path] for path in named_states(self.folder)}
 
     def set_aside_newer(self) -> None:
-        """Rename what is newer than what the run goes on from: it is not chosen any more, and removed when this history
-        has saved.
+        """Rename states newer than the resumed step, so that they are not chosen.
+
+        They are removed after the next save.
         """
         for path in named_states(self.folder):
             if step_of(path) > (self.resumed_step or 0):
@@ -141,10 +145,13 @@ class Disk:
 
 
 def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0, best: Sequence[int] = ()) -> list[Path]:
-    """The ones that may go of complete states, oldest first.
+    """Return the states that may be removed from ``complete``, which is sorted oldest first.
 
     Args:
-        best: steps each of which was the best of those before; the last of them that is there stays.
+        complete: folders of complete states.
+        keep: number of newest states to keep; 0 for all, so that the result is empty.
+        keep_every: also keep states whose step is a multiple of this; 0 for none.
+        best: steps that each had the best validation loss so far; the last of them that still exists is kept.
 
     >>> paths = [Path(f"step-{n}") for n in (10, 20, 30, 40, 50)]
     >>> [path.name for path in superfluous(paths, keep=2, keep_every=20, best=[10, 25])]
@@ -157,11 +164,12 @@ def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0, best: S
 
 
 class Memory:
-    """The newest state, in the memory of each node and of the next one.
+    """Store of the newest state in the memory of each node and of the next one.
 
     Args:
-        root: in a memory file system, of this run alone; the same on all nodes, which do not share it.
-        group: see ``Store``; it moves what is sent to the next node.
+        root: folder in a memory file system, of this run only. Its path is equal on all nodes, its content is not.
+        world: the processes.
+        group: the processes with a process group of their own, which sends files to the next node; see ``Store``.
     """
 
     shared = False
@@ -178,11 +186,13 @@ class Memory:
         self._from = [other for other in range(world.size) if _neighbour(nodes, other) == rank]
 
     def prepare(self) -> None:
-        """Make the root one that nobody else can read. What a crash has left there goes with the next state."""
+        """Create the root folder, readable only by this user. Remains of a crash are removed with the next state."""
         own_folder(self.root)
 
     def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
-        """Send this rank's file to the node after this one, and write those of ranks of the node before it."""
+        """Send this rank's file to the next node, and write the files received from the previous node; waits for both.
+
+        Does nothing on a single node."""
         if self._to is None:
             return
         rank, group = self.world.rank, self._connections
@@ -199,7 +209,7 @@ class Memory:
     def tidy(self, name: str) -> None:
         for path in self.root.glob("node-*/step-*"):
             if path.name != name:
-                with suppress(OSError):  # nodes on one machine remove the same ones
+                with suppress(OSError):  # nodes on one machine remove the same folders
                     remove(path)
 
     def states(self) -> dict[int, list[Path]]:
@@ -212,21 +222,22 @@ class Memory:
         return states
 
     def remove(self) -> None:
-        """Remove all on this machine; when the run has ended and nobody will go on from it."""
+        """Delete all states of the run on this machine, when no restart will need them."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def memory_root(folder: Path, output: Path) -> Path:
-    """The root of the states in memory of the run with this output folder.
+    """Return the folder for states in memory of the run with the output folder ``output``.
 
     Args:
-        folder: of a memory file system.
+        folder: folder in a memory file system.
+        output: output folder of the run.
     """
     return folder / f"tawpipe-{os.getuid()}-{hashlib.sha256(str(output.absolute()).encode()).hexdigest()[:12]}"
 
 
 def _neighbour(nodes: Topology, rank: int) -> int | None:
-    """The rank of the next node that gets a rank's file; None on a single node."""
+    """Return the rank of the next node that receives the file of ``rank``; None on a single node."""
     if nodes.num_nodes == 1:
         return None
     after = nodes.nodes[(nodes.node_of(rank) + 1) % nodes.num_nodes]
@@ -234,10 +245,10 @@ def _neighbour(nodes: Topology, rank: int) -> int | None:
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder that nobody else can read.
+    """Create ``folder`` if it does not exist, and make it readable only by this user.
 
     Raises:
-        OSError: it belongs to somebody else, whose weights would be taken for ours.
+        OSError: the folder belongs to another user, whose weights could be taken for this run's.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(folder):
@@ -246,4 +257,5 @@ def own_folder(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
+    """Return True if ``folder`` is a real folder (no link) that belongs to this user."""
     return folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()

@@ -1,4 +1,4 @@
-"""A state's parameters read from its files one at a time, without a pipeline: for an export on one process."""
+"""Reader of single parameters of a state, without a pipeline: for an export on one process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tawpipe.model.units import Unit
 
 
 class SavedParameters:
-    """The parameters in the folder of a state. A context: its files are open in it.
+    """Parameters of a saved state; a context manager whose files stay open inside of it.
 
     Args:
-        folder: of the state, all of whose files are read once, to see that they are sound.
-        units: of the model, in the form in which it was trained (``Chain.quantise``).
-        dtype: of parameters that are given.
+        folder: folder of the state. All of its files are read once to check them.
+        units: units of the model, quantised as it was trained (``Chain.quantise``).
+        dtype: dtype of the parameters that are returned.
         base: source of the frozen parameters that the state refers to.
 
     Raises:
-        UserError: it is not sound, or of another model.
+        UserError: the state is damaged, or belongs to another model.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class SavedParameters:
         self._stack.close()
 
     def parameter(self, name: str) -> Tensor:
-        """A whole parameter; of one that was kept in 4 or 8 bits, the numbers that blocks computed with.
+        """Read one whole parameter. Weights kept in 4 or 8 bits are dequantised, as blocks computed with them.
 
         Raises:
-            UserError: the base has other values than the run had.
+            UserError: ``base`` has other values than the run had.
         """
         unit = self._units[name]
         if name in self._frozen:
@@ -66,7 +66,7 @@ class SavedParameters:
         slot = next(slot for slot in unit.slots if slot.name == name)
         if unit.packing is None:
             return self._flat(name).view(slot.shape).to(self._dtype)
-        if self._unpacked is None or self._unpacked[0] != unit.index:  # its parameters are asked for one after another
+        if self._unpacked is None or self._unpacked[0] != unit.index:  # parameters of a unit are read in sequence
             packing, values = unit.packing, torch.empty(unit.numel, dtype=self._dtype)
             packed = torch.zeros(packing.elements, dtype=packing.compute_dtype)
             for part, place in zip(packing.slots, packing.places, strict=True):
@@ -77,7 +77,11 @@ class SavedParameters:
         return slot.view(self._unpacked[1]).clone()
 
     def _of_base(self, name: str) -> Tensor:
-        """A frozen parameter that the state refers to."""
+        """Return a frozen parameter from ``base``.
+
+        Raises:
+            UserError: the digest of the parameter is not the saved one, or there is no ``base``.
+        """
         base = self._base
         value = torch.empty(0) if base is None else base.parameter(name)
         if (digest := value_digest(value)) != self._frozen[name]:
@@ -87,7 +91,7 @@ class SavedParameters:
         return value
 
     def _flat(self, name: str) -> Tensor:
-        """A tensor of the state, all chunks of it, end to end."""
+        """Read all chunks of a saved tensor and return them joined, flat."""
         key = f"model.{name}"
         tensor = self._manifest["tensors"][key]
         flat = torch.empty(tensor["numel"], dtype=saved_dtype(self._manifest, key))
