@@ -1,1 +1,1 @@
-"""The words after tawpipe on the command line: one thin module a command, arguments only."""
+"""Commands of ``tawpipe``: one thin module for each, which handles the command line only."""

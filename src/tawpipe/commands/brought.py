@@ -1,7 +1,7 @@
-"""Commands that installed packages bring: entry points of the group ``tawpipe.commands``.
+"""Commands of other installed packages: entry points of the group ``tawpipe.commands``.
 
-Each names a module with ``run(argv)``, which returns an exit code, and ``LINE``, what the help says of it. It may have
-``pages(folder)``: what ``tawpipe open`` shows of a folder that the command wrote.
+Each entry point names a module with ``run(argv)``, which returns an exit code, and ``LINE``, its line in the help. The
+module may have ``pages(folder)``, which returns pages that ``tawpipe open`` shows for a folder that the command wrote.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ GROUP = "tawpipe.commands"
 
 
 def brought() -> dict[str, ModuleType]:
-    """The modules of the commands that installed packages bring, by the word on the command line."""
+    """Load and return the command modules of other installed packages, by the command's name."""
     return {point.name: point.load() for point in entry_points(group=GROUP)}

@@ -1,6 +1,6 @@
-"""``tawpipe chat``: ask a trained model in the terminal, on one process, by transformers' own ``generate``.
+"""Command ``tawpipe chat``: ask a trained model in the terminal, on one process, with transformers' ``generate``.
 
-A conversation goes through the tokenizer's chat template; a model without one continues texts instead.
+Questions go through the tokenizer's chat template. A model without a template continues the text instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tawpipe.streams import check_text
 SETTING = "MODEL"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 NEW = "/new"
-"""What a user types to begin another conversation."""
+"""Input that begins a new conversation."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe chat`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe chat``: load a model, then print its answer to each question, until the questions end; return 0."""
     arguments = _parser().parse_args(argv)
     _check(arguments)
     folder = model_folder(Path(arguments.model).expanduser())
@@ -49,10 +49,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def model_folder(path: Path, setting: str = SETTING) -> Path:
-    """The folder of a model or adapter: the one itself, or what a run has exported.
+    """Return the folder of a model or adapter: ``path/model``, into which a run exports, or else ``path`` itself.
+
+    Args:
+        path: output folder of a run, or folder of a model or adapter.
+        setting: name of the setting for the message.
 
     Raises:
-        UserError: there is none.
+        UserError: neither folder has a model.
     """
     for folder in (path / "model", path):
         if (folder / CONFIG).is_file() or (folder / ADAPTER).is_file():
@@ -64,10 +68,13 @@ def model_folder(path: Path, setting: str = SETTING) -> Path:
 
 
 def load(folder: Path, device: Any, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """The model, in the type of its files (on a CPU in fp32, which it computes in faster), and its tokenizer.
+    """Load a model and its tokenizer with transformers; return the model on ``device``, and the tokenizer.
+
+    The model is in evaluation mode. On a GPU it has the type of its files; on a CPU fp32, in which it computes faster.
+    For an adapter, peft loads it with its base model.
 
     Raises:
-        UserError: it cannot be loaded, and why.
+        UserError: the model cannot be loaded, or it is an adapter and peft is not installed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -93,11 +100,11 @@ def load(folder: Path, device: Any, *, trust_remote_code: bool = False) -> tuple
 
 
 class Conversation:
-    """Questions and answers so far, and the model that answers.
+    """Conversation with a model, including earlier questions and answers.
 
     Args:
-        tokens: of an answer at most.
-        temperature: 0 for the likeliest token always; None as the model's own generation config says.
+        tokens: largest number of tokens of an answer.
+        temperature: sampling temperature; 0 always takes the likeliest token; None uses the model's generation config.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, tokens: int, temperature: float | None = None) -> None:
@@ -112,21 +119,27 @@ class Conversation:
         self._said: list[dict[str, str]] = []
 
     def begin(self, system: str = "") -> None:
-        """Begin anew.
+        """Forget the earlier questions and answers, and begin a new conversation.
 
         Args:
-            system: what the model is told first.
+            system: system message; empty for none.
 
         Raises:
-            UserError: there is no chat template that could say it.
+            UserError: there is a system message, but no chat template.
         """
         if system and not self.chats:
             raise UserError("--system", system, "ignored: without a chat template a model only continues texts")
         self._said = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> str:
-        """Ask, or without a chat template give a beginning. The answer is printed as it comes, and returned; ctrl-C
-        ends it, and question and answer are forgotten.
+        """Ask the model ``text``, print its answer while it is generated, and return the answer.
+
+        Question and answer are remembered for the next call. Without a chat template, the model continues ``text``
+        instead, and sees no earlier texts. If the conversation exceeds the positions of the model, a message is
+        printed. Then, and after ctrl-C, nothing is remembered and ``""`` is returned.
+
+        Args:
+            text: the question, or the beginning of a text.
 
         Raises:
             UserError: the chat template refuses the conversation.
@@ -167,6 +180,7 @@ class Conversation:
         return answer
 
     def _rendered(self, said: list[dict[str, str]]) -> str:
+        """Return the messages as a prompt, through the chat template; raise UserError if the template refuses them."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -180,7 +194,7 @@ class Conversation:
 
 
 def _questions(given: Sequence[str]) -> Iterator[str]:
-    """What was given on the command line, or else what is typed, line by line, until it ends."""
+    """Yield the questions of the command line; without any, read lines from standard input until it ends."""
     if given:
         yield from given
         return
@@ -195,6 +209,7 @@ def _questions(given: Sequence[str]) -> Iterator[str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for a number outside its range, or for a text that cannot be encoded."""
     if arguments.tokens < 1:
         raise UserError("--tokens", arguments.tokens, "at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
@@ -205,6 +220,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of ``tawpipe chat``."""
     parser = CommandParser(
         prog="tawpipe chat",
         description=(

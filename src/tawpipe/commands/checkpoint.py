@@ -1,4 +1,4 @@
-"""``tawpipe checkpoint``: the words that follow it on the command line."""
+"""Command ``tawpipe checkpoint``: list, verify and delete checkpoints."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from tawpipe.options import CommandParser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe checkpoint`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe checkpoint`` with its subcommand (list, verify or prune), and return the exit code."""
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments, Path(arguments.folder))
 
 
 def _checkpoints(path: Path, states: Callable[[Path], list[Path]] = complete_states) -> list[Path]:
-    """The checkpoints of a run's output folder, of its folder of checkpoints, or the one itself.
+    """Return the checkpoints at ``path``, at least one.
 
     Args:
-        states: lists those in a folder.
+        path: output folder of a run, its folder of checkpoints, or one complete checkpoint.
+        states: lists the checkpoints in a folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     if is_complete(path):
         return [path]
@@ -41,6 +42,7 @@ def _checkpoints(path: Path, states: Callable[[Path], list[Path]] = complete_sta
 
 
 def _list(_: argparse.Namespace, path: Path) -> int:
+    """Print every checkpoint with its size, time and step, and whether it is damaged or incomplete; return 0."""
     for folder in _checkpoints(path, named_states):
         try:
             manifest, run = read_manifest(folder), read_run(folder)
@@ -58,18 +60,25 @@ def _list(_: argparse.Namespace, path: Path) -> int:
 
 
 def _trained(run: RunState) -> str:
-    """What a run trained, where that is not the whole model."""
+    """Return words about the trained part of the model: adapter and frozen parameters; ``""`` for the whole model."""
     adapter = f", LoRA of rank {run.lora['rank']}" if run.lora else ""
     return adapter + (f", frozen: {' '.join(run.freeze)}" if run.freeze else "")
 
 
 def _frozen_words(manifest: Manifest) -> str:
-    """Place of the frozen weights that a state does not hold."""
+    """Return words about the folder of frozen weights that a checkpoint refers to; ``""`` if there is none."""
     count = len(digests_in(manifest))
     return f"; frozen weights: {count} parameters in {folder_of(manifest)}" if count else ""
 
 
 def _verify(_: argparse.Namespace, path: Path) -> int:
+    """Read all files of every checkpoint, and the frozen weights that it refers to; print whether checksums match.
+
+    Frozen weights that cannot be read are printed as not checked, and do not count as a fault.
+
+    Returns:
+        The exit code: 1 if a checkpoint is damaged or frozen weights differ, else 0.
+    """
     bad, digests_of = 0, cache(_digests_of)
     for folder in _checkpoints(path, named_states):
         problem = problem_of(folder)
@@ -89,7 +98,13 @@ def _verify(_: argparse.Namespace, path: Path) -> int:
 
 
 def _digests_of(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Digests of those of some parameters that a model's folder has, by their names in a run."""
+    """Read parameters from the folder of a model, and return a digest of the values of each, by parameter name.
+
+    Args:
+        folder: folder of the model that the run started from.
+        names: names of the parameters in the run, which are also the keys of the result. A parameter that the folder
+            lacks is left out.
+    """
     from tawpipe.model.chain import Chain
     from tawpipe.model.facts import value_digest
     from tawpipe.model.files.build import build_model
@@ -104,7 +119,7 @@ def _digests_of(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def problem_of(folder: Path) -> str:
-    """The damage of a checkpoint, of which all is read, in words; empty if it is sound."""
+    """Read a checkpoint completely; return words about its damage, or ``""`` if it is intact."""
     try:
         manifest = read_manifest(folder)
         read_run(folder)
@@ -114,6 +129,13 @@ def problem_of(folder: Path) -> str:
 
 
 def _prune(arguments: argparse.Namespace, path: Path) -> int:
+    """Delete old checkpoints, and with ``--incomplete`` also incomplete ones, and print their folders; return 0.
+
+    The newest ``--keep`` checkpoints, those of ``--keep-every`` and the best one stay.
+
+    Raises:
+        UserError: an argument cannot work, or no intact checkpoint would remain. Nothing is deleted then.
+    """
     for name, least in (("keep", 1), ("keep_every", 0)):
         if getattr(arguments, name) < least:
             raise UserError(f"--{name.replace('_', '-')}", getattr(arguments, name), f"at least {least}")
@@ -133,7 +155,7 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
 
 
 def _best(complete: Sequence[Path]) -> list[int]:
-    """The steps that checkpoints name as the best until then."""
+    """Return the steps that the checkpoints name as their best so far; a damaged checkpoint is skipped."""
     steps = []
     for folder in complete:
         with suppress(UserError):
@@ -142,12 +164,13 @@ def _best(complete: Sequence[Path]) -> list[int]:
 
 
 def _partial(path: Path) -> list[Path]:
-    """Checkpoints that were not written to their end."""
+    """Return the folders of checkpoints that were not written completely."""
     inner = path / "checkpoints"
     return sorted((inner if inner.is_dir() else path).glob(f"step-*{PARTIAL}"))
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options and subcommands of ``tawpipe checkpoint``."""
     parser = CommandParser(prog="tawpipe checkpoint", description="List, verify and prune the checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, run, words in (

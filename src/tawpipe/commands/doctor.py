@@ -1,4 +1,4 @@
-"""``tawpipe doctor``: on several processes, which torchrun or it itself starts, or alone on this one."""
+"""Command ``tawpipe doctor``: examine the installation and the devices, on one or several processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tawpipe.train.settings.names import ELSEWHERE
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe doctor`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe doctor`` on one or several processes, and return the exit code."""
     return on_processes("doctor", argv, _parser().parse_args(argv), _examine)
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of ``tawpipe doctor``."""
     parser = CommandParser(
         elsewhere=ELSEWHERE,
         prog="tawpipe doctor",
@@ -31,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
+    """Examine this machine and the links between the processes, and print the result; return 0.
+
+    With ``--out``, also write a topology file. Runs in every process."""
     from tawpipe.plan.machine.doctor import examine
 
     examine(Path(arguments.out) if arguments.out else None, device=arguments.device)

@@ -1,4 +1,4 @@
-"""``tawpipe export``: the model of a run once more, from a checkpoint of it; also of a run that was interrupted."""
+"""Command ``tawpipe export``: export the model of a run from a checkpoint, also if the run was interrupted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tawpipe.options import CommandParser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe export`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe export``: write the model of a checkpoint as a Hugging Face folder, and print it; return 0."""
     arguments = _parser().parse_args(argv)
     from tawpipe.train.exporting import export_again
 
@@ -28,6 +28,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of ``tawpipe export``."""
     parser = CommandParser(
         prog="tawpipe export",
         description=(

@@ -1,4 +1,4 @@
-"""``tawpipe open``: the words that follow it on the command line."""
+"""Command ``tawpipe open``: show the pages of a run, a plan or a comparison in a browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ LAST_PORT = 65535
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe open`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe open``: serve pages to a browser on this machine until ctrl-C, and return 0.
+
+    With ``--out``, the pages are written as files instead. A browser is opened, unless ``--no-browser`` is set or there
+    is no display."""
     arguments = _parser().parse_args(argv)
     if not 0 <= arguments.port <= LAST_PORT:
         raise UserError("--port", arguments.port, f"a number up to {LAST_PORT}; 0 for any free one")
@@ -48,18 +51,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def has_display() -> bool:
-    """True if a browser could be shown."""
+    """Return True if a browser could be shown."""
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
 
 
 def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
-    """The pages that are at a path, or can be made of what is there.
+    """Return the pages at ``path``: existing HTML files, and pages that are made from the results in the folder.
 
     Args:
-        skip: a folder whose pages do not count, as they are about to be written.
+        path: folder or HTML file.
+        skip: folder whose files are not listed, because they are about to be written; None for none.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no pages, or plotly is needed and not installed.
     """
     if path.is_file() and path.suffix == ".html":
         return [_found(path)]
@@ -78,6 +82,7 @@ def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
 
 
 def _check_plotly(path: Path) -> None:
+    """Raise UserError if plotly is not installed, which draws the figures."""
     from importlib.util import find_spec
 
     if find_spec("plotly") is None:
@@ -85,7 +90,7 @@ def _check_plotly(path: Path) -> None:
 
 
 def _of_run(folder: Path) -> Iterator[Page]:
-    """Pages of a run's output folder: its numbers, its plan, its recorded steps."""
+    """Yield the pages of a run's output folder: metrics, plan and recorded steps, as far as their files exist."""
     from tawpipe.report.bars import recordings
     from tawpipe.train.page import METRICS, run_page
     from tawpipe.train.planned import PLAN
@@ -104,6 +109,7 @@ def _of_run(folder: Path) -> Iterator[Page]:
 
 
 def _trace(recording: Path) -> str:
+    """Return the HTML page of a recorded step."""
     from tawpipe.commands.trace import from_run
     from tawpipe.report.bars import first_of_nodes
     from tawpipe.report.trace import trace_page
@@ -113,21 +119,22 @@ def _trace(recording: Path) -> str:
 
 
 def _of_others(folder: Path) -> Iterator[Page]:
-    """Pages of what commands of other packages wrote."""
+    """Yield the pages that commands of other installed packages make from the results in ``folder``."""
     for command in brought().values():
         yield from getattr(command, "pages", lambda _: ())(folder)
 
 
 def _found(file: Path, before: str = "") -> Page:
-    """A page that is there as a file.
+    """Return the page of an existing HTML file.
 
     Args:
-        before: stands before its name, which another page has.
+        before: prefix for the page's name, if another page has the name; else empty.
     """
     return Page(before + file.name, file.stem, f"The saved page {file.name}.", partial(_read, file))
 
 
 def _read(file: Path) -> str:
+    """Return the text of ``file``; raise UserError if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,6 +142,7 @@ def _read(file: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of ``tawpipe open``."""
     parser = CommandParser(
         prog="tawpipe open",
         description=(

@@ -1,4 +1,4 @@
-"""``tawpipe plan``: what every strategy would cost a run on some machines, and which one is best."""
+"""Command ``tawpipe plan``: predict the cost of a run under every strategy on given machines, and choose one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from tawpipe.train.settings.config import TrainConfig
 
 MOST_S = 15.0
-"""Seconds of the processor after which a plan that names something ends, unless it is to show all."""
+"""Seconds of CPU time after which the search ends if it has found a strategy, unless ``--all`` is set."""
 MOST_IN_BIN = 1000
-"""Documents of a bin by which memory and seconds are measured."""
+"""Largest number of documents in the packed micro-batch that is measured."""
 
 
 @rarely_collected()
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe plan``: make a plan, print it, and return the exit code: 1 if nothing fits, else 0."""
     words = parse(_parser(), argv)
     try:
         words.check()
@@ -47,6 +47,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(words: PlanWords) -> int:
+    """Make the plan that the command line asks for, print it and write the requested files; return the exit code.
+
+    With ``--topology probe``, processes other than rank 0 only help to measure the links, and return 0."""
     import torch
 
     from tawpipe.model.attention.attention_kernel import activate_flash
@@ -63,15 +66,15 @@ def _run(words: PlanWords) -> int:
 
     leave_imports_alone()
     config, talk = words.config, not words.json
-    # Before this process looks for a GPU: links are measured as in a run, whose processes each begin with their own.
+    # Measure links before this process uses a GPU, as each process of a run begins with a GPU of its own.
     measured = probe_machine(config.device) if words.topology == PROBE else None
     if measured is None and words.topology == PROBE:
-        return 0  # rank 0 plans
+        return 0  # only rank 0 plans
     here = pick_device(config.device, 0)
     machine = _machine(words, here, measured)
     same, kind = device_name(here) == machine.device.name, "cpu" if machine.device.name == "CPU" else "cuda"
-    fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
-    fast |= words.serve and words.weights not in (None, AUTO, EXACT)  # kernels for few bits multiply in it
+    fast = computes_in_bfloat16(here) if same else kind == "cuda"  # all GPUs with a known peak do
+    fast |= words.serve and words.weights not in (None, AUTO, EXACT)  # kernels for few bits multiply in bfloat16
     dtype, why = (config.dtype, "as --dtype says") if config.dtype != AUTO else usual_dtype(fast, kind)
     if words.serve:
         with _progress_shown():
@@ -79,8 +82,8 @@ def _run(words: PlanWords) -> int:
         return serve(request, as_json=words.json)
     corpus = _Corpus.of(words, machine.world_size) if words.of_corpus else None
     text_config = lambda: text_config_of(config.model, config.trust_remote_code)  # noqa: E731
-    activate_flash(here, getattr(torch, dtype), text_config)  # as the training run does
-    clipped = words.files and config.optimizer.clip_norm  # which words alone do not say
+    activate_flash(here, getattr(torch, dtype), text_config)  # as in a training run
+    clipped = words.files and config.optimizer.clip_norm  # clipping is known from a file only
     refuse_settings(
         config.schedule,
         clip_norm=config.optimizer.clip_norm if clipped else None,
@@ -117,7 +120,7 @@ def _run(words: PlanWords) -> int:
 
 
 def _progress_shown() -> AbstractContextManager[None]:
-    """Print progress on standard error within the context."""
+    """Return a context in which progress messages are printed on standard error."""
     from tawpipe.console import passing
 
     return passing(sys.stderr, indent="  ")
@@ -126,11 +129,15 @@ def _progress_shown() -> AbstractContextManager[None]:
 def _request(
     words: PlanWords, config: TrainConfig, *, machine: Machine, here: Any, dtype: Any, corpus: _Corpus | None
 ) -> PlanRequest:
-    """What is asked for, with these settings of a run.
+    """Build the model, measure its blocks or estimate their times, and return the request that a plan answers.
 
     Args:
-        here: this process's device.
-        corpus: of ``--lengths``.
+        words: arguments of the command line.
+        config: settings of the run to plan.
+        machine: machines to plan for.
+        here: device of this process.
+        dtype: type in which the model computes.
+        corpus: documents of ``--lengths``, if that names a corpus; else None.
     """
     from tawpipe.model.chain import Chain
     from tawpipe.model.files.build import PRESETS, build_model
@@ -176,7 +183,7 @@ def _request(
 
 
 def _vocabulary(words: PlanWords) -> int | None:
-    """The entries of the vocabulary that a preset gets; None for its own."""
+    """Return the vocabulary size for a preset: that of ``--tokenizer``, else ``vocab_size``; None if neither is set."""
     from tawpipe.data.tokenizer import load_tokenizer, vocabulary_size
 
     if words.config.tokenizer:
@@ -185,11 +192,17 @@ def _vocabulary(words: PlanWords) -> int | None:
 
 
 def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
-    """The machines.
+    """Return the machines to plan for, from ``--topology``, ``--device-name`` and ``--offload-dir``.
+
+    The speed of ``--offload-dir`` is measured, unless the topology file has it.
 
     Args:
-        here: this process's device.
-        measured: those that this was started on, where they are meant.
+        words: arguments of the command line.
+        here: device of this process.
+        measured: machines that this command runs on, as measured for ``--topology probe``; else None.
+
+    Raises:
+        UserError: the device is not known, or ``--memory`` contradicts the topology.
     """
     import torch
 
@@ -202,7 +215,7 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
     machine = measured
     if machine is None:
         device = Device(name or "")
-        if here.type == "cuda" and not device.name:  # clusters are planned on one of their machines
+        if here.type == "cuda" and not device.name:  # assume that this machine is one of the cluster
             device = Device(device_name(here), int(torch.cuda.get_device_properties(here).total_memory))
         machine = machine_of(words.topology, device=device, name=name)
     if not machine.device.name and not machine.device.flops:
@@ -219,10 +232,13 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
 def lines(
     plan: Plan, config: TrainConfig, ask: Callable[[TrainConfig], PlanRequest], *, everything: bool = False
 ) -> Iterator[str]:
-    """What is printed of a plan: the candidates, the reasons of the choice, and other ways.
+    """Yield the lines to print about a plan: candidates, reasons for the choice, and alternatives.
+
+    If nothing fits, the alternatives are settings that would fit.
 
     Args:
-        config: of the run that it is for.
+        plan: the plan.
+        config: settings of the run.
         ask: makes the request for a plan with other settings.
         everything: see ``Plan.listed``.
     """
@@ -244,7 +260,7 @@ def lines(
 
 
 def _write_page(words: PlanWords, write: Callable[[Path], object]) -> None:
-    """Write the page that ``--report`` asks for, if it does."""
+    """With ``--report``, call ``write`` with the file of the HTML page, and print its name; else do nothing."""
     if words.report:
         write(Path(words.report))
         if not words.json:
@@ -252,7 +268,7 @@ def _write_page(words: PlanWords, write: Callable[[Path], object]) -> None:
 
 
 def _longest(request: PlanRequest, words: PlanWords) -> int:
-    """``--longest``: the answer, and the exit code."""
+    """Answer ``--longest``: find the longest row and print it; return the exit code, 1 if no row fits."""
     from tawpipe.plan.answer.longest import GIVEN, POSITIONS, Longest, limit_of
     from tawpipe.plan.answer.page import write_longest_page
     from tawpipe.plan.cost.request import MOST_TOKENS
@@ -274,7 +290,11 @@ def _longest(request: PlanRequest, words: PlanWords) -> int:
 
 
 def _documents(lengths: str | None) -> list[int]:
-    """The documents of a row that ``--lengths`` says; none for one that fills it."""
+    """Return the document lengths that ``--lengths`` lists; ``[]`` if it is not given: one document fills the row.
+
+    Raises:
+        UserError: ``lengths`` is not a list of numbers.
+    """
     if lengths is None:
         return []
     try:
@@ -285,13 +305,14 @@ def _documents(lengths: str | None) -> list[int]:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """``--lengths`` of a corpus.
+    """Documents of a corpus (``--lengths``), and the sizes of steps and packed micro-batches.
 
     Args:
-        most: tokens of a document.
-        tokens: of a step.
-        row: tokens of a full bin.
-        documents: that fill one.
+        lengths: lengths of all documents.
+        most: largest number of tokens of a document.
+        tokens: tokens of a step.
+        row: tokens of a full packed micro-batch.
+        documents: document lengths that fill one.
     """
 
     lengths: Lengths
@@ -302,7 +323,14 @@ class _Corpus:
 
     @classmethod
     def of(cls, words: PlanWords, world_size: int) -> _Corpus:
-        """What is asked for, with what was not given filled in."""
+        """Read or draw the document lengths that ``--lengths`` names, and settle the sizes of steps and micro-batches.
+
+        Call only if ``--lengths`` names a corpus. Without ``--max-document``, the longest document of the corpus
+        counts. Without ``--tokens-per-step``, a step has ``--global-batch`` rows.
+
+        Raises:
+            UserError: a size is missing that has no default, or a step is too small for the longest document.
+        """
         from tawpipe.plan.answer.lengths import LOGNORMAL, Lengths, lengths_of
         from tawpipe.train.settings.decided import BatchShape
 
@@ -327,7 +355,7 @@ class _Corpus:
         return cls(lengths, most, step, row, documents)
 
     def say(self, request: PlanRequest, words: PlanWords) -> int:
-        """Print the foresight; the exit code."""
+        """Predict steps on these documents and print the result; return the exit code, 1 if nothing fits."""
         from tawpipe.plan.answer.dealt import DealFound
         from tawpipe.plan.answer.dealt_words import json_text, lines, write_dealt_page
 
@@ -340,7 +368,7 @@ class _Corpus:
 
 
 def _tokenised(words: PlanWords) -> tuple[Any, str]:
-    """Lengths of the documents of ``--data``, in tokens, and their source in words."""
+    """Tokenise the documents of ``--data``; return their lengths in tokens, and words about the source."""
     from tawpipe.data.reading.cache import cache_root
     from tawpipe.data.reading.hub import opened
     from tawpipe.data.reading.sources import find_sets

@@ -1,4 +1,4 @@
-"""``tawpipe plan --serve``: how some users are served best on some machines, and whether in stages at all."""
+"""Command ``tawpipe plan --serve``: plan how to serve a number of users on given machines, in stages or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def serve(request: ServeRequest, *, as_json: bool) -> int:
-    """Print the plan; the exit code."""
+    """Make the plan for ``request`` and print it, as JSON or as text; return the exit code, 1 if nothing fits."""
     from tawpipe.serving.planner import ServePlan
 
     plan, machine = ServePlan(request), request.machine
@@ -30,10 +30,16 @@ def serve(request: ServeRequest, *, as_json: bool) -> int:
 
 
 def request_for(words: PlanWords, machine: Machine, *, here: Any, dtype: Any) -> ServeRequest:
-    """What is asked for.
+    """Build the model, measure its forward passes or estimate their times, and return the request for a serving plan.
 
     Args:
-        here: this process's device.
+        words: arguments of the command line.
+        machine: machines to plan for.
+        here: device of this process.
+        dtype: type in which the model computes.
+
+    Raises:
+        UserError: the model cannot be served, or the device's speed is not known.
     """
     from tawpipe.model.bits.lowbit import AUTO, EXACT
     from tawpipe.model.chain import Chain

@@ -1,4 +1,4 @@
-"""What ``tawpipe plan`` is told: words of its own, and the settings of a training run."""
+"""Command line of ``tawpipe plan``: options of its own, and settings of a training run."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ LEADING = {
     "--report": "plan.html",
     "--save": "plan.yaml",
 }
-"""What ``--help`` shows, each with an example."""
+"""Options that ``--help`` shows, each with an example."""
 OF_RUN = (
     *("model", "sequence_length", "global_batch", "micro_batch", "tokens_per_step", "max_document", "bin_tokens"),
     *("data", "rows", "columns", "tokenizer", "cache_dir", "vocab_size", "dtype", "quantize", "freeze", "compile"),
     *("without_mtp", "trust_remote_code", "device", "optimizer.name"),
     *(f"schedule.{name}" for name in (*UNPLANNED, *KEPT_BY_PLANS)),
 )
-"""Settings of a training run that a plan looks at, besides those of groups that it looks at whole."""
+"""Settings of a training run that a plan uses, in addition to the groups in ``WHOLE_GROUPS``."""
 WHOLE_GROUPS = ("rope", "lora")
 SHORT = {"optimizer.name": "--optimizer"} | {
     f"schedule.{name}": f"--{name.replace('_', '-')}"
     for name in ("early_updates", "sequence_chunk", "sequence_ranks", "offload_dir")
 }
-"""Settings that have a shorter name here."""
+"""Settings that also have a shorter name in this command."""
 BINS = ("tokens_per_step", "max_document", "bin_tokens")
 OF_TRAINING = ("sequence_length", "global_batch", "lengths", "explain", "report", "save", "all")
-"""What a plan for training is told and one for serving is not."""
+"""Options of a plan for training that a plan for serving does not take."""
 TAKEN: dict[str, dict[str, Any]] = {
     "topology": {"required": True},
     "longest": {"action": "store_true"},
@@ -69,18 +69,18 @@ TAKEN: dict[str, dict[str, Any]] = {
     "report": {"metavar": "FILE"},
     "save": {"metavar": "FILE"},
 }
-"""How words are taken that are no settings of a run."""
+"""Arguments of ``add_argument`` for the options that are no settings of a run."""
 
 
 @dataclass(frozen=True)
 class PlanWords:
-    """What a plan is asked for, in words; what stands under one is its help.
+    """Options of ``tawpipe plan``. The string below a field is its help.
 
     Args:
-        config: the settings of the run that it is for.
-        said: of those, the values that words and files have given, by their paths.
-        words: the values that words have given, by the keys of the settings.
-        files: that ``--config`` names.
+        config: settings of the run to plan.
+        said: values of these settings that the command line and files have given, by path.
+        words: values of settings that the command line has given, by key.
+        files: files that ``--config`` names.
     """
 
     config: TrainConfig
@@ -89,65 +89,73 @@ class PlanWords:
     files: Sequence[str]
 
     topology: str
-    """a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on"""
+    """Machines to plan for: a file of `tawpipe doctor`, a short form such as 3x8@10gbit, or probe for the processes
+    that this command is started on."""
     longest: bool
-    """say how long a row may be, under every strategy, and what binds; --sequence-length is then the most that is
-    looked at, and --global-batch one row for every device, if not given"""
+    """Report how long a row may be under every strategy, and what limits it. --sequence-length is then the largest
+    length to try. --global-batch is one row for every device by default."""
     serve: bool
-    """say how --users users, each with a prompt and an answer of --context tokens, are served: on one machine, on
-    copies, or in stages, and the times of their tokens"""
+    """Plan how to serve --users users with --context tokens each. The plan compares one machine, copies and stages, and
+    gives the times of tokens."""
     users: int | None
-    """with --serve, users whose tokens come at the same time"""
+    """Users who receive tokens at the same time, with --serve."""
     context: int | None
-    """with --serve, tokens of a user's prompt and answer"""
+    """Tokens of a user's prompt and answer together, with --serve."""
     weights: str | None
-    """with --serve, few bits for the matrices of layers, as `tawpipe serve` has them (default: auto)"""
+    """Form of the matrices of layers in few bits, with --serve, as in `tawpipe serve` (default: auto)."""
     lengths: str | None
-    """of the documents in a row (default: one fills it); or of a corpus, whose documents are dealt by time: those of
-    --data, a file with a length and how many have it on every line, or drawn"""
+    """Lengths of the documents in a row (default: one document fills it); or of a corpus, whose documents are assigned
+    to processes by time. For a corpus: corpus (the documents of --data), a file with a length and its number of
+    documents on every line, or a distribution to draw from."""
     memory: float | None
-    """of a device, instead of what the topology says"""
+    """Memory of a device in GiB, instead of the memory in the topology."""
     device_name: str | None
-    """what computes, if not what the topology says: H100, A100, CPU, ..."""
+    """Device to compute on, if not the device in the topology: H100, A100, CPU, ..."""
     profile: str
-    """measure here, estimate from the device's peak, or auto"""
+    """Source of the costs of blocks: measure (on this machine), estimate (from the device's peak), or auto."""
     all: bool
-    """show every strategy, those as well that others have overtaken"""
+    """Show every strategy, also those that cannot be the best."""
     json: bool
-    """print JSON and nothing else"""
+    """Print JSON only."""
     explain: str | None
-    """where the time and the memory of one candidate go"""
+    """Show how the time and memory of one candidate are spent."""
     report: str | None
-    """write a page (HTML) with the comparison and timelines"""
+    """File for an HTML page with the comparison and timelines."""
     save: str | None
-    """write the choice for `tawpipe train --plan FILE`"""
+    """File for the chosen plan, for `tawpipe train --plan FILE`."""
 
     def given(self, name: str) -> Any:
-        """The value of a setting at the top; None if nobody has said one, or left it to the run."""
+        """Return the value of a top-level setting; None if it is not set, or left open."""
         value = getattr(self.config, name)
         return value if (name,) in self.said and not isinstance(value, Open) else None
 
     @property
     def of_corpus(self) -> bool:
-        """True if ``--lengths`` says a corpus and not the documents of a row."""
+        """True if ``--lengths`` names a corpus instead of the documents of a row."""
         return self.lengths is not None and not re.fullmatch(r"[\d\s,]+", self.lengths)
 
     @property
     def row(self) -> int | None:
-        """Tokens of a row; None where the longest one is asked for, whatever the run's are."""
+        """Tokens of a row, or None if not set.
+
+        With ``--longest`` only the command line can set it, as a limit on the length.
+        """
         return self.given("sequence_length") if not self.longest or "sequence_length" in self.words else None
 
     @property
     def batch(self) -> int | None:
-        """Rows of a step; None where the longest row is asked for, of which every device gets one."""
+        """Rows of a step, or None if not set.
+
+        With ``--longest`` only the command line can set it; every device gets one row otherwise.
+        """
         return self.given("global_batch") if not self.longest or "global_batch" in self.words else None
 
     def located(self, error: UserError) -> UserError:
-        """The same error with the file and the line of its setting, if it is from one."""
+        """Return ``error`` with the file and line of its setting added, if a file sets it; else unchanged."""
         return train_options().located_in(error, self.files, self.words)
 
     def check(self) -> None:
-        """Refuse what cannot work before anything is loaded."""
+        """Raise UserError for options that cannot work or contradict each other. Nothing is loaded for this."""
         config, several = self.config, self.config.micro_batch if self.config.micro_batch > 1 else None
         conflicts: list[tuple[str, Any, str]] = []
         if self.serve:
@@ -203,18 +211,20 @@ class PlanWords:
 
 
 def schedule_of(config: TrainConfig) -> ScheduleSettings:
-    """The settings of the schedule, with what the run's evaluations leave no choice of."""
+    """Return the schedule settings of a run. ``sequence_ranks`` becomes 1 for a retrieval check with several rows.
+
+    That is: if it is not set, a micro-batch has more than one row, and ``evaluation.retrieval_lengths`` is set."""
     by_row = config.micro_batch > 1 and config.evaluation.retrieval_lengths
     settings = config.schedule
     return replace(settings, sequence_ranks=1) if by_row and settings.sequence_ranks is None else settings
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
-    """The words that follow ``tawpipe plan``, which has this parser.
+    """Parse the arguments of ``tawpipe plan`` and the files of ``--config``, and return the options.
 
     Raises:
         UserError: an unknown option or key, a value of the wrong type, an unreadable file.
-        SystemExit: help, or a word that is missing.
+        SystemExit: after printing help, or if a required option is missing.
     """
     options = train_options()
     arguments = vars(parser.parse_args(argv))
@@ -222,9 +232,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
     files = arguments.pop("config")
     said = options.values(files, words)
     config = options.build(said)
-    if isinstance(
-        config.learning_rate, Open
-    ):  # of no effect on a plan, which some optimizers could not be made without
+    if isinstance(config.learning_rate, Open):  # the value has no effect on a plan, but some optimizers need one
         config = replace(config, learning_rate=float(config.learning_rate))
     asked = PlanWords(config, said, words, files, **arguments)
     needed = {"--model": True}
@@ -241,13 +249,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
 
 
 def _leaves() -> list[Leaf]:
-    """The settings of a run that may follow ``tawpipe plan``."""
+    """Return the settings of a training run that ``tawpipe plan`` takes."""
     known = train_options().leaves.values()
     return [leaf for leaf in known if leaf.key in OF_RUN or leaf.path[0] in WHOLE_GROUPS]
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """The parser of ``tawpipe plan``."""
+    """Build the parser of ``tawpipe plan``: its own options, and the settings of a training run that a plan uses."""
     parser = CommandParser(
         leading=LEADING,
         elsewhere=ELSEWHERE,

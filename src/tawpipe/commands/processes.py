@@ -1,4 +1,4 @@
-"""Commands that run on several processes: those that torchrun started, those that the command starts, or this one."""
+"""Commands that run on several processes: started by torchrun or by the command, or on this process alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import in_this_process, launch, local_shape
 
 TORCHRUNS = {"nproc": "nproc-per-node", "nodes": "nnodes"}
-"""What torchrun calls our options."""
+"""Name in torchrun of each of these options."""
 
 
 def add_processes(parser: argparse.ArgumentParser, *, out: str | None, what: str) -> None:
-    """Options that say where to run, and which file to write.
+    """Add the options ``--nproc``, ``--nodes``, ``--device`` and ``--out`` to ``parser``.
 
     Args:
-        out: its usual name; None where it is written only if it is asked for.
-        what: the file in words.
+        parser: parser of a command that runs on several processes.
+        out: default file of ``--out``; None if a file is written only on request.
+        what: description of the file.
     """
     parser.add_argument("--nproc", type=int, metavar="N", help="processes to start here (default: one per GPU)")
     parser.add_argument("--nodes", type=int, metavar="N", help="virtual nodes to group the processes into")
@@ -33,10 +34,19 @@ def add_processes(parser: argparse.ArgumentParser, *, out: str | None, what: str
 def on_processes(
     command: str, argv: Sequence[str], arguments: argparse.Namespace, act: Callable[[argparse.Namespace], int]
 ) -> int:
-    """``act(arguments)`` on every process, and the exit code.
+    """Call ``act(arguments)`` on every process of a command, wait for all, and return the exit code.
+
+    If torchrun or a launcher has started this process, ``act`` is only called here. Otherwise the processes are started
+    first, each of which runs this command again. A single process is this one.
+
+    Args:
+        command: name of the command.
+        argv: arguments of the command line, for the processes to start.
+        arguments: parsed arguments.
+        act: function that does the work of the command.
 
     Raises:
-        UserError: numbers of processes, or a file, that cannot be.
+        UserError: a number of processes cannot work, or the output file cannot be written.
     """
     for name in ("nproc", "nodes"):
         if (value := getattr(arguments, name)) is not None and value < 1:

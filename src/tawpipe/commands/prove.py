@@ -1,4 +1,4 @@
-"""``tawpipe prove``: whether what the tests promise holds on these devices, in ten minutes and one JSON file."""
+"""Command ``tawpipe prove``: check on these devices what the tests promise, in ten minutes and one JSON file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ FILE = "tawpipe-prove.json"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe prove`` with the words ``argv`` and returns the exit code: 1 if a check fails."""
+    """Run ``tawpipe prove`` on one or several processes, and return the exit code: 1 if a check fails, else 0."""
     return on_processes("prove", argv, _parser().parse_args(argv), _prove)
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of ``tawpipe prove``."""
     parser = CommandParser(
         elsewhere=ELSEWHERE,
         prog="tawpipe prove",
@@ -35,6 +36,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prove(arguments: argparse.Namespace) -> int:
+    """Run the checks in this process, one of all that take part, and return 1 if one has failed, else 0.
+
+    Raises:
+        UserError: ``--only`` names a check that does not exist.
+    """
     from tawpipe.model.attention.attention_kernel import activate_flash
     from tawpipe.prove.checks import CHECKS
     from tawpipe.prove.models import dtype_here, sized
@@ -46,7 +52,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         if name not in known:
             raise UserError("--only", name, f"some of {', '.join(known)}")
     world = connect(device=arguments.device)
-    activate_flash(world.device, dtype_here(world), lambda: sized(world.device))  # as the training run does
+    activate_flash(world.device, dtype_here(world), lambda: sized(world.device))  # as in a training run
     proof = prove(world, Path(arguments.out), only=arguments.only)
     world.leave()
     return 1 if proof.failed else 0

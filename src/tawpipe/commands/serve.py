@@ -1,4 +1,4 @@
-"""``tawpipe serve``: answers requests over HTTP, on one process or as one of several with a stage each."""
+"""Command ``tawpipe serve``: answer requests over HTTP, on one process or on several with one stage each."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from tawpipe.options.library import as_option
 from tawpipe.serving.service.settings import OPTIONS, ServeConfig, load, read_key
 
 IMPORTS = ("tawpipe.serving.engine", "transformers.models.llama.modeling_llama")
-"""What every process imports."""
+"""Modules that every process imports."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE", "1"
-"""Has torch ask for huge pages on CPUs, if it is set before it allocates: weights are read 5 % sooner."""
+"""Environment variable that makes torch use huge pages on CPUs, with which weights are read 5 % faster.
+
+It must be set before torch allocates memory."""
 MORE_S = 5.0
-"""Seconds that the launcher leaves the processes beyond those of open answers."""
+"""Seconds that the launcher waits for the processes, in addition to the time for open answers."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe serve`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe serve``: answer requests until a signal ends the service, and return the exit code."""
     config = load(argv)
     try:
         return _run(argv, config)
@@ -38,10 +40,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
+    """Return the parser of the command line."""
     return OPTIONS.parser
 
 
 def _run(argv: Sequence[str], config: ServeConfig) -> int:
+    """Check the settings; serve in this process, or start the processes of the service and wait for their end.
+
+    Returns:
+        The exit code.
+    """
     if started_by_local_launcher():
         return _serve(config)
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -58,7 +66,7 @@ def _run(argv: Sequence[str], config: ServeConfig) -> int:
     if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
             return _serve(config)
-    os.environ.setdefault(*HUGE_PAGES)  # forked workers have imported torch
+    os.environ.setdefault(*HUGE_PAGES)  # set before torch is imported, as workers are forked after that
     return launch(
         [sys.executable, "-m", "tawpipe", "serve", *argv],
         shape,
@@ -70,6 +78,11 @@ def _run(argv: Sequence[str], config: ServeConfig) -> int:
 
 
 def _folder(config: ServeConfig) -> Path:
+    """Return the folder of the model.
+
+    Raises:
+        UserError: there is no model, or only an adapter.
+    """
     folder = model_folder(Path(config.model).expanduser(), "--model")
     if (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file():
         expected = "a whole model (tawpipe export RUN --merge writes one with the adapter merged)"
@@ -78,7 +91,7 @@ def _folder(config: ServeConfig) -> Path:
 
 
 def _serve(config: ServeConfig) -> int:
-    """One process of the service, under the variables of a launcher."""
+    """Serve in this process until the service ends, and return 0. The variables of a launcher must be set."""
     os.environ.setdefault(*HUGE_PAGES)
     from tawpipe.serving.service.start import serve
 

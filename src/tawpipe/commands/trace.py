@@ -1,4 +1,4 @@
-"""``tawpipe trace``: the words that follow it on the command line."""
+"""Command ``tawpipe trace``: draw when the actions of a recorded or planned step run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tawpipe.report.trace import Timelines, write_trace
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe trace`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe trace``: write the timelines of a step as files, print a summary, and return 0."""
     arguments = _parser().parse_args(argv)
     check_page(arguments.report)
     path = Path(arguments.run)
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def from_plan(path: Path) -> tuple[Timelines, Path]:
-    """The step that a plan predicts, and the folder of the plan."""
+    """Read a saved plan; return the timeline of the step that it predicts, in a list, and the plan's folder."""
     from tawpipe.plan.search.plan_file import replay
 
     timeline, left_out = replay(path)
@@ -35,7 +35,16 @@ def from_plan(path: Path) -> tuple[Timelines, Path]:
 
 
 def from_run(path: Path) -> tuple[Timelines, Path]:
-    """The recording, before it what the run's plan predicted, if it followed one; and the folder of the recording."""
+    """Return the timelines of a recorded step, and the folder of the recording.
+
+    If the run followed a plan, the predicted timeline comes before the recorded one.
+
+    Args:
+        path: output folder of a run, or folder of a recorded step.
+
+    Raises:
+        UserError: there is no recording, or it is damaged.
+    """
     folder = find_recording(path)
     executed = ("executed", executed_bars(folder))
     plan = folder.parent.parent / "plan.yaml"
@@ -46,6 +55,16 @@ def from_run(path: Path) -> tuple[Timelines, Path]:
 
 
 def _ranks(words: str | None, bars: Sequence[Bar]) -> list[int]:
+    """Return the ranks to draw that ``--ranks`` names.
+
+    Args:
+        words: value of ``--ranks``: ``all``, or numbers with commas between; None for the first rank of every node, or
+            for all ranks of a pipeline.
+        bars: bars of the timeline, which show the ranks that exist.
+
+    Raises:
+        UserError: a rank does not exist.
+    """
     known = sorted({bar.rank for bar in bars})
     if words is None:
         return first_of_nodes(bars)
@@ -59,6 +78,7 @@ def _ranks(words: str | None, bars: Sequence[Bar]) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of ``tawpipe trace``."""
     parser = CommandParser(
         prog="tawpipe trace",
         description=(

@@ -1,4 +1,4 @@
-"""``tawpipe train``: starts the processes on this machine, or is one of those that a launcher started."""
+"""Command ``tawpipe train``: start the processes of a run on this machine, or be a process of a run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from tawpipe.train.settings.checks import check_output, check_output_name, valid
 from tawpipe.train.settings.config import TrainConfig, load_config, located, with_output_named
 
 IMPORTS = ("tawpipe.train.run", "tawpipe.plan.search.search", "transformers.models.llama.modeling_llama")
-"""What every process of a run imports, whatever its model: most of a model's module is what all have in common."""
+"""Modules that every process of a run imports.
+
+Llama's module is in the list because it imports most of what other models' modules need."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe train`` with the words ``argv`` and returns the exit code."""
+    """Run ``tawpipe train``: train, and return the exit code. A UserError gets the file and line of its setting."""
     try:
         return _run(argv, load_config(argv))
     except UserError as error:
@@ -34,9 +36,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str], config: TrainConfig) -> int:
+    """Check the settings; train in this process, or start the processes of the run and wait for their end.
+
+    The output folder is created and locked. With ``--dry-run``, only the checks are made.
+
+    Returns:
+        The exit code.
+    """
     launched = LaunchEnvironment.read(os.environ)
     if started_by_local_launcher():
-        # The launcher has checked everything; rank 0 may be writing into the output folder already.
+        # The launcher has made all checks. They would fail here, as rank 0 may already be writing into the output
+        # folder.
         assert launched is not None
         return _train_here(config)
 
@@ -60,7 +70,7 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
 
 
 def _has_weights(model: str) -> bool:
-    """True for a folder with weights and for a name on the Hub; False for presets, whose runs are demonstrations."""
+    """Return True for a folder with weights and for a name on the Hub; False for presets."""
     folder = Path(model).expanduser()
     given = any(folder.glob("*.safetensors*")) if folder.is_dir() else "/" in model
     return given and model not in PRESET_NAMES
@@ -68,26 +78,33 @@ def _has_weights(model: str) -> bool:
 
 @contextmanager
 def _held(config: TrainConfig, new_folders: Sequence[Path]) -> Iterator[None]:
-    """The run's hold on its output folder. After a restart the process before may still be about to end.
+    """Hold the lock on the run's output folder within the context.
+
+    After a restart, wait for the earlier process first, which may be about to end.
 
     Args:
-        new_folders: that were made for it, the innermost first, which go again if nothing was written.
+        config: settings of the run.
+        new_folders: folders that were made for the run, the innermost first. They are deleted on exit if they are
+            empty.
+
+    Raises:
+        UserError: another process runs in the folder.
     """
     try:
         with running_in(config.output_path, patience_s=config.timeouts.grace_s if restart_count() else 0.0):
             yield
     finally:
-        with suppress(OSError):  # from the first one on that holds something
+        with suppress(OSError):  # stops at the first folder that is not empty
             for folder in new_folders:
                 folder.rmdir()
 
 
 def _start(argv: Sequence[str], config: TrainConfig, shape: Shape, gpus: Sequence[Gpu]) -> int:
-    """The run, in this process if it is the only one, or else in as many as there are to be."""
+    """Train in this process if it is the only one, else start the processes of the run; return the exit code."""
     if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
             return _train_unwatched(config)
-    # The word that names the folder comes last and so beats one given before.
+    # The last --output takes effect, so that all processes use the folder that was named here.
     command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
     return launch(
         command,
@@ -101,10 +118,10 @@ def _start(argv: Sequence[str], config: TrainConfig, shape: Shape, gpus: Sequenc
 
 
 def _train_unwatched(config: TrainConfig, *, speaks: bool = True) -> int:
-    """One process of the run that no launcher of ours watches: on an error, it says itself how to go on.
+    """Train in a process that no launcher of tawpipe watches; on an error, add a note that says how to resume.
 
     Args:
-        speaks: whether it is the one process that says so.
+        speaks: True if this process is the one that adds the note.
     """
     try:
         return _train_here(config)
@@ -117,7 +134,7 @@ def _train_unwatched(config: TrainConfig, *, speaks: bool = True) -> int:
 
 
 def _train_here(config: TrainConfig) -> int:
-    """One process of the run, under the variables of a launcher."""
+    """Train in this process, which has the environment variables of a launcher; return the exit code."""
     from tawpipe.train.run import run as train
 
     leave_imports_alone()
@@ -125,10 +142,14 @@ def _train_here(config: TrainConfig) -> int:
 
 
 def _look(config: TrainConfig, shape: Shape | None) -> int:
-    """``--dry-run``; without a shape in every process that torchrun started.
+    """Run the checks of ``--dry-run``, and return the exit code.
 
-    Workers of ours are forked from a process that has imported what they need, and so hold less memory than one that
-    imports it itself: where they would be, it is such a one that looks.
+    If the run would fork its workers, the dry run uses a forked process, too: it holds less memory than a process that
+    imports the modules itself, and its memory is measured.
+
+    Args:
+        config: settings of the run.
+        shape: processes of the run; None in every process that torchrun started.
     """
     if shape is not None and shape.nproc > 1 and import_once(IMPORTS, {}):
         sys.stdout.flush()
