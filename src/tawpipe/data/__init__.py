@@ -1,5 +1,5 @@
-"""Text to tokens to rows of S tokens: deterministic, resumable by one integer, the same on every rank.
+"""Data pipeline: text to tokens to rows; deterministic, resumable from one integer, and equal on every rank.
 
-``tawpipe.data.prepare.prepare_data`` is the door. Nothing is imported here, so that settings load
-without torch.
+The entry point is ``tawpipe.data.prepare.prepare_data``. This module imports nothing, so that settings load without
+torch.
 """

@@ -1,8 +1,8 @@
 """A tokenised corpus: flat arrays, in memory or mapped from files, so that a row costs a few slices.
 
-The tokens lie end to end in one array of 16 or 32 bits, with the documents' borders beside it. A row is then some
-slices of one mapped file, shared by all processes of a machine through the page cache. Arrow was the alternative: it
-reads the same bytes, but its lists cost a Python object per access and end at 2**31 tokens per chunk.
+All tokens are in one array of 16 or 32 bits, and document borders in another. A row is a few slices of one mapped file,
+which all processes of a machine share through the page cache. Arrow lists were the alternative: they read equal bytes,
+but need a Python object per access and end at 2**31 tokens per chunk.
 """
 
 from __future__ import annotations
@@ -25,38 +25,44 @@ TOKENS, OFFSETS, MASK, COUNTS = "tokens.bin", "offsets.npy", "mask.bin", "counts
 IDENTITIES, CONTENTS = "identities.npy", "contents.npy"
 
 CHUNK_TOKENS = 1 << 23
-"""Tokens whose mask is unpacked at one time."""
+"""Number of tokens whose mask is unpacked at one time."""
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """The smallest type that holds every token."""
+    """Return the smallest unsigned dtype for token ids below ``vocab_size``: 16 or 32 bits."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised documents."""
+    """Tokenised documents in flat arrays."""
 
     tokens: NDArray[np.uint16 | np.uint32]
-    """[tokens] all documents end to end."""
+    """Token ids of all documents, end to end: ``(tokens,)``."""
     offsets: NDArray[np.int64]
-    """[documents + 1] the first token of each, and the end."""
+    """Index of the first token of each document, and the number of all tokens: ``(documents + 1,)``."""
     identities: NDArray[np.uint64]
-    """[documents] a hash of each one's row."""
+    """Hash of the source row of each document: ``(documents,)``."""
     contents: NDArray[np.uint64]
-    """[documents] a hash of each one's pieces."""
+    """Hash of the pieces of each document: ``(documents,)``."""
     mask: NDArray[np.uint8] | None
-    """[tokens / 8] one bit per token, set where it counts; None where all do."""
+    """One bit per token, set if it counts in the loss: ``(tokens / 8,)``; None if all count."""
     counts: ReadCounts
-    """Documents, and what was left out, counted while it was read."""
+    """Counts of documents and of what was left out while reading."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[documents] tokens of each."""
+        """Tokens of each document: ``(documents,)``."""
         return np.diff(self.offsets)
 
     def read(self, document: int, start: int, length: int) -> tuple[NDArray, NDArray[np.bool_] | None]:
-        """The tokens of a piece of a document, and which of them count; None where all do."""
+        """Return the tokens of a part of a document, and a mask of tokens that count in the loss, or None if all count.
+
+        Args:
+            document: index of the document.
+            start: first token of the part in the document.
+            length: tokens of the part.
+        """
         begin = int(self.offsets[document]) + start
         end = begin + length
         assert end <= self.offsets[document + 1], (document, start, length)
@@ -67,7 +73,12 @@ class Corpus:
         return tokens, bits[begin % 8 : begin % 8 + length].astype(np.bool_)
 
     def counted(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of tokens that count in each range of ``tokens``."""
+        """Return the number of tokens that count in the loss in each range of ``tokens``.
+
+        Args:
+            begins: first token of each range.
+            ends: token after the last one of each range.
+        """
         if self.mask is None:
             return ends - begins
         places = np.unique(np.concatenate([begins, ends]))
@@ -85,9 +96,9 @@ class Corpus:
         return before[np.searchsorted(places, ends)] - before[np.searchsorted(places, begins)]
 
     def learned(self, documents: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """Numbers of tokens learned of each document if ``limit`` of them are shown in one piece; all by default.
+        """Return the number of learned tokens of each of ``documents`` if only its first ``limit`` tokens are in a row.
 
-        Nothing predicts the first token of a piece.
+        The first token is not learned, because nothing predicts it. None for ``limit`` means whole documents.
         """
         begins, lengths = self.offsets[documents], self.lengths[documents]
         shown = lengths if limit is None else np.minimum(lengths, limit)
@@ -95,7 +106,7 @@ class Corpus:
 
     @classmethod
     def from_tokens(cls, documents: Iterable[tuple[Document, Tokens]], counts: ReadCounts) -> Corpus:
-        """A corpus in memory."""
+        """Build a corpus in memory; records the lengths of documents in ``counts``."""
         pairs = list(documents)
         for document, tokens in pairs:
             counts.add_length(len(tokens.ids), document.where)
@@ -111,7 +122,7 @@ class Corpus:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Corpus, NDArray[np.int64]]]) -> Corpus:
-        """A corpus in memory of some documents of each, in this order."""
+        """Build a corpus in memory from the given document indices of several corpora, in this order."""
         pairs = [
             corpus.read(document, 0, length)
             for corpus, some in parts
@@ -129,7 +140,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, vocab_size: int) -> Corpus:
-        """Map the files that ``write_corpus`` wrote."""
+        """Open the corpus in ``folder``; its tokens are mapped from the file."""
         mask = folder / MASK
         return cls(
             tokens=np.memmap(folder / TOKENS, dtype=token_dtype(vocab_size), mode="r"),
@@ -142,7 +153,7 @@ class Corpus:
 
 
 def render_counted(rows: Iterable[RawRow | Skipped], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
-    """The documents of the rows; ``counts`` takes in how many there are and what was left out."""
+    """Yield the documents of the rows; adds rows, documents and what is left out to ``counts``."""
     for row in rows:
         counts.add_row(row)
         for document in [row] if isinstance(row, Skipped) else renderer.render(row):
@@ -156,14 +167,22 @@ def render_counted(rows: Iterable[RawRow | Skipped], renderer: Renderer, counts:
 def write_corpus(
     folder: Path, rows: Iterable[RawRow | Skipped], renderer: Renderer, encoder: Encoder, *, files: int, vocab_size: int
 ) -> ReadCounts:
-    """Tokenise all rows into the files of ``folder``, which exists; in memory at a time: a batch.
+    """Tokenise all rows into files in ``folder``, which exists; keeps one batch in memory at a time.
+
+    Args:
+        folder: folder of the new files.
+        rows: rows of the corpus.
+        renderer: turns rows into documents.
+        encoder: tokenises documents.
+        files: number of files, for the counts.
+        vocab_size: size of the vocabulary, which determines the dtype.
 
     Returns:
-        The documents, and what was left out, as counted. If there is no document, the folder holds no corpus.
+        Counts of documents and of what was left out. If there is no document, the folder holds no corpus.
     """
     counts = ReadCounts(files=files)
     dtype = token_dtype(vocab_size)
-    # 8 bytes per document; a list would hold objects.
+    # Arrays need 8 bytes per document; lists would hold objects.
     lengths, identities, contents = array("q"), array("Q"), array("Q")
     bits = np.zeros(0, np.bool_)
     with (folder / TOKENS).open("wb") as tokens_file, (folder / MASK).open("wb") as mask_file:
@@ -189,18 +208,23 @@ def write_corpus(
 
 
 def held_out(identities: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:
-    """[documents] True for those of validation: decided by identity and seed alone."""
+    """Return a mask ``(documents,)`` of validation documents, chosen by identity and seed only."""
     return _mixed(identities, seed) < np.uint64(int(fraction * (1 << 64)))
 
 
 def split_documents(
     sets: Sequence[NDArray[np.uint64]], fraction: float, seed: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Numbers of the training and of the validation documents of every set, given by their identities.
+    """Split the documents of every set into training and validation; return both as document indices per set.
 
-    A document of several sets is on one side in all of them. In a small set chance may leave one side empty: training
-    then keeps one document of it, and validation gets one, if every set still has another to train on. A set of one
-    distinct document is all training.
+    Equal documents of several sets are on one side. In a small set chance may leave one side empty. Training then keeps
+    one of its documents, and validation gets one if every set still has another to train on. A set with one distinct
+    document is used only for training.
+
+    Args:
+        sets: identities of the documents of every set.
+        fraction: fraction of documents for validation.
+        seed: seed of the choice.
     """
     out = [held_out(identities, fraction, seed) for identities in sets]
     if fraction > 0 and any(held.all() or not held.any() for held in out):
@@ -218,10 +242,14 @@ def split_documents(
 
 
 def in_shares(lengths: Sequence[NDArray[np.int64]], weights: Sequence[float]) -> NDArray[np.int64]:
-    """Numbers of documents, counted over all sets, whose tokens are in these shares and as many as all sets have.
+    """Return document indices, counted over all sets, whose tokens have the shares ``weights``.
+
+    The chosen documents have about as many tokens as all sets together. Documents of a small set with a large weight
+    are repeated.
 
     Args:
-        lengths: of the documents of every set. Those of a small one with a large weight come several times.
+        lengths: tokens of the documents of every set.
+        weights: weight of every set.
     """
     totals = np.array([int(set_lengths.sum()) for set_lengths in lengths])
     wanted = totals.sum() * np.array(weights) / sum(weights)
@@ -235,12 +263,12 @@ def in_shares(lengths: Sequence[NDArray[np.int64]], weights: Sequence[float]) ->
 
 
 def _mixed(identities: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """A bijection of 64-bit numbers, another for every seed."""
+    """Return ``identities`` under a bijection of 64-bit numbers that depends on ``seed``."""
     return _splitmix(identities ^ _splitmix(np.array([seed], np.int64).astype(np.uint64)))
 
 
 def _splitmix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64: spreads every bit over all. Arrays of unsigned numbers wrap around silently."""
+    """Return the finaliser of SplitMix64, which spreads every bit over all; unsigned arrays wrap around silently."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Documents to tokens, piece by piece, so that every token either counts or does not."""
+"""Tokenising of documents piece by piece, so that every token either counts in the loss or does not."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PART_CHARACTERS = 1 << 18
-"""A longer text is tokenised in parts, cut before a space: a tokenizer holds some 100 bytes for every token of a text,
-and works on different texts in parallel only. At such a cut a few tokens may differ from those of the whole text."""
+"""Longer texts are tokenised in parts, cut before a space: a tokenizer needs about 100 bytes per token, and runs only
+different texts in parallel. At a cut a few tokens may differ from the tokens of the whole text."""
 
 ANCHORS = ("\n", "\ue000", ".")
-"""Letters behind which the middle of a document is tokenised; the later ones for texts with which the first merges."""
+"""Characters after which the middle of a document is tokenised; the next one is used for texts that merge with the
+first."""
 
 BATCH_CHARACTERS = 1 << 22
-"""Characters that are tokenised at once."""
+"""Number of characters that are tokenised at one time."""
 
 
 class Tokens(NamedTuple):
-    """A tokenised document."""
+    """Tokenised document."""
 
     ids: NDArray[np.uint32]
     counts: NDArray[np.bool_]
-    """True for tokens that count in the loss, the first one included: the row says if anything predicts it."""
+    """True for tokens that count in the loss. The first token may count too: only its row knows if it is predicted."""
 
 
 class Encoder:
-    """Tokeniser of documents, in batches.
+    """Tokeniser of documents in batches.
 
-    Every piece of a document is tokenised by itself, as the prompt is when text is generated, so no token stands
-    astride the border between what counts and what does not. A document begins with the tokenizer's beginning-of-text
-    token if the tokenizer itself would place one, and ends with its end-of-text token if it has one (which counts).
-    A text that has these tokens already gets no second ones. Chats begin like texts, whatever their template has
-    written, and end as their template says.
+    Every piece of a document is tokenised separately, as the prompt is at inference, so no token crosses the border
+    between text that counts and text that does not. A document begins with the beginning-of-text token if the tokenizer
+    itself places one. It ends with the end-of-text token if the tokenizer has one; this token counts. Tokens that a
+    text has already are not repeated. Chats begin like texts, whatever their template has written, and end as their
+    template says.
 
     Args:
+        tokenizer: tokenizer of the run.
         special: the setting ``special_in_text``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialInText = "keep") -> None:
-        # TOKENIZERS_PARALLELISM stays as it is: unset, tokenizers works in parallel and turns that off in a forked
-        # child; set to true, a child that tokenises hangs.
+        # TOKENIZERS_PARALLELISM is not set here. If unset, tokenizers turns parallelism off in a forked child; if true,
+        # a forked child that tokenises hangs.
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer, special)
         with_special, (alone,) = list(tokenizer("a")["input_ids"]), self._plain(["a"])
@@ -60,15 +62,16 @@ class Encoder:
         begin = with_special[: next(places, 0)]
         is_named = tokenizer.bos_token_id is not None
         self.begin: list[int] = begin if not is_named or tokenizer.bos_token_id in begin else []
-        """Tokens with which a text begins."""
+        """Token ids with which a text begins."""
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._anchors = self._find_anchors()
 
     def _find_anchors(self) -> dict[str, list[int]]:
-        """Letters and their tokens, if text behind a line break is tokenised otherwise than at the beginning of a text.
+        """Return anchor characters with their tokens if text after a line break has other tokens than at the beginning.
 
-        Tokenizers of the SentencePiece family put a space before every text. In the middle of a document that space
-        would be wrong, so there a piece is tokenised behind a line break, whose tokens are then taken away.
+        Returns an empty mapping if it has equal tokens. Tokenizers of the SentencePiece family put a space before every
+        text. Inside of a document that space would be wrong. A piece there is tokenised after an anchor, whose tokens
+        are then removed.
         """
         (alone,) = self._plain(["a"])
         anchors, inside = dict[str, list[int]](), list[int]()
@@ -80,6 +83,7 @@ class Encoder:
         return anchors
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text without added special tokens."""
         encoded = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
@@ -91,12 +95,12 @@ class Encoder:
         return ids
 
     def beginning(self, text: str) -> list[int]:
-        """The tokens of a document that begins with this text and goes on; perhaps none, of an empty text."""
+        """Return the token ids of an unfinished document that begins with ``text``; may be empty for an empty text."""
         (tokens,) = self._plain([text])
         return tokens if tokens[:1] == self.begin else self.begin + tokens
 
     def encode(self, documents: Sequence[Document]) -> list[Tokens]:
-        """The tokens of each document, in order."""
+        """Return the tokens of each document, in order."""
         parts = [
             [(part, piece.counts) for piece in document.pieces for part in split_text(piece.text)]
             for document in documents
@@ -110,12 +114,19 @@ class Encoder:
         return [self._join(document, part, encoded) for document, part in zip(documents, parts, strict=True)]
 
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
+        """Join the tokens of a document's parts; adds beginning and end tokens where they are missing.
+
+        Args:
+            document: the document.
+            parts: texts of the document, each with True if it counts in the loss.
+            encoded: token ids of each part; as many are taken from it as there are ``parts``.
+        """
         begin = self.begin if not document.complete or document.kind == "chat" else []
         end = [] if document.complete else self._end
         ids, counts = list[NDArray[np.uint32]](), list[NDArray[np.bool_]]()
         for place, (text, part_counts) in enumerate(parts):
             tokens = self._inside(text, next(encoded), self._anchor(parts[place - 1][0])) if place else next(encoded)
-            if place == 0 and begin:  # the text may have it already, or a chat template has written it twice
+            if place == 0 and begin:  # the text may have it already, once or twice
                 while document.complete and tokens[: 2 * len(begin)] == 2 * begin:
                     tokens = tokens[len(begin) :]
                 if tokens[: len(begin)] != begin:
@@ -130,14 +141,14 @@ class Encoder:
         return Tokens(np.concatenate(ids), np.concatenate(counts))
 
     def _anchor(self, before: str) -> str:
-        """Return the text behind which a piece is tokenised: the special token that ends ``before``, or an anchor."""
+        """Return the text after which a piece is tokenised: the special token that ends ``before``, or an anchor."""
         last = self._special.last(before)
         return last if last and (self._anchors or last in self._special.stripping) else next(iter(self._anchors), "")
 
     def _inside(self, text: str, tokens: list[int], anchor: str) -> list[int]:
-        """The text's tokens in the middle of a document, out of those behind ``anchor``.
+        """Return the tokens of ``text`` inside of a document, cut out of ``tokens``, which begin with ``anchor``.
 
-        The two may have merged, as two line breaks do that have a token of their own; then behind another anchor.
+        If text and anchor have merged (two line breaks may be one token), other anchors are tried.
 
         Raises:
             UserError: every anchor merges with this text.
@@ -154,13 +165,13 @@ class Encoder:
         return tokens
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
-        """Tokenise any number of documents, holding about BATCH_CHARACTERS of them at a time."""
+        """Yield documents with their tokens; keeps about ``BATCH_CHARACTERS`` characters in memory."""
         for batch in _batches(documents, lambda document: sum(len(piece.text) for piece in document.pieces)):
             yield from zip(batch, self.encode(batch), strict=True)
 
 
 def _batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Lists of items that have about BATCH_CHARACTERS together."""
+    """Yield lists of consecutive items that have about ``BATCH_CHARACTERS`` characters together."""
     batch, total = list[T](), 0
     for item in items:
         batch.append(item)
@@ -173,7 +184,7 @@ def _batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[lis
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Cut a text into parts of at most PART_CHARACTERS, before a space that follows a word where there is one."""
+    """Yield parts of a text of at most ``PART_CHARACTERS``, cut before a space that follows a word if possible."""
     begin = 0
     while len(text) - begin > PART_CHARACTERS:
         end = begin + PART_CHARACTERS

@@ -1,8 +1,9 @@
-"""Samples of several data sets in shares, each as if it were alone.
+"""Samples from several data sets in given shares.
 
-Sample n of a mixture is some sample of one set. Which one is decided by n, the shares and the seed alone: the numbers
-n, n + 1, ... walk over the unit interval in equal strides of the golden ratio, and every set has a part of it as large
-as its share. So any run of samples has the shares up to a few samples, and nothing is drawn that had to be remembered.
+Each sample of a mixture is a sample of one set, chosen only by its number, the shares and the seed. The numbers n, n +
+1, ... walk over the unit interval in equal strides of the golden ratio, and each set owns a part of the interval as
+large as its share. Any run of consecutive samples therefore has these shares, up to a few samples, and no random state
+must be stored.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from tawpipe.model.batch import MicroBatch
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2**64 divided by the golden ratio."""
 BLOCK = 1 << 16
-"""Samples whose sets are found at once."""
+"""Number of samples whose sets are computed at one time."""
 BLOCKS_KEPT = 2
 
 
 class Mixture:
-    """Samples by their global number; a set that runs out begins again, in another order.
+    """Samples of several data sets by their global number; a set that is exhausted begins again in another order.
 
     Args:
-        sets: all of one length of rows.
-        shares: of the samples, one for each set, together 1; see ``sample_shares``.
+        sets: data sets with rows of one length.
+        shares: share of the samples for each set, with sum 1; see ``sample_shares``.
+        seed: seed of the choice of sets.
     """
 
     def __init__(
@@ -47,19 +49,19 @@ class Mixture:
         self._lock = threading.Lock()
 
     def place(self, number: int) -> tuple[int, int]:
-        """The set of a sample, and its number there."""
+        """Return the index of the data set that sample ``number`` is from, and its number in that data set."""
         block, at = divmod(number, BLOCK)
         sets, numbers = self._block(block)
         return int(sets[at]), int(numbers[at])
 
     def counts(self, number: int) -> list[int]:
-        """Samples of every set among the first so many."""
+        """Return the number of samples of every data set among the first ``number`` samples."""
         block, at = divmod(number, BLOCK)
         sets, _ = self._block(block)
         return (self._before[block] + np.bincount(sets[:at], minlength=len(self.sets))).tolist()
 
     def _block(self, block: int) -> tuple[Int64s, Int64s]:
-        """[BLOCK] the set of each sample, and its number there."""
+        """Return arrays ``(BLOCK,)`` of set indices and of sample numbers in these sets, for the samples of a block."""
         with self._lock:
             if (known := self._blocks.get(block)) is not None:
                 return known
@@ -75,11 +77,13 @@ class Mixture:
             return sets, numbers
 
     def _sets_of(self, block: int) -> Int64s:
+        """Return the set index of every sample of a block, ``(BLOCK,)``."""
         numbers = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)
         return np.searchsorted(self._ends, self._start + numbers * GOLDEN, side="right").astype(np.int64)
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest segment of all sets."""
         return max(dataset.longest for dataset in self.sets)
 
     def sample(self, number: int) -> MicroBatch:
@@ -87,21 +91,22 @@ class Mixture:
         return self.sets[set_number].sample(there)
 
     def step(self, first: int, tokens: int) -> StepDocuments:
+        """Return the documents of a step of up to ``tokens`` tokens; reads them at once if a set is streamed."""
         if all(isinstance(dataset, PackedDataset) for dataset in self.sets):
             return StepDocuments(self.step_lengths(first, tokens), lambda number: self.sample(first + number))
         return read_step(self.sample, first, tokens)
 
     def step_lengths(self, first: int, tokens: int) -> list[int]:
-        """Tokens of the documents of a step, without reading them; of sets that are not streamed."""
+        """Return the tokens of each document of a step, without reading them. Not for streamed sets."""
         return take(map(self.length, count(first)), tokens)
 
     def length(self, number: int) -> int:
-        """Tokens of the sample; only those of streamed sets are read for it."""
+        """Return the tokens of sample ``number``; reads it only if its set is streamed."""
         set_number, there = self.place(number)
         return self.sets[set_number].length(there)
 
     def __len__(self) -> int:
-        """Samples of one pass of the mixture: as many as all sets have; of sets that are not streamed."""
+        """Return the samples in one pass of the mixture: the sum over all sets that are not streamed."""
         return sum(len(dataset) for dataset in self.sets if isinstance(dataset, PackedDataset))
 
     def state_dict(self, number: int) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Mixture:
 
 
 def sample_shares(weights: Sequence[float], tokens_per_sample: Sequence[float]) -> NDArray[np.float64]:
-    """Shares of the samples, for which the weights are the shares of the tokens.
+    """Return shares of samples for which ``weights`` are the shares of tokens.
 
     >>> sample_shares([3, 1], [30, 10]).tolist()
     [0.5, 0.5]

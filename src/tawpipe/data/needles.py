@@ -1,7 +1,7 @@
-"""Rows that hide a fact at some depth of a long text and ask for it at their end.
+"""Test rows that hide a fact at some depth of a long text and ask for it at the end.
 
-The text is the user's own. The fact of a sample and the beginning of its text are the same at every length and depth,
-so that nothing else differs between these.
+The text is the user's own. A sample has one fact and one beginning of its text at every length and depth, so that
+results differ only by length and depth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAMES = "Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "Jonas", "Laura", "Nora"
 CODES = 10_000, 100_000
-"""The first number, and the one behind the last."""
+"""Range of the hidden numbers: the first one, and the one after the last."""
 FACT = "\nThe access code of {name} is {code}.\n"
 QUESTION = "\nWhat is the access code of {name}? The access code of {name} is"
 ANSWER = " {code}"
@@ -32,7 +32,7 @@ ANSWER = " {code}"
 
 @dataclass(frozen=True)
 class Needle:
-    """The tokens of a fact, of the question for it and of its answer; and the document with which the text begins."""
+    """Tokens of one fact, its question and its answer, and the index of the document with which the text begins."""
 
     fact: Int64s
     question: Int64s
@@ -41,15 +41,17 @@ class Needle:
 
 
 class Needles:
-    """Rows with hidden facts, decided by the arguments and a row's number alone.
+    """Rows with hidden facts, determined by the arguments and the number of a row.
 
     Args:
-        text: in which facts are hidden; without special tokens, documents end to end.
-        depths: number of them, evenly from 0, the beginning of the text, to 1, its end; 1 for the middle alone.
-        samples: facts hidden at every depth.
+        text: documents in which facts are hidden; joined end to end, without special tokens.
+        tokenizer: tokenizer of the model.
+        depths: number of depths, evenly spaced from 0 (beginning of the text) to 1 (its end); with 1 only the middle.
+        samples: number of facts hidden at every depth.
+        seed: seed of the facts and texts.
 
     Raises:
-        UserError: the tokenizer cannot spell numbers, or there is no text.
+        UserError: the tokenizer cannot represent numbers, or there is no text.
     """
 
     def __init__(
@@ -77,20 +79,22 @@ class Needles:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest row: a fact and its question, and one token of text for every depth."""
+        """Tokens of the shortest possible row: fact, question, answer and one token of text for every depth."""
         return len(self.depths) + max(self._taken(needle) for needle in self._needles)
 
     def _taken(self, needle: Needle) -> int:
+        """Return the tokens of a row that are not text: its beginning, fact, question and answer."""
         return sum(map(len, (self._begin, needle.fact, needle.question, needle.answer)))
 
     @property
     def rows(self) -> int:
-        """Rows of one length."""
+        """Number of rows of one length."""
         return len(self.depths) * self.samples
 
     def row(self, length: int, first: int, number: int) -> MicroBatch:
-        """Row ``first + number``: one document of ``length`` tokens, of which the answer's count, and nothing else. The
-        samples of a depth follow each other.
+        """Return row ``first + number``: one document of ``length`` tokens with labels only on the answer.
+
+        Rows are ordered by depth; the samples of one depth are consecutive.
         """
         depth, sample = divmod(first + number, self.samples)
         needle = self._needles[sample]
@@ -104,5 +108,5 @@ class Needles:
 
 
 def _in_the_middle(text: str) -> Document:
-    """A text as it is tokenised in the middle of a document."""
+    """Return a document whose text is tokenised as in the middle of a document."""
     return Document("text", (ChatText("", False), ChatText(text, True)), complete=True)

@@ -1,4 +1,4 @@
-"""Items prepared ahead by a background thread, so that reading does not hold up the steps. Draws no random numbers."""
+"""Prefetching of items in a background thread, so that reading does not delay the steps; draws no random numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _END = object()
 
 
 class Prefetcher(Generic[T]):
-    """Iterator over ``items`` whose thread is up to ``depth`` items ahead; used in a ``with`` block.
+    """Iterator over ``items`` that a thread prepares up to ``depth`` items in advance; use it in a ``with`` block.
 
-    An exception of the iterable is raised by the ``next()`` that would have returned its item. ``close()`` ends the
-    thread after the item that it is working on; leaving a ``with`` block does so too. After the end, ``next()`` goes
-    on raising StopIteration.
+    An exception of ``items`` is raised by the ``next()`` that would have returned its item. ``close()``, or leaving the
+    ``with`` block, ends the thread after the current item. After the end every ``next()`` raises StopIteration.
 
     Args:
-        begin: is called first in the thread.
+        items: iterable of the items.
+        depth: number of items to prepare in advance.
+        begin: called once in the thread before the first item.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2, *, begin: Callable[[], None] | None = None) -> None:
@@ -31,6 +32,7 @@ class Prefetcher(Generic[T]):
             self._prepare_one()
 
     def _prepare_one(self) -> None:
+        """Submit the preparation of one more item to the thread."""
         self._ahead.append(self._thread.submit(next, self._items, _END))
 
     def __iter__(self) -> Iterator[T]:

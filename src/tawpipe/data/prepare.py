@@ -1,4 +1,4 @@
-"""The data's door: datasets from settings, the same in every process, with a report of what was read."""
+"""Entry point of the data pipeline: data sets from settings, equal in every process, with a report of what was read."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 CHARACTERS_PER_TOKEN = 4
-"""Usual characters for each token."""
+"""Typical number of characters per token."""
 MOST_IN_STREAM = "longest in the stream"
 LOOKED_AT = 64
-"""Documents of a set among which one that is learned in part is looked for, to be shown."""
+"""Number of documents of a set among which a partly learned one is searched, to be shown."""
 MOST_WINDOWS = 16
-"""Windows of a stream that are looked through for held-out documents."""
+"""Number of windows of a stream that are searched for held-out documents."""
 
 WORTH = 1.05
-"""Gain in time by the model, from which on ``auto`` takes ``balanced`` for a model with weights."""
+"""Modelled speedup above which ``auto`` chooses ``balanced`` for a pretrained model."""
 
 
 def prepare_data(
@@ -59,24 +59,29 @@ def prepare_data(
     leader: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ) -> PreparedData:
-    """Find or make the tokenizer and the tokens, and put them into rows.
+    """Load or make the tokenizer and the tokens, and build the data sets; call in every process.
 
-    Every process calls this, with the same arguments but for ``leader``.
+    All arguments except ``leader`` must be equal in all processes.
 
     Args:
-        sequence_length: tokens of a row, S; or the limits within which it follows from the documents.
-        max_document: tokens of a document at most, under ``balanced``; S by default.
-        dealing: the steps of the run, by which ``auto`` chooses and the report says how even they are.
-        seed: decides the order of the samples and which documents are held out.
-        tokenizer: one to use instead of what the settings say.
-        model: a local folder whose tokenizer is used if the settings name none; a folder without one, or None, is as if
-            there were none.
-        date: the day that chat templates print, as 2026-11-28; today by default. The processes of a run have the same.
-        leader: True for the process that makes what the cache lacks, one per cache folder.
-        barrier: waits for the other processes; called once by each. It must bear as long as tokenising takes.
+        settings: data settings.
+        sequence_length: tokens of a row; or limits within which the length follows from the documents.
+        seed: seed of the order of samples and of the choice of held-out documents.
+        max_document: most tokens of a document under ``balanced``; ``sequence_length`` by default.
+        dealing: steps of the run, by which ``auto`` chooses a packing and the report predicts the balance.
+        tokenizer: tokenizer to use instead of the one in the settings.
+        model: local folder whose tokenizer is used if the settings name none; a folder without a tokenizer counts as
+            None.
+        date: date that chat templates print, as 2026-11-28; today by default. It must be equal in all processes of a
+            run.
+        leader: True in the process that makes what the cache lacks; one process per cache folder.
+        barrier: waits for the other processes; each process calls it once. It must allow for the time of tokenising.
+
+    Returns:
+        Data sets, tokenizer, report and fingerprints.
 
     Raises:
-        UserError: in every process, if the settings cannot work or nothing in the files is a document.
+        UserError: in every process, if the settings cannot work or the files hold no document.
     """
     settings.check_data()
     if isinstance(sequence_length, int) and sequence_length < 2:
@@ -108,14 +113,14 @@ def prepare_data(
 class _Preparation:
     """One call of ``prepare_data``.
 
-    Only ``leader_first`` knows who makes what the cache lacks: the others find it there, unless their cache is another
-    folder than the leader's. Then they make their own, which is the same.
+    Only ``leader_first`` knows which process fills the cache. The other processes find the results there. A process
+    whose cache is another folder than the leader's makes equal results of its own.
     """
 
     settings: DataSettings
     sets: Sequence[SourceSet]
     validation: SourceSet
-    """The files of ``validation_data``, none without such."""
+    """Files of ``validation_data``; empty without that setting."""
     root: Path
     seed: int
     tokenizer: PreTrainedTokenizerBase | None
@@ -124,25 +129,28 @@ class _Preparation:
     leader: bool
     dealing: Dealing | None = None
     limits: LengthLimits | None = None
-    """The limits of a length that follows from the documents; None where it is given."""
+    """Limits of a length that follows from the documents; None if the length is given."""
     lengths: dict[Packed, int] = field(default_factory=dict)
-    """Tokens of a row under every packing; under ``balanced`` of a document at most."""
+    """Tokens of a row for every packing; under ``balanced`` the most tokens of a document."""
     max_document: int | None = None
-    """The setting, where it is given."""
+    """Value of the setting; None if it is not set."""
     why_length: str = ""
-    """The reason for a length that follows from the documents."""
+    """Reason for a length that follows from the documents."""
     why: str = ""
-    """The reason for the packing that ``auto`` chose."""
+    """Reason for the packing that ``auto`` chose."""
     notes: list[str] = field(default_factory=list)
 
     def use(self, length: int, max_document: int | None = None) -> None:
-        """Take so many tokens for a row."""
+        """Set the tokens of a row to ``length``, and of a document to at most ``max_document`` or ``length``.
+
+        With ``limits``, also sets ``dealing`` to the steps of the run for this length."""
         self.max_document = max_document
         self.lengths = {"split": length, "fit": length, "balanced": max_document or length, "none": length}
         if self.limits is not None and self.limits.dealing is not None:
             self.dealing = self.limits.dealing(length)
 
     def run(self) -> PreparedData:
+        """Open the files, load or train the tokenizer, and return the prepared data, streamed or cached."""
         begin = time.perf_counter()
         streaming = self.settings.streaming
         self.sets = [
@@ -160,9 +168,11 @@ class _Preparation:
 
     @property
     def _weights(self) -> list[float]:
+        """Weight of every training set; 1 if none is given."""
         return [source.weight or 1.0 for source in self.sets]
 
     def _cached(self, begin: float) -> PreparedData:
+        """Tokenise all files (or find them in the cache), choose length and packing, and build the data sets."""
         tokenised = [self.text.corpus(source.files, "--data") for source in self.sets]
         corpora, reused = [corpus for corpus, _ in tokenised], all(was_there for _, was_there in tokenised)
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
@@ -185,7 +195,7 @@ class _Preparation:
             longer = sum(int((corpus.lengths[self._is_chat(corpus)] > limit).sum()) for corpus in whole)
             many = "1 chat was" if longer == 1 else f"{longer:,} chats were"
             cut = f"{many} longer than {limit:,} tokens ({bound})"
-            self._follow([*corpora, *beside], self.limits, cut)  # what is left may be shorter
+            self._follow([*corpora, *beside], self.limits, cut)  # the remaining documents may be shorter
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
@@ -214,11 +224,12 @@ class _Preparation:
         )
 
     def _streamed(self) -> PreparedData:
+        """Read the first documents, choose length and packing, and build streamed data sets."""
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         limits = self.limits
         if self.settings.packing == "split":
-            pass  # chats are cut anywhere
-        elif limits is not None:  # chats may be as long, and follow the settled length from then on
+            pass  # chats are cut at any token
+        elif limits is not None:  # a first limit; chats follow the final length later
             most = limits.most if limits.looks else min(limits.most, MOST_STREAMED)
             self.text.renderer = self.text.rendering(most, limits.why if most == limits.most else MOST_IN_STREAM)
         else:
@@ -247,7 +258,7 @@ class _Preparation:
         seen = ReadCounts.merged([stream.counts for stream in train])
         read.longest, read.longest_where = seen.longest, seen.longest_where
         parts = [[[Path(file.path).name, file.size] for source in self.sets for file in source.files]]
-        if read.masked:  # what is shown of a text row is the row, of others what a template and settings make of it
+        if read.masked:  # tokens of chats also depend on template and settings
             parts += [[window.contents.tobytes().hex()] for window in windows]
         content = content_hash(*parts)
         sizes = [
@@ -257,18 +268,20 @@ class _Preparation:
         return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read, by_set=by_set)
 
     def _rendering(self, packing: Packed) -> Renderer:
-        """A renderer of chats that fit a row; under ``split`` of any length."""
+        """Return a renderer of chats that fit into a row; under ``split`` of any length."""
         limit = None if packing == "split" else self.lengths[packing]
         return self.text.rendering(limit, self._bound(packing))
 
     def _bound(self, packing: Packed) -> str:
-        """The setting or the limit that says how long a document may be."""
+        """Return the name of the setting or limit that determines the length of a document."""
         if self.limits is not None:
             return self.limits.bound(self.lengths[packing])
         return "--max-document" if self.lengths[packing] == self.max_document else "--sequence-length"
 
     def _cut(self, corpus: Corpus, files: Sequence[SourceFile], setting: str, packing: Packed) -> Corpus:
-        """The corpus, made anew if chats or instructions in it are longer than a row."""
+        """Return ``corpus``, or its files tokenised again with long chats cut if a chat or instruction exceeds a row.
+
+        Under ``split`` or ``long_chats=anywhere`` the corpus is returned unchanged."""
         limit = self.lengths[packing]
         is_whole = packing == "split" or self.settings.long_chats == "anywhere"
         if is_whole or corpus.lengths[self._is_chat(corpus)].max(initial=0) <= limit:
@@ -276,11 +289,20 @@ class _Preparation:
         return self.text.corpus(files, setting, limit, self._bound(packing))[0]
 
     def _is_chat(self, corpus: Corpus) -> NDArray[np.bool_]:
-        """[documents] True for chats and instructions: some token behind the beginning of the text is not learned."""
+        """Return a mask ``(documents,)`` of chats and instructions.
+
+        A document is one of them if some token after the beginning of the text is not learned.
+        """
         return corpus.counted(corpus.offsets[:-1], corpus.offsets[1:]) < corpus.lengths - len(self.text.encoder.begin)
 
     def _follow(self, corpora: Sequence[Corpus], limits: LengthLimits, cut: str = "") -> None:
-        """Take the length of the longest document, within the limits."""
+        """Set the length of rows to the longest document of ``corpora``, within the limits; also sets ``why_length``.
+
+        Args:
+            corpora: training and validation documents.
+            limits: limits of the length, which may also make it longer than all documents.
+            cut: text about chats that were cut before, for the reason that is reported.
+        """
         longest = 0
         for corpus in corpora:
             is_chat = self._is_chat(corpus)
@@ -290,7 +312,13 @@ class _Preparation:
         self.why_length = limits.words(length, np.concatenate([corpus.lengths for corpus in corpora]), cut)
 
     def _follow_stream(self, read: ReadCounts, fraction: float, limits: LengthLimits) -> None:
-        """Take the limit of a stream's documents; for a dry run the longest of the first documents."""
+        """Set the length of rows for a stream to its limit, or for a dry run to the longest of the first documents.
+
+        Args:
+            read: counts of the first documents.
+            fraction: fraction of documents that is held out.
+            limits: limits of the length.
+        """
         within = limits.within(masked=bool(read.masked))
         if limits.looks:
             self.use(within)
@@ -304,10 +332,20 @@ class _Preparation:
             self.why_length = MOST_IN_STREAM if length == MOST_STREAMED else limits.bound(length)
 
     def _first_look(self, source: SourceSet, fraction: float) -> tuple[ReadCounts, list[Document]]:
-        """Counts of the first documents, and which are held out: of a window, and of more until they are enough.
+        """Read the first window of a stream, and more windows until enough documents are held out.
+
+        With a ``fraction`` of 0 one window is read. At most ``MOST_WINDOWS`` windows are read. Only held-out documents
+        are kept; training reads the others again.
+
+        Args:
+            source: data set of the stream.
+            fraction: fraction of documents that is held out.
+
+        Returns:
+            Counts of the documents read, and the held-out documents among them.
 
         Raises:
-            UserError: there are none.
+            UserError: the stream holds no document.
         """
         counts, out, characters = ReadCounts(files=len(source.files)), list[Document](), 0
         rows = (row for file in source.files for row in self.text.reader.read(file))
@@ -326,6 +364,7 @@ class _Preparation:
     def _stream(
         self, files: Sequence[SourceFile], packing: Packed, held_out_fraction: float, *, tell: bool = False
     ) -> StreamedDataset:
+        """Build the streamed data set of ``files``."""
         return StreamedDataset(
             files,
             self.text,
@@ -338,10 +377,13 @@ class _Preparation:
         )
 
     def _packing(self, counts: ReadCounts, balanced: Callable[[], PackedDataset | None]) -> Packed:
-        """The packing; what ``auto`` takes depends on data, model and settings, not on the processes.
+        """Return the packing, and set ``why`` if ``auto`` chooses it.
+
+        The choice does not depend on the number of processes.
 
         Args:
-            balanced: makes the documents as ``balanced`` has them.
+            counts: counts of the training documents.
+            balanced: returns the data set that ``balanced`` would give, or None.
         """
         dealing = self.dealing
         if self.settings.packing != "auto":
@@ -368,21 +410,27 @@ class _Preparation:
         return chosen
 
     def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Packed) -> PackedDataset | None:
-        """A dataset of those documents of which something is learned; None if there is none."""
+        """Return a data set of the documents with a token to learn; None if there is none."""
         dataset = PackedDataset.of_learnable(
             corpus, documents, self.lengths[packing], seed=self.seed, packing=packing, pad_id=self.text.pad_id
         )
         return dataset if dataset is not None and dataset.num_learned else None
 
     def _validation_corpora(self) -> list[Corpus]:
-        """The corpus of ``validation_data``; none without it."""
+        """Tokenise ``validation_data``; return a list of one corpus, or an empty list without that setting."""
         files = self.validation.files
         return [self.text.corpus(files, "--validation-data")[0]] if files else []
 
     def _validation_files(
         self, corpora: Sequence[Corpus], packing: Packed
     ) -> tuple[PackedDataset | None, ReadCounts | None]:
-        """Pack the corpus of ``validation_data``, if there is one."""
+        """Pack the corpus of ``validation_data``; return data set and counts, or (None, None) if there is none.
+
+        Files that were left out are added to the counts.
+
+        Raises:
+            UserError: no token of the documents would be learned.
+        """
         if not corpora:
             return None, None
         (corpus,) = corpora
@@ -394,7 +442,7 @@ class _Preparation:
         return dataset, corpus.counts
 
     def _held_out(self, parts: Sequence[tuple[Corpus, np.ndarray]], packing: Packed) -> PackedDataset | None:
-        """The held-out documents, of a mixture in its shares; None, with a note, if nothing would be learned."""
+        """Pack the held-out documents, for a mixture in its shares; None, with a note, if no token would be learned."""
         weights = [weight for weight, (_, out) in zip(self._weights, parts, strict=True) if len(out)]
         parts = [(corpus, out) for corpus, out in parts if len(out)]
         if not parts:
@@ -409,7 +457,9 @@ class _Preparation:
         return dataset
 
     def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
-        """The tokenizer to export: with the chat template that the model has learned to chat in."""
+        """Return the tokenizer to export: with the chat template that was used if ``counts`` has chats, else unchanged.
+
+        Adds a note to ``notes`` if this is not the tokenizer's own template."""
         if not counts.chat:
             return self.text.tokenizer
         said = ""
@@ -437,12 +487,20 @@ class _Preparation:
         seconds: float = 0.0,
         reused: bool = False,
     ) -> PreparedData:
-        """The datasets with tokenizer, report and fingerprint.
+        """Return the data sets with tokenizer, report and fingerprints.
 
         Args:
-            by_set: the counts of every training set, which ``read`` has together.
-            known: the training documents of every set, or what is known of them.
-            content: a hash of the training documents.
+            train: training set, or sets of a mixture.
+            known: training documents of every set; when streaming, of the first window.
+            sizes: size of every training set.
+            validation: validation set, or None.
+            content: hash of the training documents.
+            packing: packing of the rows.
+            read: counts of all training sets together.
+            validation_read: counts of ``validation_data``, or None.
+            by_set: counts of every training set.
+            seconds: time that tokenising took.
+            reused: True if the tokens were in the cache.
         """
         settings, tokenizer = self.settings, self._tokenizer_with_template(read)
         length, histogram, padding, balance = self.lengths[packing], None, None, None
@@ -463,7 +521,7 @@ class _Preparation:
             work = self.dealing.work(vocabulary_size(self.text.tokenizer))
             balance = Balance.of(together.step_lengths, self.dealing, length, work)
         held_out_size = None if validation is None else _size(validation)
-        if held_out_size is not None and settings.data != [STDLIB]:  # a try, whose loss nobody needs to the digit
+        if held_out_size is not None and settings.data != [STDLIB]:  # stdlib data is only a trial
             fixed = bool(self.validation.files) or settings.streaming
             if said := too_small(held_out_size, None if fixed else settings.validation_fraction):
                 self.notes.append(said)
@@ -498,7 +556,7 @@ class _Preparation:
         return PreparedData(mixed, validation, tokenizer, report, fingerprint, held_out, self.date, self._ends(known))
 
     def _ends(self, sets: Sequence[PackedDataset]) -> tuple[int, ...]:
-        """Special tokens behind which nothing is learned, in the first documents of every set."""
+        """Return the special tokens that end a learned part in the first documents of every set, sorted."""
         added = self.text.tokenizer.added_tokens_decoder.items()
         special, ends = {number for number, token in added if token.special}, set[int]()
         for dataset in sets:
@@ -509,7 +567,7 @@ class _Preparation:
         return tuple(sorted(ends))
 
     def _example(self, sets: Sequence[PackedDataset]) -> tuple[tuple[str, bool], ...]:
-        """One of the first documents in pieces, and which are learned: a chat or an instruction if one is there."""
+        """Return one of the first documents as pieces of text, each with True if it is learned; preferably a chat."""
         begin = max(1, len(self.text.encoder.begin))
         firsts = [dataset.document(n) for dataset in sets for n in range(min(LOOKED_AT, dataset.num_documents))]
         tokens, learned = next((first for first in firsts if not first[1][begin:].all()), firsts[0])
@@ -518,11 +576,11 @@ class _Preparation:
         return tuple((str(decode(tokens[a:b].tolist())), bool(learned[a])) for a, b in pairwise(edges))
 
     def _fingerprint(self, content: str, rows: Sequence[object]) -> str:
-        """Hashes of documents, whose own is ``content``, and of how they become rows."""
+        """Return the hashes of the documents (``content``), the tokenizer, and the making of rows."""
         return f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{content_hash(*rows)[:16]}"
 
     def _parts(self, sizes: Sequence[SetSize], shares: np.ndarray) -> tuple[PartReport, ...]:
-        """The sets of a mixture with their shares."""
+        """Return the reports of the sets of a mixture."""
         rows, total = sum(size.rows for size in sizes), sum(self._weights)
         return tuple(
             PartReport(
@@ -533,7 +591,7 @@ class _Preparation:
 
 
 def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
-    """The dataset's size; ``documents`` is the number that there were to choose from."""
+    """Return the size of a data set; ``documents`` is the number of documents before some were left out."""
     kept, shown = len(np.unique(dataset.documents)), dataset.lengths
     return SetSize(
         documents=kept,
@@ -550,6 +608,6 @@ def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
 
 
 def _usual(lengths: np.ndarray) -> tuple[int, int, int]:
-    """Lengths that half, nine of ten and all of them have at most."""
+    """Return the median, the 90 % quantile and the maximum of ``lengths``."""
     half, most, longest = np.quantile(lengths, (0.5, 0.9, 1.0), method="higher").tolist()
     return half, most, longest

@@ -1,4 +1,4 @@
-"""What training needs to know of its data, and what a checkpoint remembers of it."""
+"""Prepared data of a run, and fingerprints by which a checkpoint recognises it."""
 
 from __future__ import annotations
 
@@ -18,50 +18,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """Everything that training needs to know of its data."""
+    """Data sets, tokenizer, report and fingerprints of a run."""
 
     train: PackedDataset | StreamedDataset | Mixture
     validation: PackedDataset | None
     tokenizer: PreTrainedTokenizerBase
     report: DataReport
     fingerprint: str
-    """Hashes of all that sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
+    """Hashes of everything that determines the samples, in parts ``name:hash``; see ``changed_parts``."""
     validation_fingerprint: str = ""
-    """Hashes of the held-out documents and their rows, in parts like ``fingerprint``; empty if there are none."""
+    """Hashes of the validation documents and their rows, in parts like ``fingerprint``; ``""`` if there are none."""
     date: str = ""
-    """The day that chat templates print."""
+    """Date that chat templates print."""
     ends: tuple[int, ...] = ()
-    """Special tokens that end what is learned in the first documents."""
+    """Special tokens that end learned text in the first documents."""
 
     @property
     def sets(self) -> Sequence[PackedDataset | StreamedDataset]:
-        """The data sets of a mixture, or the only one."""
+        """Data sets of a mixture, or a list of the only data set."""
         return self.train.sets if isinstance(self.train, Mixture) else [self.train]
 
     @property
     def some_text(self) -> PackedDataset:
-        """Documents that are at hand, of validation where there are any."""
+        """Documents for a test: the validation set if there is one, else the first training set or its first window."""
         first = self.sets[0]
         return self.validation or (first if isinstance(first, PackedDataset) else first.first_window())
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, or piece of one, in a row; when streaming, of what has been read so far."""
+        """Tokens of the longest document, or piece of a document, in a row; when streaming, of what was read so far."""
         return max(self.train.longest, 0 if self.validation is None else self.validation.longest)
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples in one pass of the training data: rows, under ``balanced`` documents and pieces of them; of a mixture
-        as many as all its sets have. None when streaming, as nobody has counted them.
+        """Samples in one pass of the training data; None when streaming, because their number is unknown.
+
+        A sample is a row; under ``balanced`` it is a document or a piece of one. For a mixture the samples of all sets
+        are added.
         """
         return None if isinstance(self.train, StreamedDataset) or self.report.streamed else len(self.train)
 
     def steps_in(self, epochs: float, *, rows: int, tokens: int) -> int | None:
-        """Steps from the beginning of the data after which it has been seen so many times; None when streaming.
+        """Return the number of steps from the beginning that see the data ``epochs`` times; None when streaming.
 
         Args:
-            rows: samples of a step; of no effect under ``balanced``.
-            tokens: of a step under ``balanced``, which has as many documents as stay within them.
+            epochs: number of passes over the data.
+            rows: samples of a step; ignored under ``balanced``.
+            tokens: most tokens of a step under ``balanced``.
         """
         if isinstance(self.train, StreamedDataset) or self.samples_per_epoch is None:
             return None
@@ -75,8 +78,9 @@ class PreparedData:
         return steps
 
     def passes(self, samples: int) -> list[tuple[str, float]]:
-        """The data sets, and how many times each has been seen after so many samples; when streaming, how many times
-        it has been gone through.
+        """Return the name of each data set and the number of passes over it in the first ``samples`` samples.
+
+        When streaming, the number counts only completed passes.
         """
         counts = self.train.counts(samples) if isinstance(self.train, Mixture) else [samples]
         names = [part.name for part in self.report.parts] or ["the training data"]
@@ -87,7 +91,9 @@ class PreparedData:
 
 
 def changed_parts(before: str, now: str) -> list[str]:
-    """The names of the parts in which two fingerprints differ: documents, tokenizer, rows."""
+    """Return the sorted names of the parts in which two fingerprints differ: documents, tokenizer, rows.
+
+    The list is empty if the fingerprints are equal. A part that only one of them has counts as different."""
     old, new = (
         dict(part.split(":", 1) for part in fingerprint.split() if ":" in part) for fingerprint in (before, now)
     )

@@ -1,4 +1,4 @@
-"""Counts of what was read and what was skipped, so that no document is lost without a word."""
+"""Counts of what was read and what was skipped, so that no document is lost without a message."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ if TYPE_CHECKING:
 
 
 Left = Literal["file", "folder", "row", "empty", "answer", "note", "remark"]
-"""Kinds of things that are left out. A ``note`` on a row and a ``remark`` on an answer leave nothing out: they are said
-once, with a count."""
+"""Kinds of things that are left out. A ``note`` about a row and a ``remark`` about an answer leave nothing out; they
+are reported once, with a count."""
 LEFT_NOTHING_OUT: tuple[Left, ...] = ("note", "remark")
 
 
 MOST_NAMES = 20
-"""Columns or fields that one line names."""
+"""Number of columns or fields that one line lists."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A document, row, file or folder that was left out, and why."""
+    """A document, row, file or folder that was left out, with the reason."""
 
     kind: Left
     where: str
-    """The file, with the line or row where there is one."""
+    """File, with line or row if there is one."""
     why: str
-    """Words that are the same for all with this trouble, which are counted together."""
+    """Reason, in words that are equal for all cases of this problem; they are counted together."""
     detail: str = ""
-    """What is special about this one."""
+    """Details of this case; ``""`` if there are none."""
     names: tuple[str, ...] = ()
-    """Columns or fields that it is about. Those of all with this trouble are told together."""
+    """Columns or fields concerned; the names of all cases of this problem are reported together."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}{_named(self.names)}" + (f" ({self.detail})" if self.detail else "")
 
     @property
     def sentence(self) -> str:
+        """Text for a log."""
         return str(self) if self.kind in LEFT_NOTHING_OUT else f"left out {self}"
 
 
@@ -53,13 +54,14 @@ class Trouble:
     kind: Left
     why: str
     first: str
-    """Where the first one stands, and what is special about it."""
+    """Place and details of the first case."""
     number: int = 1
     names: list[str] = field(default_factory=list)
-    """Columns or fields that they are about."""
+    """Columns or fields concerned."""
 
     @property
     def line(self) -> str:
+        """Text for the console, with number, reason and first case."""
         noun = {"empty": "document", "note": "row", "remark": "answer"}.get(self.kind, self.kind)
         out = "" if self.kind in LEFT_NOTHING_OUT else "left out, "
         why = out + self.why + _named(self.names)
@@ -67,7 +69,7 @@ class Trouble:
 
 
 def _named(names: Sequence[str]) -> str:
-    """The names behind a colon, of many the first ones; empty without names."""
+    """Return the first ``MOST_NAMES`` names after a colon, and the number of further ones; ``""`` without names."""
     more = len(names) - MOST_NAMES
     listed = ", ".join(names[:MOST_NAMES])
     return (f": {listed}" if names else "") + (f" and {more} more" if more > 0 else "")
@@ -75,45 +77,46 @@ def _named(names: Sequence[str]) -> str:
 
 @dataclass
 class ReadCounts:
-    """Numbers of a corpus's documents and of what was left out. Kept with the tokens in the cache."""
+    """Numbers of a corpus's documents and of what was left out; stored with the tokens in the cache."""
 
     files: int = 0
-    """Files that matched the globs."""
+    """Number of files that matched the globs."""
     rows: int = 0
-    """Rows that were read, those left out included."""
+    """Number of rows read, including rows left out."""
     text: int = 0
-    """Documents of plain text."""
+    """Number of documents of plain text."""
     chat: int = 0
-    """Documents that were chat rows."""
+    """Number of documents from chat rows."""
     instruction: int = 0
-    """Documents that were instruction rows."""
+    """Number of documents from instruction rows."""
     empty: int = 0
-    """Documents without a token that counts, left out."""
+    """Number of documents left out because no token counts."""
     bad_files: int = 0
-    """Files and folders left out, or left off at the place that cannot be read."""
+    """Number of files and folders left out, or read only up to a damaged place."""
     bad_rows: int = 0
-    """Rows left out."""
+    """Number of rows left out."""
     bad_answers: int = 0
-    """Answers that are not learned, of rows whose other answers are."""
+    """Number of answers that are not learned although other answers of their rows are."""
     troubles: list[Trouble] = field(default_factory=list)
-    """The same by reason, in the order of the first of each."""
+    """Reasons for which something was left out, in the order of their first cases."""
     longest: int = 0
     """Tokens of the longest document."""
     longest_where: str = ""
-    """Where that one stands."""
+    """File and row of the longest document."""
 
     @property
     def documents(self) -> int:
+        """Number of documents of all kinds."""
         return self.text + self.chat + self.instruction
 
     @property
     def masked(self) -> bool:
-        """True if some tokens do not count, as in chat and instruction rows."""
+        """True if some tokens do not count in the loss, as in chat and instruction rows."""
         return self.chat + self.instruction > 0
 
     @property
     def mostly_left_out(self) -> str:
-        """A warning if more than one row in ten is left out, or ``""``."""
+        """Warning if more than one row in ten is left out, else ``""``."""
         out = self.bad_rows + self.empty
         if 10 * out <= self.rows:
             return ""
@@ -121,18 +124,22 @@ class ReadCounts:
         return f"left out {out:,} of {self.rows:,} rows, {worst.number:,} of them {worst.why}: {worst.first}"
 
     def add_row(self, row: object) -> None:
-        """Count a row that was read; a ``Skipped`` of a file is none."""
+        """Count a row that was read; a ``Skipped`` about a file or folder is not counted."""
         self.rows += not isinstance(row, Skipped) or row.kind in ("row", "empty")
 
     def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
+        """Count a document of a kind."""
         setattr(self, kind, getattr(self, kind) + 1)
 
     def add_length(self, tokens: int, where: str) -> None:
+        """Record the length and place of a document if it is the longest so far."""
         if tokens > self.longest:
             self.longest, self.longest_where = tokens, where
 
     def add_skipped(self, skipped: Skipped) -> bool:
-        """Count it; True if it is the first with its trouble or with one of its names."""
+        """Count ``skipped`` under its kind and reason; return True if the reason, or one of its names, is new.
+
+        A note or remark, which leaves nothing out, is counted under its reason only."""
         if skipped.kind == "empty":
             self.empty += 1
         elif skipped.kind == "row":
@@ -145,7 +152,7 @@ class ReadCounts:
         return self._add_trouble(Trouble(skipped.kind, skipped.why, first, names=list(skipped.names)))
 
     def _add_trouble(self, trouble: Trouble) -> bool:
-        """Count it with those of its kind; True if it is the first one or has a new name."""
+        """Add to the count of this kind and reason; return True if the reason, or one of its names, is new."""
         for known in self.troubles:
             if (known.kind, known.why) == (trouble.kind, trouble.why):
                 known.number += trouble.number
@@ -155,12 +162,12 @@ class ReadCounts:
         return True
 
     def lines(self, name: str) -> list[str]:
-        """A line for the console for every kind of trouble; ``name`` says of which data."""
+        """Return one line for the console per reason, each beginning with ``name``, the name of the data."""
         return [f"{name}: {trouble.line}" for trouble in self.troubles]
 
     @classmethod
     def merged(cls, parts: Sequence[ReadCounts]) -> ReadCounts:
-        """The counts of several sets together."""
+        """Return the sum of the counts of several sets; for one set its counts themselves, not a copy."""
         if len(parts) == 1:
             return parts[0]
         total = cls()
@@ -174,7 +181,7 @@ class ReadCounts:
 
     @classmethod
     def loaded(cls, values: dict[str, Any]) -> ReadCounts:
-        """The counts that ``asdict`` made plain."""
+        """Return the counts from the output of ``asdict``."""
         return cls(**{**values, "troubles": [Trouble(**trouble) for trouble in values["troubles"]]})
 
 
@@ -189,28 +196,26 @@ class SetSize:
     learned: int
     """Labels of an epoch that count."""
     truncated: int = 0
-    """Documents longer than a row of which ``fit`` packing cuts off the end."""
+    """Documents longer than a row, which ``fit`` packing truncates."""
     left_out: int = 0
-    """Documents without a token that it would show and that is learned."""
+    """Documents left out because no token that would be in a row is learned."""
     cut: int = 0
     """Documents that ``balanced`` and ``none`` cut into pieces."""
     padding: int = 0
-    """Tokens of an epoch that fill up rows."""
+    """Padding tokens of an epoch."""
     torn: int = 0
     """Pieces of documents that lack their beginning."""
     usual: tuple[int, int, int] = (0, 0, 0)
-    """Tokens that half of the documents have at most, that nine of ten have at most, and of the longest; when rows cut
-    them off, of what is shown.
-    """
+    """Median, 90 % quantile and maximum of the tokens of documents; without truncated ends."""
 
     @classmethod
     def sum(cls, parts: Sequence[SetSize], usual: tuple[int, int, int]) -> SetSize:
-        """The size of several sets together; ``usual`` of all their documents."""
+        """Return the total size of several sets; ``usual`` are the quantiles over all their documents."""
         counted = [item.name for item in fields(cls) if item.name != "usual"]
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in counted}, usual=usual)
 
     def text(self, sequence_length: int, packing: str) -> str:
-        """The size in words; ``sequence_length`` of a row, or of a document at most."""
+        """Return the size as text; ``sequence_length`` is the length of a row, or the longest length of a document."""
         if packing in ("balanced", "none"):
             rows = "balanced" if packing == "balanced" else "one per row"
             said = f"{self.documents:,} documents ({rows}), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
@@ -229,19 +234,19 @@ class SetSize:
 
 
 PIECES_SHOWN = 6
-"""Pieces of the first document on the console."""
+"""Number of pieces of the first document shown on the console."""
 
 ENOUGH_DOCUMENTS, ENOUGH_TOKENS = 100, 10_000
-"""Held-out documents, and tokens of them that count, below which a loss is mostly noise: means of documents spread by
-some tenths, and those of tokens by some units.
-"""
+"""Number of validation documents, and of their tokens that count, below which the loss is mostly noise. Means of
+documents vary by a few tenths, losses of tokens by a few units."""
 
 
 def too_small(size: SetSize, fraction: float | None) -> str:
-    """A sentence on a validation set that is too small, and what would be enough; empty for one that is not.
+    """Return a sentence if a validation set is too small, with advice; else ``""``.
 
     Args:
-        fraction: the share of the documents that was held out, where a larger one would hold out more.
+        size: size of the validation set.
+        fraction: fraction of documents that was held out; None if a larger one would not help.
     """
     lacking = max(ENOUGH_DOCUMENTS / size.documents, ENOUGH_TOKENS / max(1, size.learned))
     if lacking <= 1:
@@ -255,16 +260,18 @@ def too_small(size: SetSize, fraction: float | None) -> str:
 
 
 LARGEST_FRACTION = 0.3
-"""Share of the documents that one would still hold out."""
+"""Largest fraction of held-out documents that is advised."""
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """A data set of a mixture.
+    """Report of one data set of a mixture.
 
     Attributes:
-        share: of the tokens.
-        passes: times that it is seen in one pass of the mixture; None when streaming.
+        name: name of the set.
+        share: share of the tokens.
+        passes: number of passes over it in one pass of the mixture; None when streaming.
+        size: size of the set.
     """
 
     name: str
@@ -273,6 +280,7 @@ class PartReport:
     size: SetSize
 
     def line(self, sequence_length: int, packing: str) -> str:
+        """Return a line for the console."""
         seen = "" if self.passes is None else f", {self.passes:.2f} epochs in one epoch of the mixture"
         return f"  {self.name}: {self.share:.1%} of the tokens, {self.size.text(sequence_length, packing)}{seen}"
 
@@ -285,47 +293,52 @@ class DataReport:
     """Origin and size of the tokenizer."""
     packing: Packed
     sequence_length: int
-    """Tokens of a row; under ``balanced`` and ``none`` of a document at most."""
+    """Tokens of a row; under ``balanced`` and ``none`` the most tokens of a document."""
     seconds: float
     reused: bool
     """True if the tokens were in the cache already."""
     train: SetSize
-    """Size of the training data; when streaming, of the first window: nobody has counted the rest."""
+    """Size of the training data; when streaming, of the first window, because the total is unknown."""
     validation: SetSize | None
     read: ReadCounts
-    """Counts of the training files; when streaming, of what has been read so far."""
+    """Counts of the training files; when streaming, of what was read so far."""
     validation_read: ReadCounts | None = None
-    """Counts of the validation files, if they are others."""
+    """Counts of the validation files; None if validation documents were held out."""
     notes: tuple[str, ...] = ()
-    """Sentences on what was done otherwise than asked, and why."""
+    """Sentences about deviations from the settings, with reasons."""
     warnings: tuple[str, ...] = ()
-    """Sentences on the sets of which much is left out."""
+    """Sentences about sets of which much is left out."""
     streamed: bool = False
     why: str = ""
-    """The reason for the packing, where it was left to be chosen."""
+    """Reason for the packing, if ``auto`` chose it."""
     why_length: str = ""
-    """The reason for the length, where it follows from the documents."""
+    """Reason for the sequence length, if it follows from the documents."""
     histogram: Histogram | None = None
     """Lengths of the training documents under ``balanced`` and ``none``; when streaming, of the first window."""
     padding: float | None = None
-    """Under ``none``, the share of padding in the first steps."""
+    """Share of padding in the first steps, under ``none``."""
     balance: Balance | None = None
-    """How evenly the first steps are dealt under ``balanced``."""
+    """Balance between processes in the first steps, under ``balanced``."""
     parts: tuple[PartReport, ...] = ()
-    """The data sets of a mixture."""
+    """Reports of the data sets of a mixture."""
     example: tuple[tuple[str, bool], ...] = ()
-    """The first document of a set with chats or instructions, in pieces, and which of them are learned."""
+    """First document of a set with chats or instructions, as pieces of text with a flag: True if learned."""
 
     @property
     def longest(self) -> tuple[int, str]:
-        """Tokens of the longest document, before any is cut, and where it stands."""
+        """Tokens of the longest document before cutting, and its file and row."""
         longest = max((self.read, self.validation_read or self.read), key=lambda counts: counts.longest)
         return longest.longest, longest.longest_where
 
     def example_lines(self, most: int | None = None) -> list[str]:
-        """The example with learned text marked; given ``most``, six pieces of about so many letters."""
+        """Return lines that show the example, with learned text marked; an empty list without an example.
+
+        Args:
+            most: show only ``PIECES_SHOWN`` pieces of about this many characters each; None shows everything.
+        """
 
         def shortened(text: str) -> str:
+            """Return the beginning and end of ``text`` if it is longer than ``most``."""
             cut = most is not None and len(text) > most
             return f"{text[: most // 2]} ... {text[-(most // 2) :]}" if cut and most else text
 
@@ -337,9 +350,9 @@ class DataReport:
         return ["first document (learned text between >>> and <<<):", *(f"  {line}" for line in text.split("\n"))]
 
     def lines(self) -> list[str]:
-        """Lines for the console."""
+        """Return the lines for the console."""
         lines = [f"tokenizer: {self.tokenizer}"]
-        if self.why and self.packing != "split":  # which is the usual one
+        if self.why and self.packing != "split":  # split is the usual packing
             lines.append(f"packing: {self.packing} ({self.why})")
         if self.why_length:
             lines.append(f"sequence length: {self.sequence_length:,} tokens, {self.why_length} (--sequence-length)")

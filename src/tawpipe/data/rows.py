@@ -1,9 +1,9 @@
 """Samples by number: rows cut out of a tokenised corpus, so that the position in the data is one integer.
 
-A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
-is in segments of its own, none longer than the longest document, so that no position is beyond what documents need.
-Under ``balanced`` and ``none`` a row is one document, as long as it is; under ``balanced`` a step takes as many of them
-as its tokens allow.
+A row has S tokens. It holds segments (documents or pieces of them) that do not attend to each other. Padding at its end
+is in separate segments, none longer than the longest document, so that no position exceeds what documents need. Under
+``balanced`` and ``none`` a row is one document with its own length. Under ``balanced`` a step takes as many documents
+as fit into its tokens.
 """
 
 from __future__ import annotations
@@ -35,41 +35,44 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 
 WHOLE: tuple[Packed, ...] = ("balanced", "none")
-"""Packings whose samples are documents, or pieces of them, of their own lengths."""
-PLANS_KEPT = 2  # the epoch that is read and the one that a prefetching thread may have entered
+"""Packings whose samples are documents, or pieces of documents, with their own lengths."""
+PLANS_KEPT = 2  # the current epoch and one that a prefetching thread may have entered
 
 
 class RowSource(Protocol):
-    """Samples by their global number, counted from 0 over all epochs. A number gives the same row everywhere."""
+    """Interface of samples by global number, counted from 0 over all epochs.
+
+    Each number gives an equal row on every rank.
+    """
 
     def sample(self, number: int) -> MicroBatch:
-        """The sample as a micro-batch of one row."""
+        """Return sample ``number`` as a micro-batch of one row."""
         ...
 
     def step(self, first: int, tokens: int) -> StepDocuments:
-        """The samples from ``first`` on that have so many tokens together at most, or one that has more."""
+        """Return the samples from ``first`` on that have up to ``tokens`` tokens together; at least one."""
         ...
 
     def length(self, number: int) -> int:
-        """Tokens of the sample."""
+        """Return the tokens of sample ``number``."""
         ...
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """State with which another process goes on at sample ``number`` at once. Small, and of plain JSON types."""
+        """Return a small JSON state with which another process can continue quickly at sample ``number``."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the samples from the state's number on cheap to reach."""
+        """Move to the sample number in ``state``, so that the samples from there on can be read quickly."""
         ...
 
 
 @dataclass(frozen=True)
 class StepDocuments:
-    """The documents of one step under ``balanced``.
+    """Documents of one step under ``balanced``.
 
     Args:
-        lengths: of the documents, in tokens.
-        read: makes a document, by its number in the step, a micro-batch of one row.
+        lengths: tokens of each document.
+        read: returns a document by its index in the step, as a micro-batch of one row.
     """
 
     lengths: list[int]
@@ -77,7 +80,11 @@ class StepDocuments:
 
 
 def read_step(sample: Callable[[int], MicroBatch], first: int, tokens: int) -> StepDocuments:
-    """The documents of a step whose lengths are known only when they are read, which is done here, in their order."""
+    """Read samples from ``first`` on until ``tokens`` tokens are reached, and return them as the documents of a step.
+
+    For data sets whose lengths are known only after reading. Always reads at least one sample, and one beyond the
+    limit.
+    """
     samples: list[MicroBatch] = []
 
     def lengths() -> Iterator[int]:
@@ -89,7 +96,7 @@ def read_step(sample: Callable[[int], MicroBatch], first: int, tokens: int) -> S
 
 
 def take(lengths: Iterator[int], tokens: int) -> list[int]:
-    """The first lengths that are at most so many tokens together, at least one."""
+    """Return the first of ``lengths`` with a sum of up to ``tokens``; always at least one."""
     taken = [next(lengths)]
     total = taken[0]
     for length in lengths:
@@ -103,11 +110,15 @@ def take(lengths: Iterator[int], tokens: int) -> list[int]:
 def cut_row(
     corpus: Corpus, documents: Int64s, segments: Sequence[Segment], sequence_length: int, pad_id: int, longest: int
 ) -> MicroBatch:
-    """Copy the segments' tokens into one row.
+    """Copy the tokens of segments into one row, followed by padding.
 
     Args:
-        documents: the corpus's number of each document that the segments count.
-        longest: tokens of a segment of padding at most.
+        corpus: tokenised documents.
+        documents: index in the corpus of each document that segments refer to.
+        segments: parts of documents, from left to right.
+        sequence_length: tokens of the row.
+        pad_id: token id of padding.
+        longest: most tokens of one segment of padding.
     """
     input_ids = np.full((1, sequence_length), pad_id, np.int64)
     labels = np.full((1, sequence_length), IGNORE, np.int64)
@@ -127,7 +138,7 @@ def cut_row(
 
 
 def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
-    """An error for files of which no token would be learned."""
+    """Return the error for files of which no token would be learned."""
     places = {"fit": f"in the first {sequence_length:,} tokens of any document"} | dict.fromkeys(
         WHOLE, "in any document"
     )
@@ -138,8 +149,10 @@ def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: 
 
 
 def _learnable(corpus: Corpus, documents: Int64s, longest: int) -> tuple[Pieces, int]:
-    """The pieces of documents of which something is learned, and how many tokens are. Nothing predicts the first token
-    of a piece.
+    """Return the pieces of ``documents`` with a token to learn, and the number of learned tokens.
+
+    Documents longer than ``longest`` tokens are cut into pieces. The first token of a piece is not learned, because
+    nothing predicts it.
     """
     pieces = Pieces.of(corpus.lengths[documents], longest)
     begins = corpus.offsets[documents[pieces.documents]] + pieces.starts
@@ -148,16 +161,18 @@ def _learnable(corpus: Corpus, documents: Int64s, longest: int) -> tuple[Pieces,
 
 
 class PackedDataset:
-    """The rows of some documents of a tokenised corpus.
+    """Rows of some documents of a tokenised corpus.
 
-    Sample n is decided by (corpus, documents, sequence_length, packing, seed, n) alone, in whatever order samples are
-    asked for; the position in the data is therefore one integer, the number of samples consumed.
+    Sample n depends only on (corpus, documents, sequence_length, packing, seed, n), in whatever order samples are read.
+    The position in the data is therefore one integer: the number of samples consumed.
 
     Args:
-        documents: [documents] numbers of the corpus's documents that take part.
-        sequence_length: tokens of a row; under ``balanced`` and ``none`` of a document at most.
-        packing: how they fill rows, see ``tawpipe.dealing.packing``.
-        pad_id: the token that fills up rows; any will do, as it never counts and nothing sees it.
+        corpus: tokenised documents.
+        documents: indices of the documents that take part, ``(documents,)``.
+        sequence_length: tokens of a row; under ``balanced`` and ``none`` the most tokens of a document.
+        seed: seed of the order of documents.
+        packing: placement of documents in rows, see ``tawpipe.dealing.packing``.
+        pad_id: token id of padding; any id works, because padding never counts and nothing attends to it.
     """
 
     def __init__(
@@ -183,17 +198,17 @@ class PackedDataset:
         assert self._rows, "a dataset has at least one row"
         self._plans: dict[int, EpochPlan] = {}
         self.longest = min(int(self._lengths.max()), sequence_length)
-        """Tokens that a segment may have at most: of the longest document, or of a row."""
+        """Tokens of the longest segment: the length of the longest document, but at most ``sequence_length``."""
 
     @classmethod
     def of_learnable(
         cls, corpus: Corpus, documents: Int64s, sequence_length: int, *, seed: int, packing: Packed, pad_id: int
     ) -> PackedDataset | None:
-        """The rows of those documents of which something is learned; None if there is none.
+        """Return the data set of the documents with a token to learn; None if there is none.
 
-        ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned. Under
-        ``balanced`` and ``none`` pieces of which nothing is learned are left out. Under ``split`` all take part, or
-        none.
+        Under ``fit`` a document is truncated, so an answer beyond ``sequence_length`` would not be learned. Under
+        ``balanced`` and ``none`` pieces without a learned token are left out. Under ``split`` either all documents take
+        part or none.
         """
         if packing in WHOLE:
             kept = documents[np.unique(_learnable(corpus, documents, sequence_length)[0].documents)]
@@ -206,26 +221,27 @@ class PackedDataset:
 
     @property
     def num_documents(self) -> int:
+        """Number of documents that take part."""
         return len(self.documents)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the documents, also those that ``fit`` cuts off, and pieces that are left out."""
+        """Number of tokens of the documents, including truncated ends and pieces that are left out."""
         return int(self._lengths.sum())
 
     @property
     def contents(self) -> NDArray[np.uint64]:
-        """[documents] a hash of each one's pieces."""
+        """Hash of the pieces of each document: ``(documents,)``."""
         return self._corpus.contents[self.documents]
 
     @property
     def num_padding(self) -> int:
-        """Tokens of an epoch that fill up rows."""
+        """Number of padding tokens in one epoch."""
         return 0 if self._pieces is not None else self._rows * self.sequence_length - int(self.lengths.sum())
 
     @property
     def num_learned(self) -> int:
-        """Labels of the first epoch that count; under ``fit`` those of every epoch."""
+        """Number of labels that count in the first epoch; under ``fit`` in every epoch."""
         if self._pieces is not None:
             return _learnable(self._corpus, self.documents, self.sequence_length)[1]
         if self._shape is not None:
@@ -234,22 +250,25 @@ class PackedDataset:
         assert isinstance(plan, SplitPlan)
         documents, tokens = plan.inner_cuts()
         places = self._corpus.offsets[self.documents[documents]] + tokens
-        lost = self._corpus.counted(places, places + 1).sum()  # nothing predicts the first token of a row
+        lost = self._corpus.counted(places, places + 1).sum()  # nothing predicts a row's first token
         return int(self._corpus.learned(self.documents).sum() - lost)
 
     @property
     def num_truncated(self) -> int:
-        """Documents whose end ``fit`` cuts off."""
+        """Number of documents that ``fit`` truncates."""
         return 0 if self._shape is None else self._num_longer
 
     @property
     def num_cut(self) -> int:
-        """Documents that are cut into pieces."""
+        """Number of documents that are cut into pieces."""
         return 0 if self._pieces is None else self._num_longer
 
     @property
     def num_torn(self) -> int:
-        """Pieces of documents that are learned without what stands before them."""
+        """Number of pieces of documents that are learned without the text before them.
+
+        Under ``split`` the pieces of the first epoch are counted.
+        """
         if self._pieces is not None:
             return int((self._pieces.starts > 0).sum())
         plan = self._plan(0)
@@ -257,53 +276,64 @@ class PackedDataset:
 
     @property
     def _num_longer(self) -> int:
+        """Number of documents longer than ``sequence_length``."""
         return int((self._lengths > self.sequence_length).sum())
 
     @property
     def lengths(self) -> Int64s:
-        """[documents] tokens of each, of the part that is shown; of every piece where they are cut into pieces."""
+        """Tokens of each document, without truncated ends, or of each piece if documents are cut into pieces."""
         if self._pieces is not None:
             return self._pieces.lengths
         return self._lengths if self._shape is None else self._shape.lengths
 
     def __len__(self) -> int:
-        """Rows of an epoch; the same for all."""
+        """Return the number of rows of an epoch, equal for all epochs."""
         return self._rows
 
     def sample(self, number: int) -> MicroBatch:
-        """Row ``number % rows`` of epoch ``number // rows``."""
+        """Return row ``number % rows`` of epoch ``number // rows``."""
         epoch, row = divmod(number, self._rows)
         segments = self._plan(epoch).segments(row)
         length = self.sequence_length if self._pieces is None else segments[0].length
         return cut_row(self._corpus, self.documents, segments, length, self._pad_id, self.longest)
 
     def length(self, number: int) -> int:
-        """Tokens of the sample, without reading it."""
+        """Return the tokens of sample ``number`` without reading it."""
         epoch, row = divmod(number, self._rows)
         plan = self._plan(epoch)
         return plan.length(row) if isinstance(plan, PiecePlan) else self.sequence_length
 
     def step(self, first: int, tokens: int) -> StepDocuments:
+        """Return the documents of a step of up to ``tokens`` tokens from sample ``first`` on, to be read later."""
         return StepDocuments(self.step_lengths(first, tokens), lambda number: self.sample(first + number))
 
     def step_lengths(self, first: int, tokens: int) -> list[int]:
-        """Tokens of the documents of a step, without reading them."""
+        """Return the tokens of each document of a step without reading them."""
         return take(map(self.length, count(first)), tokens)
 
     def document(self, number: int) -> tuple[NDArray, NDArray[np.bool_]]:
-        """Tokens of a document, and which of them are learned; nothing predicts the first."""
+        """Return the token ids of document ``number``, and a boolean mask that is True for learned tokens.
+
+        The mask is False for the first token, which nothing predicts. The document is whole, even if rows truncate it.
+        """
         tokens, counts = self._corpus.read(int(self.documents[number]), 0, int(self._lengths[number]))
         learned = np.ones(len(tokens), np.bool_) if counts is None else counts
         return tokens, np.append(np.zeros(1, np.bool_), learned[1:])[: len(tokens)]
 
     def text(self, document: int, tokens: int, without: Sequence[int]) -> Int64s:
-        """So many tokens of the documents end to end, from the beginning of one on, over and over; none where nothing
-        is left ``without`` some tokens.
+        """Return ``tokens`` tokens of the documents end to end, from the beginning of ``document`` on.
+
+        The documents are repeated as often as needed.
+
+        Args:
+            document: index of the first document.
+            tokens: number of tokens.
+            without: token ids to remove. If nothing is left without them, the result is empty.
         """
         pieces, left, end = [np.zeros(0, np.int64)], tokens, document + self.num_documents
         while left and document < end:
             first, begin_and_end = document % self.num_documents, 2
-            # No more documents than are needed if each has a token, and of none more than is needed.
+            # Read only documents that are needed if each has one token, and of each only the needed part.
             some = slice(first, min(first + min(left, end - document), self.num_documents))
             lengths = np.minimum(self._lengths[some], left + begin_and_end)
             lengths = lengths[: np.searchsorted(lengths.cumsum(), left) + 1]
@@ -315,6 +345,7 @@ class PackedDataset:
         return np.resize(once, tokens) if len(once) else once
 
     def _plan(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch; the last ``PLANS_KEPT`` plans are kept."""
         plan = self._plans.get(epoch)
         if plan is None:
             if self._pieces is not None:
@@ -323,7 +354,7 @@ class PackedDataset:
                 plan = SplitPlan(self._lengths, self.sequence_length, seed=self.seed, epoch=epoch)
             else:
                 plan = FitPlan(self._shape, seed=self.seed, epoch=epoch)
-            # A new dict instead of a changed one: a prefetching thread may be reading it.
+            # Replace the dict instead of changing it: a prefetching thread may read it.
             self._plans = dict([*self._plans.items(), (epoch, plan)][-PLANS_KEPT:])
         return plan
 
@@ -331,4 +362,4 @@ class PackedDataset:
         return {"sample": number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: every sample is equally near."""
+        """Do nothing, because every sample can be read equally fast."""

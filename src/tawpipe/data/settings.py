@@ -1,4 +1,4 @@
-"""The settings of the data, as a dataclass that the command line shows as options without loading torch."""
+"""Data settings: a dataclass that the command line shows as options without loading torch."""
 
 from __future__ import annotations
 
@@ -18,98 +18,100 @@ SpecialInText = Literal["keep", "plain"]
 TEXT, CHATS = ("text",), ("messages", "conversations")
 PROMPTS, ANSWERS = ("prompt", "instruction"), ("completion", "response", "output")
 BESIDES = ("input", "system", "tools", "functions", "chat_template_kwargs")
-"""Columns of a row by their use: its text; its turns; what is asked and what is answered; what there may be besides."""
+"""Columns of a row by their use: its text, its turns, the question, the answer, and optional further columns."""
 
 COLUMN_NAMES = (*TEXT, *CHATS, "role", "content", *PROMPTS, *ANSWERS, *BESIDES)
-"""Names in ``columns``; role and content are those of a message."""
+"""Names that ``columns`` may map; ``role`` and ``content`` are fields of a message."""
 
-SMALLEST_VOCABULARY = 257  # every byte, and the end-of-text token
+SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Settings of the text, and of how it becomes rows of tokens."""
+    """Settings of the data and of how it becomes rows of tokens."""
 
     data: list[str] = field(default_factory=lambda: ["stdlib"])
-    """Training data: files, folders, globs (`**` crosses folders; a name that exists is no glob), and data sets of the
-    Hub as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT. .jsonl, .json, .parquet, .csv and .tsv hold one document per
-    row, any other file is UTF-8 text and one document; .gz and .zst are unpacked. With =WEIGHT behind each (a.jsonl=0.7
-    hf:org/b=0.3) they are mixed by these shares of the tokens. `stdlib` stands for the Python standard library's own
-    source files."""
+    """Training data: files, folders, globs, and Hub data sets. In globs `**` crosses folders; the name of an existing
+    file is never a glob. Hub data sets are named hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT. Files .jsonl, .json,
+    .parquet, .csv and .tsv hold one document per row. Any other file is UTF-8 text and one document. Files .gz and .zst
+    are decompressed. With =WEIGHT after each name (a.jsonl=0.7 hf:org/b=0.3) the data sets are mixed; weights are
+    shares of the tokens. `stdlib` stands for the source files of the Python standard library."""
 
     validation_data: list[str] = field(default_factory=list)
-    """Validation data, named as --data does, without weights. Empty: a fraction of the training documents is held out
+    """Validation data, named as in --data, without weights. Empty: a fraction of the training documents is held out
     instead."""
 
     validation_fraction: float = 0.02
-    """Share of the documents that is held out for validation, chosen by a hash of the row and the seed, so that copies
-    of a document stay on one side. Of no effect with validation_data. 0: no validation."""
+    """Fraction of the training documents that is held out for validation. A hash of the row and the seed chooses them,
+    so all copies of a document are on one side. Ignored with validation_data. 0: no validation."""
 
     rows: Rows = "auto"
-    """Kind of a row: text, chat (`messages`, or `conversations` as ShareGPT has them), or instruction (`prompt` or
-    `instruction`, with `completion`, `response` or `output`, and perhaps `input`). auto: by its columns, where those
-    that --columns names go first, then chat, instruction and text."""
+    """Type of the rows: text, chat or instruction. A chat row has `messages`, or `conversations` as in ShareGPT. An
+    instruction row has `prompt` or `instruction`, one of `completion`, `response` and `output`, and optionally `input`.
+    auto: recognised by the columns of a row; columns named in --columns have priority, then chat, instruction and text.
+    """
 
     columns: list[str] = field(default_factory=list)
-    """Columns under other names than tawpipe's, as NAME=COLUMN: text=body, or prompt=question response=answer. In
-    chats, role=speaker content=words name the two parts of a message."""
+    """Columns that have other names in the data, as NAME=COLUMN: text=body, or prompt=question response=answer. In
+    chats, role=speaker content=words name the two fields of a message."""
 
     ignore_columns: list[str] = field(default_factory=list)
-    """Columns that are taken to be absent. Without this a chat or instruction row is refused, with its whole data set,
-    for columns that change what it means: preferences, a true or false label, history, pictures, sounds, films, a
-    weight or loss of the row that is not 1 or true. A type of parts of a message's content may be named as well."""
+    """Columns to treat as absent. Without this setting, chat or instruction data is refused if it has columns that
+    change the meaning of a row: preferences, a true or false label, history, images, audio, video, or a weight or loss
+    of the row other than 1 or true. A type of content parts of a message may be named as well."""
 
     chat_template: str | None = None
-    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own where it has one, else
-    chatml where the tokenizer has its tokens, else plain. It is exported with the model."""
+    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own template if it has one,
+    else chatml if the tokenizer has its tokens, else plain. The template is exported with the model."""
 
     answers: Answers = "each"
-    """Answers of a chat that are learned. each: every answer as it will be asked for, in a document of its own where
-    the chat template shows earlier turns otherwise than the last one. last: the last answer alone. shown: one document,
-    with what the template shows of each answer; what it leaves out is said with a count."""
+    """Answers of a chat that are trained. each: every answer, with the prompt that the template makes for it; if the
+    template shows earlier turns differently from the last one, each answer gets a document of its own. last: only the
+    last answer. shown: one document with the part of each answer that the template shows; answers it leaves out are
+    counted and reported."""
 
     long_chats: LongChats = "turns"
-    """Chats and instructions longer than a row, or than max_document. turns: cut where a user's turn begins, with the
-    system's turn repeated; a question that is too long with its answer is left out. drop: documents that are too long
-    are left out. anywhere: cut into pieces of tokens, which may lack their question. Under split rows are cut
-    anywhere."""
+    """Treatment of chats and instructions that are longer than a row, or than max_document. turns: cut them where a
+    user turn begins and repeat the system turn; a question that is too long together with its answer is left out. drop:
+    leave out documents that are too long. anywhere: cut them at any token, so that an answer may lack its question.
+    With packing split, rows are always cut anywhere."""
 
     as_chat: AsChat = "auto"
-    """Write instruction rows by the chat template, as a user's turn and an assistant's. auto: where the tokenizer has a
-    template of its own or --chat-template names one. off: as they are."""
+    """Write instruction rows with the chat template, as a user turn and an assistant turn. auto: if the tokenizer has
+    its own template or --chat-template names one. off: leave them as they are."""
 
     special_in_text: SpecialInText = "keep"
-    """Special tokens that users, tools and the system wrote, as `<|im_end|>` in a question: keep tokenises them as
-    special tokens, as servers do when a model is asked; plain as text. Said with a count."""
+    """Special tokens written by users, tools and the system, such as `<|im_end|>` in a question. keep: tokenise them as
+    special tokens, as servers do at inference. plain: tokenise them as text. Their number is reported."""
 
     tokenizer: str | None = None
-    """A folder with a tokenizer, a tokenizer.json, or a Hub name. Unset: the model's own where it has one, else a
-    byte-level BPE that is trained on the training files and kept in the cache."""
+    """Tokenizer: a folder, a tokenizer.json, or a Hub name. Unset: the model's own if it has one, else a byte-level BPE
+    trained on the training files and kept in the cache."""
 
     vocab_size: int = 8192
-    """Vocabulary of the tokenizer that is trained here. Of no effect on one that exists."""
+    """Vocabulary size of a tokenizer that is trained here. No effect on an existing tokenizer."""
 
     packing: Packing = "auto"
-    """Documents in rows. split: end to end, a document may go on in another row as a document of its own. fit:
-    whole documents, best fit, the rest of the row is padding, a document longer than a row is cut off. balanced: whole
-    documents in rows of any length, dealt so that all processes compute for equally long; a document longer than
-    max_document is cut into pieces. none: a row is one document, or a piece of one that is longer than sequence_length,
-    and as long as the longest of its micro-batch. auto: none for models that mix the documents of a row (state spaces,
-    linear attention, older code); balanced where there are chat or instruction rows, or where a model with weights
-    meets documents of such uneven lengths that it is faster; else split."""
+    """Placement of documents in rows. split: end to end; a document may continue in another row as a separate document.
+    fit: whole documents by best fit; the rest of a row is padding, and a document longer than a row is truncated.
+    balanced: whole documents in rows of any length, assigned so that all processes compute for equally long; a document
+    longer than max_document is cut into pieces. none: each row is one document, or a piece of one longer than
+    sequence_length, padded to the longest row of its micro-batch. auto: none for models that mix the documents of a row
+    (state spaces, linear attention, older code); balanced for chat or instruction rows, and for a pretrained model if
+    its documents are so uneven that balanced is faster; else split."""
 
     streaming: bool = False
-    """Read and tokenise during training instead of beforehand, for corpora too large to go through first. Every rank
-    reads the whole stream. Documents are shuffled within windows of stream_window."""
+    """Read and tokenise during training instead of before it, for corpora too large to process first. Every rank reads
+    the whole stream. Documents are shuffled within windows of stream_window documents."""
 
     stream_window: int = 4096
-    """Documents that are shuffled and packed together when streaming. They are held in memory, as tokens."""
+    """Number of documents that are shuffled and packed together when streaming. They are kept in memory as tokens."""
 
     cache_dir: str | None = None
     """Folder for tokenised corpora and trained tokenizers. Unset: $TAWPIPE_CACHE, else ~/.cache/tawpipe."""
 
     def check_data(self) -> None:
-        """Raise UserError for a value that cannot work, before anything is read."""
+        """Raise UserError for a value that cannot work; reads no data."""
         if not self.data:
             raise UserError("--data", self.data, "at least one glob, or stdlib")
         if not 0.0 <= self.validation_fraction < 1.0:
@@ -127,10 +129,10 @@ class DataSettings:
                 raise UserError(f"--{name.replace('_', '-')}", value, f"one of {', '.join(known)}")
 
     def column_names(self) -> dict[str, str]:
-        """Names as tawpipe has them, with the columns that ``columns`` says for them.
+        """Return the mapping of ``columns``: tawpipe's name to the column's name.
 
         Raises:
-            UserError: something else than NAME=COLUMN, or a name that tawpipe does not have.
+            UserError: an entry is not NAME=COLUMN, its name is unknown or occurs twice, or its column is also ignored.
         """
         names: dict[str, str] = {}
         for word in self.columns:

@@ -1,10 +1,10 @@
-"""Samples from a corpus that is read and tokenised during training, because it is too large to go through first.
+"""Samples from a corpus that is read and tokenised during training, because it is too large to process first.
 
-The stream is cut into windows of documents. A window is tokenised, shuffled and packed like a corpus of its own, so a
-sample is (window, row of the window), and a window is decided by where in the files it begins. That place, and nothing
-of the window's content, is the state.
+The stream is cut into windows of documents. A window is tokenised, shuffled and packed like a separate corpus, so a
+sample is (window, row of the window). A window is determined by the position in the files where it begins. This
+position is the state; the content of a window is not stored.
 
-Every rank reads the whole stream and so computes the same rows without a word to the others, whatever their number.
+Every rank reads the whole stream and computes equal rows without communication, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,24 +36,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WINDOW_CHARACTERS = 1 << 28
-"""A window ends here even if it has fewer documents than it may have."""
+"""Most characters of a window; it ends there even if it has fewer documents than allowed."""
 
 STATES_KEPT = 64
-"""Windows whose beginnings are remembered, for checkpoints of samples that lie behind what was prefetched."""
+"""Number of windows whose positions are remembered, for checkpoints of samples before the prefetched ones."""
 
 BEGINNING: dict[str, Any] = {"epoch": 0, "window": 0, "first": 0, "stream": None}
-"""Beginning of a window: its epoch, its number, that of its first sample, and the state of the epoch's stream."""
+"""Position of the first window: epoch, number of the window, number of its first sample, and state of the epoch's
+stream."""
 
 
 def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Skipped]]:
-    """Rows of the files, as examples of one column. ``datasets`` takes each file for a shard."""
+    """Yield the rows of the files as examples with one column, ``row``; ``datasets`` treats each file as a shard."""
     for file in files:
         for row in reader.read(file):
             yield {"row": row}
 
 
 def open_stream(files: Sequence[SourceFile], reader: RowReader, *, seed: int, epoch: int) -> IterableDataset:
-    """One epoch of the files, in an order of its own."""
+    """Open a stream over one epoch: files in a shuffled order, rows of a file in their order.
+
+    Args:
+        files: files of the data set.
+        reader: reads rows of a file.
+        seed: seed of the run.
+        epoch: number of the epoch; with ``seed`` it determines the order of files.
+    """
     import datasets
 
     order = np.random.default_rng([seed, epoch]).permutation(len(files))
@@ -62,14 +70,17 @@ def open_stream(files: Sequence[SourceFile], reader: RowReader, *, seed: int, ep
 
 
 class StreamedDataset:
-    """Samples by their global number, of which later ones are near and earlier ones far.
+    """Samples of a stream by their global number; going forward is cheap, going back reads again.
 
     Args:
-        text: makes tokens of the files.
-        packing: as in PackedDataset, within each window; a window's last row (split) may have padding.
-        window: documents of a window.
-        held_out_fraction: documents that are left out here because validation has them.
-        tell: log what is skipped. For one rank, as all see the same.
+        files: files of the data set.
+        text: tokenises documents.
+        sequence_length: tokens of a row, or most tokens of a document; see ``PackedDataset``.
+        seed: seed of the order of files and documents.
+        packing: placement of documents in the rows of each window; the last row of a window may have padding.
+        window: number of documents in a window.
+        held_out_fraction: fraction of documents that is left out here because it is used for validation.
+        tell: log what is skipped; True on one rank, because all ranks skip equal rows.
     """
 
     def __init__(
@@ -87,21 +98,22 @@ class StreamedDataset:
         self.sequence_length, self.seed = sequence_length, seed
         self.packing: Packed = packing
         self.counts = ReadCounts(files=len(files))
-        """Documents so far, and what was left out, those read again after going back included."""
+        """Documents read so far and what was left out; counts again what is read again."""
         self._files, self._text = files, text
         self._window_size, self._held_out, self._tell = window, held_out_fraction, tell
         self.longest = self.left_out = 0
-        """Tokens of the longest segment so far; documents so far without a token to learn."""
+        """Tokens of the longest segment so far, and the number of documents so far without a token to learn."""
         self._lock = threading.Lock()
         self._states: deque[dict[str, Any]] = deque(maxlen=STATES_KEPT)
         self._start = BEGINNING
         self._go_to(BEGINNING)
 
     def sample(self, number: int) -> MicroBatch:
-        """The sample; reads on to it from here, or from the last known place before it where that is nearer.
+        """Return sample ``number``; reads on from the current window, or from a remembered one that is nearer.
+        Thread-safe.
 
         Raises:
-            UserError: nothing in the files is a document, or nothing of them is learned.
+            UserError: the files hold no document, or no token of them is learned.
         """
         with self._lock:
             known = self._known(number)
@@ -110,14 +122,18 @@ class StreamedDataset:
             while number >= self._first + self._rows:
                 self._next_window()
             assert self._dataset is not None
-            # The window's number takes the place of the epoch: it gives every window an order of its own.
+            # The window's number replaces the epoch, so that every window gets another order.
             return self._dataset.sample(self._window * self._rows + number - self._first)
 
     def length(self, number: int) -> int:
+        """Return the tokens of sample ``number``; reads it."""
         return self.sample(number).input_ids.numel()
 
     def step(self, first: int, tokens: int) -> StepDocuments:
-        """All of them are read at once: going back to a window costs reading it again."""
+        """Return the documents of a step of up to ``tokens`` tokens, all read at once.
+
+        Reading them later could mean to read an earlier window again.
+        """
         return read_step(self.sample, first, tokens)
 
     def state_dict(self, number: int) -> dict[str, Any]:
@@ -125,37 +141,42 @@ class StreamedDataset:
             return copy.deepcopy({**self._known(number), "sample": number})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the state's sample. What the files hold must be what it was."""
+        """Continue at the sample of ``state``; the files must be unchanged."""
         with self._lock:
             self._states.clear()
             self._start = {key: state[key] for key in ("epoch", "window", "first", "stream")}
             self._go_to(self._start)
 
     def _known(self, number: int) -> dict[str, Any]:
-        """Beginning of the last window that is known not to begin behind sample ``number``."""
+        """Return the position of the last remembered window that begins at or before sample ``number``."""
         known = [state for state in (BEGINNING, self._start, *self._states) if state["first"] <= number]
         return max(known, key=lambda state: state["first"])
 
     def _go_to(self, state: dict[str, Any]) -> None:
-        """Stand where the window begins, with none read."""
+        """Move to the position ``state``, the beginning of a window; reads nothing yet."""
         self._epoch, self._window, self._first = state["epoch"], state["window"] - 1, state["first"]
         self._rows = 0
         self._dataset: PackedDataset | None = None
         self._open(state["stream"])
 
     def _open(self, state: dict[str, Any] | None = None) -> None:
-        """Read the present epoch from its beginning or from a state of its stream on."""
+        """Open the stream of the current epoch at its beginning, or at ``state``."""
         self._stream = open_stream(self._files, self._text.reader, seed=self.seed, epoch=self._epoch)
         if state is not None:
             self._stream.load_state_dict(copy.deepcopy(state))
         self._examples = iter(self._stream)
 
     def _place(self) -> dict[str, Any]:
-        """Place at which the window begins that is read next."""
+        """Return the position of the window that is read next."""
         stream = copy.deepcopy(self._stream.state_dict())
         return {"epoch": self._epoch, "window": self._window, "first": self._first, "stream": stream}
 
     def _next_window(self) -> None:
+        """Read, tokenise and pack the next window that has a token to learn, in the next epoch if this one has ended.
+
+        Raises:
+            UserError: a whole epoch has no such window.
+        """
         self._first += self._rows
         self._window += 1
         last_epoch = self._epoch + 1
@@ -176,7 +197,7 @@ class StreamedDataset:
                     break
             elif self._epoch == last_epoch:
                 raise self._nothing_left()
-            else:  # the window before was the last of its epoch
+            else:  # the previous window was the last of its epoch
                 self._epoch += 1
                 self._open()
         self._dataset, self._rows = dataset, len(dataset)
@@ -184,22 +205,23 @@ class StreamedDataset:
         self._states.append(place)
 
     def _nothing_left(self) -> UserError:
+        """Return the error for files without documents, or without tokens to learn."""
         if self.left_out:
             return nothing_learned("--data", self._files, self.sequence_length, self.packing)
         return no_documents("--data", self._files, self.counts)
 
     def first_window(self) -> PackedDataset:
-        """The documents with which the first epoch begins.
+        """Read and return the first window of the first epoch.
 
         Raises:
-            UserError: see ``sample``.
+            UserError: the files hold no document, or no token of them is learned.
         """
         self.sample(0)
         assert self._dataset is not None
         return self._dataset
 
     def _read_window(self) -> list[Document]:
-        """The next documents of the epoch; none at its end."""
+        """Read the documents of the next window; returns none at the end of the epoch."""
         documents: list[Document] = []
         characters = 0
         while len(documents) < self._window_size and characters < WINDOW_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Text as tokens, made once and kept in the cache: tokenising a corpus takes longer than starting a run may."""
+"""Tokenised text, made once and kept in the cache, because tokenising a corpus takes long."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CACHE_FORMAT = 5
-"""Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
+"""Part of every cache key; increased when equal settings and files give other tokens or other cache files."""
 
 
 ROWS_LOOKED_AT = 64
-"""First rows of a file by which it is known whether there are chats in it."""
+"""Number of first rows of a file that are searched for chats."""
 
 
 class TokenisedText:
-    """The tokenizer of a run, and the corpora that it makes of files.
+    """Tokenizer and chat template of a run, and the corpora made with them.
 
     Args:
-        files: the training files, on which a tokenizer is trained where there is none.
-        root: the cache folder.
-        tokenizer, model, date: as in ``prepare_data``.
+        settings: data settings.
+        files: training files, on which a tokenizer is trained if there is none.
+        root: cache folder.
+        tokenizer: tokenizer to use, or None to follow the settings.
+        model: folder of the model, whose tokenizer is used if the settings name none; or None.
+        date: date that chat templates print.
     """
 
     def __init__(
@@ -65,32 +68,34 @@ class TokenisedText:
         if settings.chat_template is not None:
             self.tokenizer = with_template(self.tokenizer, settings.chat_template, "--chat-template")
         self.fallback = "" if self.tokenizer.chat_template else fallback_template(self.tokenizer)
-        """The chat template for a tokenizer that has none."""
+        """Name of the built-in chat template, for a tokenizer that has none; else ``""``."""
         self.as_chat = settings.as_chat == "on" or (settings.as_chat == "auto" and not self.fallback)
-        if self.fallback == "chatml" and self._has_chats(files):  # then all rows end as chats do
+        if self.fallback == "chatml" and self._has_chats(files):  # chatml changes the end of all rows
             self.tokenizer = with_template(self.tokenizer, self.fallback)
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
         self.encoder = Encoder(self.tokenizer, settings.special_in_text)
-        if self.encoder.begin and self.tokenizer.bos_token_id is None:  # earlier versions placed none then
+        if self.encoder.begin and self.tokenizer.bos_token_id is None:  # earlier versions placed none in this case
             self.hash = content_hash(self.hash, self.encoder.begin)
         chats = with_template(self.tokenizer, self.fallback) if self.fallback else self.tokenizer
         beginning = str(self.tokenizer.decode(self.encoder.begin))
         self.chats = with_beginning(chats, beginning) if beginning else chats
-        """The tokenizer with the template that chats go through."""
+        """Tokenizer with the template that renders chats."""
         self.renderer = self.rendering()
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((token for token in known if isinstance(token, int)), 0)
 
     def rendering(self, limit: int | None = None, why: str = "") -> Renderer:
-        """A renderer of chats and instructions of at most ``limit`` tokens, of any number where it is None.
+        """Return a renderer of chats and instructions of at most ``limit`` tokens.
 
         Args:
-            why: the setting or the limit that says so.
+            limit: most tokens of a chat or instruction; None for no limit.
+            why: setting or limit that determines ``limit``, for messages.
         """
         settings, encoder = self.settings, self.encoder
 
         def fits(pieces: tuple[ChatText, ...], kind: RowKind) -> bool:
+            """Return True if a document of these pieces has at most ``limit`` tokens."""
             bounded = sum(len(piece.text.encode()) for piece in pieces) + len(encoder.begin) + 1 <= (limit or 0)
             document = Document(kind, pieces, complete=kind == "chat")
             return bounded or len(encoder.encode([document])[0].ids) <= (limit or 0)
@@ -110,7 +115,7 @@ class TokenisedText:
     def _choose(
         self, files: Sequence[SourceFile], given: PreTrainedTokenizerBase | None, model: str | None
     ) -> tuple[PreTrainedTokenizerBase, str]:
-        """The tokenizer, and its origin in words."""
+        """Return the tokenizer and its origin as text; trains a tokenizer if there is none."""
         settings = self.settings
         if given is not None:
             return given, "given"
@@ -123,13 +128,14 @@ class TokenisedText:
         folder = self.root / "tokenizers" / key
 
         def fill(work: Path) -> None:
+            """Train a tokenizer and save it in the folder ``work``."""
             train_tokenizer(sample_texts(files, self.reader), settings.vocab_size).save_pretrained(work)
 
         is_new = make_folder(folder, fill)
         return load_tokenizer(str(folder)), "trained on the training files" + ("" if is_new else ", from the cache")
 
     def _has_chats(self, files: Sequence[SourceFile]) -> bool:
-        """True if one of the first rows of some file is one that a chat template renders."""
+        """Return True if the first rows of some file include one that a chat template renders."""
         kinds = {"chat", "instruction"} if self.as_chat else {"chat"}
         for file in files:
             rows = self.reader.read(file) if file.format != "text" else ()
@@ -141,10 +147,19 @@ class TokenisedText:
     def corpus(
         self, files: Sequence[SourceFile], setting: str, limit: int | None = None, why: str = ""
     ) -> tuple[Corpus, bool]:
-        """The tokens of the files; True beside them if the cache had them already.
+        """Return the tokenised documents of the files from the cache; tokenises the files first if they are not there.
 
         Args:
-            limit, why: as in ``rendering``.
+            files: files to tokenise.
+            setting: setting that names the files, for errors.
+            limit: most tokens of a chat or instruction; None for no limit.
+            why: setting or limit that determines ``limit``, for messages.
+
+        Returns:
+            The documents, and True if they were in the cache already.
+
+        Raises:
+            UserError: the files hold no document, or a row cannot be trained on.
         """
         settings = self.settings
         template = self.chats.chat_template
@@ -156,11 +171,12 @@ class TokenisedText:
         folder = self.root / "corpora" / key
 
         def fill(work: Path) -> None:
+            """Tokenise all rows into the folder ``work``."""
             rows = (row for file in files for row in self.reader.read(file))
             renderer = self.rendering(limit, why)
             try:
                 counts = write_corpus(work, rows, renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
-            except UserError as error:  # a row's refusal, which does not know whose files these are
+            except UserError as error:  # the error of a row does not know the setting of its file
                 name = setting if error.setting == "--data" else error.setting
                 raise UserError(name, error.value, error.expected) from error
             if not counts.documents:
@@ -172,13 +188,13 @@ class TokenisedText:
 
 
 def _loaded(name: str, setting: str, origin: str) -> tuple[PreTrainedTokenizerBase, str]:
-    """The tokenizer, and its origin in words."""
+    """Load the tokenizer ``name``; return it and its origin as text."""
     tokenizer, other = load_with_class(name, setting)
     why = f" (ids from tokenizer.json; class {other} in its config would give other ids)" if other else ""
     return tokenizer, origin + why
 
 
 def no_documents(setting: str, files: Sequence[SourceFile], counts: ReadCounts) -> UserError:
-    """An error for files of which no document is left; ``files`` are those that matched."""
+    """Return the error for files without any document, with the reasons why documents were left out."""
     expected = "; ".join(["at least one document to train on", *(trouble.line for trouble in counts.troubles)])
     return UserError(setting, name_files(files), expected)

@@ -1,4 +1,4 @@
-"""Tokenizers, loaded or trained so that the same files give the same tokens everywhere."""
+"""Tokenizers: loaded, or trained so that equal files give equal tokens on every machine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-"""The one special token of a tokenizer that is trained here. It begins a text, ends it and pads: a model that has seen
-it before every document can write one from nothing, and padding never counts, so one token does for three names."""
+"""The only special token of a tokenizer that is trained here: it begins a text, ends it and pads. A model that has seen
+it before every document can generate text from nothing, and padding never counts, so one token is enough."""
 
 TRAINING_BYTES = 8 << 20
-"""A tokenizer is trained on at most so much text: more costs time and hardly changes the merges."""
+"""Most bytes of text on which a tokenizer is trained; more takes longer and hardly changes the merges."""
 
 CHUNK_BYTES = 64 << 10
-"""Bytes taken from one place of a larger corpus. The places are evenly spaced over all bytes of all files."""
+"""Bytes taken from one position of a larger corpus; positions are evenly spaced over all bytes of all files."""
 
 UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
-"""Runs that are no words (encoded data, padding). Training is quadratic in the length of a word, so they are out."""
+"""Long runs without words (encoded data, padding). They are removed, because training time is quadratic in the length
+of a word."""
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
@@ -38,34 +39,43 @@ TOKENIZER_FILES = (
 )
 
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
-"""Files beside a tokenizer.json that belong to it."""
+"""Files that belong to a tokenizer.json in their folder."""
 
 PROBES = [
     "Hello World, DON'T  do it.\n\n\tif x_1 == 12345.67: return  HTTPServer()   \r\n",
     " \u00c0 la carte \ufb01ve \u00bd cafe\u0301 \u201cno\u201d \u2026\u00a0",
     "\u6f22\u5b57\u3042\u3002\ud55c\uad6d \u0440\u0443\u0441 \u0e44\u0e17\u0e22 \U0001f642\u200d\U0001f525 ",
 ]
-"""Texts that tell tokenizers apart: cases, digits, runs of space, signs, letters that normalizers change."""
+"""Texts that distinguish tokenizers: cases, digits, white space, symbols, and letters that normalizers change."""
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
-"""Names of the end-of-text token to look for in a tokenizer.json without any configuration."""
+"""Names of the end-of-text token, for a tokenizer.json without any configuration."""
 
 
 def load_tokenizer(name: str, setting: str = "--tokenizer") -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, of a tokenizer.json, or of a Hub name. Its ids are those of tokenizer.json.
+    """Load the tokenizer from a folder, a tokenizer.json, or a Hub name; it gives the ids of tokenizer.json.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is no tokenizer, or it cannot be read.
     """
     return load_with_class(name, setting)[0]
 
 
 def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrainedTokenizerBase, str]:
-    """The tokenizer as ``load_tokenizer`` gives it, and the class that the config names, if that has other ids than
-    tokenizer.json; else empty.
+    """Load a tokenizer and check its class against tokenizer.json.
+
+    A single tokenizer.json that names no end-of-text or beginning-of-text token gets usual ones if it has them.
+
+    Args:
+        name: a folder, a tokenizer.json, or a Hub name, with ``@REVISION`` if needed.
+        setting: setting that names it, for errors.
+
+    Returns:
+        The tokenizer, and ``""``. If the class named in its config gives other ids than tokenizer.json, the tokenizer
+        of tokenizer.json and the name of that class.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is no tokenizer, or it cannot be read.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -91,7 +101,7 @@ def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrained
         if _has_ids_of_file(tokenizer, place, revision or "main"):
             return tokenizer, ""
         return PreTrainedTokenizerFast.from_pretrained(place, revision=revision or "main"), type(tokenizer).__name__
-    except Exception as error:  # the libraries raise every kind, bare Exception included
+    except Exception as error:  # the libraries raise any class, even Exception itself
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             setting, name, f"a folder with a tokenizer, a tokenizer.json, or a Hub name that can be reached ({reason})"
@@ -99,7 +109,7 @@ def load_with_class(name: str, setting: str = "--tokenizer") -> tuple[PreTrained
 
 
 def _has_ids_of_file(tokenizer: PreTrainedTokenizerBase, place: str, revision: str) -> bool:
-    """False if the tokenizer.json in a folder, or of a Hub name, gives other ids of a text than the tokenizer."""
+    """Return False if the file tokenizer.json exists and gives other ids for ``PROBES`` than ``tokenizer``."""
     from huggingface_hub import try_to_load_from_cache
     from transformers import PreTrainedTokenizerFast
 
@@ -113,12 +123,12 @@ def _has_ids_of_file(tokenizer: PreTrainedTokenizerBase, place: str, revision: s
 
 
 def has_tokenizer(folder: str) -> bool:
-    """True if this is a folder with a tokenizer in it."""
+    """Return True if ``folder`` holds a tokenizer."""
     return any((Path(folder).expanduser() / name).exists() for name in TOKENIZER_FILES)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, setting: str = "--tokenizer") -> None:
-    """Raise UserError if some token of the tokenizer has no row in the embedding of ``vocab_size`` rows."""
+    """Raise UserError if an id of the tokenizer is not below ``vocab_size``, the rows of the model's embedding."""
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise UserError(
@@ -129,12 +139,12 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, settin
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smallest embedding that has a row for every token."""
+    """Return the smallest number of embedding rows that has one for every token."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def stops_of(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: the tokenizer's, and what the model's generation config names."""
+    """Return the ids that end a text, sorted: the tokenizer's end-of-text token and those in the generation config."""
     config = getattr(model, "generation_config", None)
     named = getattr(config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
@@ -142,12 +152,12 @@ def stops_of(model: Any, tokenizer: Any) -> list[int]:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides which tokens a document becomes."""
+    """Return a hash of everything that determines the tokens of a document."""
     from transformers import PreTrainedTokenizerFast
 
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        for state in ("truncation", "padding"):  # left by whoever used it last
+        for state in ("truncation", "padding"):  # state of an earlier call
             content.pop(state, None)
     else:
         content = [type(tokenizer).__name__, tokenizer.get_vocab()]
@@ -156,10 +166,14 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE. It spells every text, and the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer, which can encode every text; equal texts give equal tokenizers.
+
+    It places its only special token, ``END_OF_TEXT``, before every text. Very long runs without words (``UNBROKEN``)
+    are not trained on.
 
     Args:
-        vocab_size: tokens at most; a small corpus may not have so many merges.
+        texts: training texts.
+        vocab_size: most tokens of the vocabulary; a small corpus may give fewer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -189,7 +203,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TRAINING_BYTES) -> Iterator[str]:
-    """Text of the files: all of it up to ``limit`` bytes, else chunks from evenly spaced places."""
+    """Yield text of the files: all if it has up to ``limit`` bytes, else chunks from evenly spaced positions."""
     total = sum(file.size for file in files)
     if total <= limit:
         for file in files:
@@ -211,7 +225,7 @@ def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TR
 
 
 def _texts(file: SourceFile, reader: RowReader, start: float, limit: int) -> Iterator[str]:
-    """Documents from ``start`` on until they have ``limit`` characters."""
+    """Yield text of documents from the fraction ``start`` of the file on, up to ``limit`` characters."""
     for row in reader.read(file, start):
         if isinstance(row, Skipped):
             continue
@@ -223,7 +237,10 @@ def _texts(file: SourceFile, reader: RowReader, start: float, limit: int) -> Ite
 
 
 def _slices(file: SourceFile, shares: Iterable[float]) -> Iterator[str]:
-    """A chunk of a text file at each share of its size."""
+    """Yield a chunk of a text file at each of ``shares``, which are fractions of its size.
+
+    Stops if the file cannot be read.
+    """
     try:
         with Path(file.path).open("rb") as stream:
             for share in shares:

@@ -1,1 +1,1 @@
-"""Rows of data as messages, and messages as text through a chat template."""
+"""Chats: rows of data become messages, and messages become text through a chat template."""

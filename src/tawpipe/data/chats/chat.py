@@ -1,4 +1,4 @@
-"""Chats through a template: what a model has to write behind a prompt is learned, and nothing else."""
+"""Rendering of chats with a template: only the text that a model has to write after a prompt is learned."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""A mark around what the assistant says, which some templates have."""
+"""Tag of some templates around the text of the assistant."""
 
 SWITCH = re.compile(r"\b(?!\w*(?:preserve|truncate|history|clear|keep|effort|budget))\w*(?:think|reason)\w*\b")
-"""Names of variables by which templates turn thinking on and off."""
+"""Names of template variables that turn thinking on and off."""
 
 OPENED = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$")
-"""A tag that a prompt leaves open, so that the model goes on with a thought."""
+"""Opening tag of a thought at the end of a prompt; the model then continues with a thought."""
 
 MARK = "\ue000"
-"""A content that no message has."""
+"""Placeholder content that occurs in no message."""
 
 HIDES_CALLS = "with tool calls, which the chat template does not show (--chat-template chatml does)"
 
@@ -47,22 +47,29 @@ Tools = list[dict[str, Any]] | None
 
 
 class ChatText(NamedTuple):
-    """Some text; its tokens count in the loss, or all of them do not."""
+    """Piece of text whose tokens all count in the loss, or none of them."""
 
     text: str
     counts: bool
 
 
 def today() -> str:
-    """The day, as 2026-11-28."""
+    """Return the current date, as 2026-11-28."""
     return day.today().isoformat()
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = "") -> PreTrainedTokenizerBase:
-    """Return a copy of the tokenizer with the template. Under chatml, <|im_end|> becomes its end-of-text token.
+    """Return a copy of the tokenizer with a chat template, after testing that it renders a chat.
+
+    With ``chatml``, ``<|im_end|>`` becomes the end-of-text token if the tokenizer has it.
+
+    Args:
+        tokenizer: tokenizer to copy.
+        name: ``chatml``, ``plain`` or a file with a Jinja template.
+        setting: setting that names the template, for errors.
 
     Raises:
-        UserError: the template of ``setting`` cannot render a chat.
+        UserError: the template cannot render a chat.
     """
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = template_text(name)
@@ -78,13 +85,13 @@ def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = 
 
 
 class Chat(NamedTuple):
-    """Documents of a row's chat, and the reasons for what is left out.
+    """Documents of one chat, and reasons for what is left out.
 
     Attributes:
-        documents: the pieces of each; an answer is learned in one of them.
+        documents: pieces of each document; an answer is learned in one of them.
         lost: answers that are not learned, each with the reason and its number among the messages.
-        said: what else a reader of the data should know: of an answer with its place, of the row without one.
-        hidden: answers before the last one of which the template does not show the words or the calls.
+        said: further remarks for the user: with a place if about one answer, without if about the row.
+        hidden: number of earlier answers whose words or calls the template does not show.
     """
 
     documents: list[tuple[ChatText, ...]]
@@ -94,7 +101,7 @@ class Chat(NamedTuple):
 
 
 class Learnable(NamedTuple):
-    """An answer: the prompt, what the model has to write behind it, and what the template puts after that."""
+    """An answer: its prompt, the text that the model has to write, the template's text after it, and remarks."""
 
     prompt: str
     learned: str
@@ -103,14 +110,17 @@ class Learnable(NamedTuple):
 
 
 def with_beginning(tokenizer: PreTrainedTokenizerBase, beginning: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or a copy whose chat template writes ``beginning``."""
+    """Return the tokenizer if its chats begin with ``beginning``, else a copy whose template writes it first."""
     written = "{{ bos_token }}" if beginning == tokenizer.bos_token else beginning
 
     def begins(template: str) -> str:
+        """Return ``template``, with the beginning written before it if a rendered chat lacks it.
+
+        A template that cannot be rendered is searched for ``bos_token`` instead."""
         chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         try:
             text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
-        except Exception:  # a template for tools alone may raise any
+        except Exception:  # templates may raise any error
             return template if "bos_token" in template else written + template
         return template if str(text).startswith(beginning) else written + template
 
@@ -124,18 +134,18 @@ def with_beginning(tokenizer: PreTrainedTokenizerBase, beginning: str) -> PreTra
 
 
 class ChatRenderer:
-    """Renders chats as a model will be asked, through the chat template of its tokenizer.
+    """Renderer of chats as the model will be prompted, with the chat template of its tokenizer.
 
-    For answer n of a chat, P is the prompt: the messages before it, rendered with a generation prompt. R is the chat
-    up to the answer, rendered without. What is learned is the part of R that the model has to write behind P, with the
-    token that ends the turn, and nothing else.
+    For answer n of a chat, the prompt P is the earlier messages, rendered with a generation prompt. R is the chat up to
+    the answer, rendered without one. Learned is the part of R that the model has to write after P, and the token that
+    ends the turn.
 
     Args:
-        tokenizer: its chat template is used, or a built-in one where it has none.
+        tokenizer: tokenizer with the chat template; a built-in template is used if it has none.
         answers: ``shown`` makes one document of a chat and learns what the template shows of each answer. Otherwise
-            every answer is learned behind its own prompt. It gets a document of its own if the template renders the
+            every answer is learned after its own prompt. It gets a separate document if the template renders the
             earlier turns differently there.
-        date: the day that a template prints, as 2026-11-28; today by default.
+        date: date that a template prints, as 2026-11-28; today by default.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: Answers = "each", date: str = "") -> None:
@@ -146,27 +156,30 @@ class ChatRenderer:
 
     @cached_property
     def special(self) -> re.Pattern[str]:
-        """Any special token; those that end a turn may have no name in the configuration, but in tokenizer.json."""
+        """Pattern of all special tokens, including tokens that only tokenizer.json names (some end turns)."""
         added = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     @property
     def end_of_text(self) -> str:
-        """The token that ends a text, or ``""``."""
+        """End-of-text token, or ``""``."""
         return str(self._tokenizer.eos_token or "")
 
     def template(self, tools: Tools = None) -> str:
-        """The text of the chat template.
+        """Return the text of the chat template.
+
+        Args:
+            tools: tools of the chat; a tokenizer may have a separate template for them.
 
         Raises:
-            Malformed: the tokenizer has several, and none for this.
+            Malformed: the tokenizer has several templates and none for this case.
         """
         get: Any = self._tokenizer.get_chat_template
         return self._fallback or _refusals_named(lambda: get(None, tools))
 
     def question(self, text: str) -> str:
-        """The prompt for a user's message, ready for the model to answer.
+        """Return the prompt for one user message, ready for the model to answer.
 
         Raises:
             Malformed: the template refuses it.
@@ -179,14 +192,17 @@ class ChatRenderer:
         tools: Tools = None,
         options: Mapping[str, Any] | None = None,
     ) -> Chat:
-        """The documents of a chat.
+        """Render a chat and return its documents.
+
+        The message forms that templates may expect are tried in turn; the one that loses the fewest answers is used.
 
         Args:
+            messages: messages of the chat.
             tools: JSON schemas of the tools that the model may call.
-            options: more variables for the template.
+            options: further variables of the template.
 
         Raises:
-            Malformed: nothing of it can be learned, or the template leaves out what the model should see.
+            Malformed: nothing of the chat can be learned, or the template leaves out what the model should see.
         """
         template, best, refused = self.template(tools), None, None
         if tools and not re.search(r"\b(tools|tool_calls)\b", template):
@@ -215,21 +231,27 @@ class ChatRenderer:
         return None not in (first, second) and first != second
 
     def _shown(self, messages: Sequence[Message], tools: Tools, options: Any) -> str | None:
-        """The messages in the first form that the template takes; None if it refuses all."""
+        """Render the messages in the first form that the template accepts; None if it refuses all."""
         for form in forms(self.template(tools), messages):
             with contextlib.suppress(Malformed):
                 return self.apply(form, tools, options, asks=False)
         return None
 
     def variables(self, tools: Tools) -> set[str]:
-        """The variables that the template reads and does not set."""
+        """Return the names of variables that the template reads and does not set."""
         from jinja2.meta import find_undeclared_variables
 
         environment = self._compiled(tools).environment
         return find_undeclared_variables(environment.parse(self.template(tools)))
 
     def marked(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Begin and end of what the template itself marks as the assistant's."""
+        """Return (begin, end) of each part of the rendered text that the template marks as the assistant's.
+
+        The numbers are indices of characters.
+
+        Raises:
+            Malformed: the template refuses the messages.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options, "tools": tools}
@@ -238,18 +260,24 @@ class ChatRenderer:
         return _refusals_named(lambda: render_jinja_template(**arguments, return_assistant_tokens_mask=True))[1][0]
 
     def apply(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], *, asks: bool) -> str:
-        """Render messages; ``asks`` adds the generation prompt.
+        """Render messages as text.
+
+        Args:
+            messages: messages of the chat.
+            tools: JSON schemas of the tools, or None.
+            options: further variables of the template.
+            asks: add the generation prompt.
 
         Raises:
             Malformed: the template refuses them.
         """
-        # apply_chat_template would take away nulls, which some templates ask for.
+        # apply_chat_template would remove nulls, which some templates test.
         given = {**self._tokenizer.special_tokens_map, "documents": None, "add_generation_prompt": asks, **options}
         compiled = self._compiled(tools)
         return _refusals_named(lambda: compiled.render(messages=messages, tools=tools, **given))
 
     def _compiled(self, tools: Tools) -> Any:
-        """The compiled chat template, which prints the renderer's date: transformers' function asks the clock."""
+        """Return the compiled template, which prints the renderer's date; transformers would print the current one."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         compiled = _refusals_named(lambda: _compile_jinja_template(self.template(tools)))
@@ -258,7 +286,7 @@ class ChatRenderer:
 
 
 class _OneForm:
-    """One form of the messages of a chat, as a template shows it."""
+    """One form of the messages of a chat, rendered by a template."""
 
     def __init__(
         self, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools, options: dict[str, Any], template: str
@@ -268,6 +296,14 @@ class _OneForm:
         self._rendered: dict[tuple[object, ...], str] = {}
 
     def read(self, answers: Answers) -> Chat:
+        """Return the documents with the learned parts of all answers, the lost answers, and remarks.
+
+        Answers are read from the last to the first. An answer shares the document of a later one if that document's
+        text begins with its prompt and its learned text.
+
+        Raises:
+            Malformed: the template leaves out a turn before the last answer.
+        """
         messages = self._messages
         said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         learned = [number for number in said if messages[number].get("weight", 1) != 0]
@@ -303,7 +339,10 @@ class _OneForm:
         return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, len(hidden))
 
     def _hides(self, number: int, given: str, is_learned: bool) -> bool:
-        """True if the prompt of the last answer lacks calls of this one, or its words if they are not learned."""
+        """Return True if ``given``, the prompt of the last answer, hides calls or words of message ``number``.
+
+        Words of an answer that is learned itself (``is_learned``) may be missing.
+        """
         message = self._messages[number]
         if message["role"] != ASSISTANT:
             return False
@@ -312,10 +351,13 @@ class _OneForm:
         return not any(form in given for form in spelled(words)) or any(lacking(call, given) for call in calls)
 
     def _answer(self, number: int) -> Learnable:
-        """Return the prompt of an answer and the text that the model has to write behind it.
+        """Return the prompt of answer ``number`` and the text that the model has to write after it.
+
+        If the rendered chat does not begin with the prompt, other settings of thinking, opened thoughts and headers are
+        tried.
 
         Raises:
-            Malformed: the template refuses the messages, or shows the answer behind no prompt.
+            Malformed: the template refuses the messages, or no prompt fits the answer.
         """
         prompt, shown = self._asked(number), self._said(number)
         for call in self._messages[number].get("tool_calls") or []:
@@ -349,7 +391,20 @@ class _OneForm:
         raise Malformed("with an answer that the chat template shows behind no prompt")
 
     def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Learnable:
-        """The answer behind a prompt that begins a thought, where the template shows no thoughts."""
+        """Return the answer ``number`` to a prompt that ends with the opening tag of a thought, such as ``<think>``.
+
+        If the rendered chat shows the thought, the answer is taken from there. Otherwise it is joined from the thought
+        in the message, the closing tag, and the text that the template shows.
+
+        Args:
+            number: index of the answer among the messages.
+            prompt: rendered prompt of the answer.
+            shown: rendered chat through the answer.
+            opened: match of the opening tag in ``prompt``.
+
+        Raises:
+            Malformed: the message has no thought, or the answer is not found in ``shown``.
+        """
         tag, asked = opened[1], prompt[: opened.start()]
         body = shown[len(asked) :] if shown.startswith(asked) else self._behind_header(number, asked, shown)
         if body is not None and (again := re.match(rf"\s*<{tag}>", body)):  # the template shows the thought
@@ -357,7 +412,7 @@ class _OneForm:
         message = self._messages[number]
         field = message.get(SHOWN_AS[0])
         tagged = re.match(rf"\s*<{tag}>(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
-        if tagged is None and not field:  # as such a model itself writes it
+        if tagged is None and not field:  # as such a model writes it: without the opening tag
             tagged = re.match(rf"(.*?)</{tag}>(\s*)", message["content"] or "", re.DOTALL)
         thought, space = (tagged[1], tagged[2]) if tagged else (field, "\n\n")
         if body is None or thought is None:
@@ -368,10 +423,10 @@ class _OneForm:
         return self._ended(number, prompt, prompt + thought.lstrip() + close + space + body, {})
 
     def _behind_header(self, number: int, prompt: str, shown: str) -> str | None:
-        """Return the text of ``shown`` behind the header of its last turn, or None if the header is not found.
+        """Return the text of ``shown`` after the header of its last turn, or None if the header is not found.
 
-        The history before it may be shown otherwise than in the prompt.
-        """
+        The header is the part of ``prompt`` after the earlier messages. ``shown`` may render the earlier messages
+        differently from ``prompt``."""
         header = prompt.removeprefix(self._said(number - 1)) if number else prompt
         other = self._render([*self._messages[:number], {"role": ASSISTANT, "content": MARK}], asks=False)
         place = shown[: _alike(shown, other)].rfind(header) if header != prompt and header.strip() else -1
@@ -379,7 +434,10 @@ class _OneForm:
         return shown[place + len(header) :] if place >= 0 and is_last else None
 
     def _ended(self, number: int, prompt: str, shown: str, switch: dict[str, Any]) -> Learnable:
-        """The answer through the token that ends its turn: the last special one, or the next speaker's marker."""
+        """Return answer ``number``: the text of ``shown`` after ``prompt``, up to the token that ends its turn.
+
+        This is the answer's last special token, else the first token of the next turn, else the end-of-text token.
+        Without any of them a remark is added. ``switch`` are further variables of the template."""
         behind = shown[len(prompt) :]
         if end := _last_end(self._renderer.special, behind):
             return Learnable(prompt, behind[:end], behind[end:])
@@ -390,9 +448,9 @@ class _OneForm:
         return Learnable(prompt, behind, said=("ending without a token to stop at",))
 
     def _next_marker(self, number: int, switch: dict[str, Any]) -> str:
-        """The token with which the next speaker's turn begins, and white space before it; or ``""``.
+        """Return the token with which the next turn begins, with white space before it; or ``""``.
 
-        The chat is looked at without its thoughts, which a template may drop once a turn follows.
+        Thoughts are removed first, because a template may drop them once a turn follows.
         """
         following: Message = {"role": "tool" if self._messages[number].get("tool_calls") else "user", "content": MARK}
         if number + 1 < len(self._messages) and self._messages[number + 1]["role"] != ASSISTANT:
@@ -408,7 +466,11 @@ class _OneForm:
         return "" if marker is None or between.strip() else between + marker[0]
 
     def _shown(self, number: int) -> Learnable:
-        """The answer as the whole chat shows it, as far as it is shown there."""
+        """Return the answer as it is shown in the rendering of the whole chat.
+
+        Raises:
+            Malformed: its header is not found there.
+        """
         whole, prompt, message = self._said(len(self._messages) - 1), self._asked(number), self._messages[number]
         header = prompt.removeprefix(self._said(number - 1)) if number else prompt
         if opened := OPENED.search(header):
@@ -440,15 +502,15 @@ class _OneForm:
         return Learnable(whole[:begin], whole[begin:end], whole[end:], said)
 
     def _shows_next(self, number: int, text: str) -> bool:
-        """True if the message behind an answer is shown in ``text``."""
+        """Return True if ``text`` contains the message after answer ``number``."""
         following = [(message["content"] or "").strip() for message in self._messages[number + 1 : number + 2]]
         return any(words and any(form in text for form in spelled(words)) for words in following)
 
     def _check_answer(self, number: int, answer: Learnable) -> Learnable:
-        """The answer, with what the template leaves out of it.
+        """Return the answer with remarks on what the template leaves out of it.
 
         Raises:
-            Malformed: words or calls of it are not shown.
+            Malformed: its words or calls are not shown.
         """
         message, text = self._messages[number], answer.learned
         thought, words = thought_and_words(message)
@@ -474,20 +536,32 @@ class _OneForm:
         return answer._replace(said=said)
 
     def _check_given(self, before: Sequence[Message], text: str) -> None:
-        """Refuse a chat of which the model would not see a turn or the tools before its last answer."""
+        """Raise Malformed if the prompt ``text`` of the last answer lacks an earlier message of another role.
+
+        Args:
+            before: messages before the last answer.
+            text: prompt of the last answer.
+        """
         for message in before:
             shown = (message["content"] or "").strip()
             if message["role"] != ASSISTANT and not any(form in text for form in spelled(shown)):
                 raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
 
     def _switches(self) -> Iterator[dict[str, bool]]:
-        """Settings of the variables by which the template turns thinking on and off."""
+        """Yield variables for the template, one at a time, first True and then False, that switch thinking on or off.
+
+        Their names are found in the text of the template; the shortest comes first. Names in the options of the chat
+        are left out."""
         names = dict.fromkeys(SWITCH.findall(self._template))
         for name in sorted(names.keys() - set(SHOWN_AS) - self._options.keys(), key=lambda name: (len(name), name)):
             yield from ({name: True}, {name: False})
 
     def _asked(self, number: int, **switch: Any) -> str:
-        """The prompt for message ``number``; before a first one, what the template shows before an answer."""
+        """Return the prompt for message ``number``; for message 0 the text that a template writes before an answer.
+
+        Raises:
+            Malformed: the template refuses the messages, or shows no header before message 0.
+        """
         if number:
             return self._first_ones(number, asks=True, **switch)
         asked = [{"role": "user", "content": MARK}]
@@ -500,10 +574,11 @@ class _OneForm:
         return shown[: place + len(header)]
 
     def _said(self, number: int, **switch: Any) -> str:
-        """The chat through message ``number``."""
+        """Return the rendered chat through message ``number``."""
         return self._first_ones(number + 1, asks=False, **switch)
 
     def _first_ones(self, number: int, *, asks: bool, **switch: Any) -> str:
+        """Return the first ``number`` messages rendered; results are kept."""
         key = (number, asks, *switch.items())
         if key not in self._rendered:
             self._rendered[key] = self._render(self._messages[:number], asks=asks, **switch)
@@ -514,13 +589,13 @@ class _OneForm:
 
 
 def _last_end(special: re.Pattern[str], text: str) -> int:
-    """The end of the last special token, if nothing but white space is behind it; else 0."""
+    """Return the index after the last special token if only white space follows it, else 0."""
     ends = [token.end() for token in special.finditer(text)]
     return ends[-1] if ends and not text[ends[-1] :].strip() else 0
 
 
 def _pieces(text: str, spans: Mapping[int, int]) -> Iterator[ChatText]:
-    """The text in pieces that count and do not."""
+    """Yield the text in pieces; those in ``spans`` (begin to end) count in the loss."""
     done = 0
     for begin, end in sorted(spans.items()):
         yield from (
@@ -532,12 +607,13 @@ def _pieces(text: str, spans: Mapping[int, int]) -> Iterator[ChatText]:
 
 
 def _alike(text: str, other: str) -> int:
-    """Letters in which both begin alike."""
+    """Return the number of leading characters in which both texts are equal."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _refusals_named(render: Callable[[], Any]) -> Any:
+    """Call ``render`` and return its result; an error of the template is raised as Malformed."""
     from jinja2.exceptions import TemplateError
 
     try:

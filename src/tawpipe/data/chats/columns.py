@@ -1,4 +1,4 @@
-"""The columns of a row, which say its kind: text, a chat, or an instruction with its answer."""
+"""Columns of a row, which determine its kind: text, chat, or instruction with an answer."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
     "chat": (CHATS,),
     "instruction": (PROMPTS, ANSWERS),
 }
-"""Groups of columns; a row of the kind has at least one column of every group."""
+"""Groups of columns for each kind; a row of the kind has at least one column of every group."""
 
 PREFERRED = frozenset({"chosen", "preferred", "accepted"})
-"""Words in the names of columns that hold the better answer."""
+"""Words in names of columns that hold the better of two answers."""
 COMPARES, JUDGES = "which of two answers is better", "whether an answer is good"
 SHOWS, WEIGHS = "which pictures, sounds or films belong to the text", "how much is learned of the row"
 MEANINGS: dict[str, frozenset[str]] = {
@@ -44,20 +44,23 @@ MEANINGS: dict[str, frozenset[str]] = {
     SHOWS: MEDIA,
     "which turns come before": frozenset({"history"}),
 }
-"""Words in the names of columns that change the meaning of a row, by what such a column says."""
+"""Words in names of columns that change the meaning of a row, by the meaning."""
 
 SEEN = 1000
-"""Sets of columns whose kinds are remembered."""
+"""Number of sets of columns whose kinds are cached."""
 
 USUAL_ORDER: tuple[RowKind, ...] = ("chat", "instruction", "text")
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """The columns of one document that are of use and hold something, under tawpipe's names for them.
+    """Useful, non-empty columns of one row, under tawpipe's names.
 
     Attributes:
-        unread: the other columns that hold something, or of a table of texts all others.
+        where: file, with line or row.
+        kind: text, chat or instruction.
+        columns: value of each column.
+        unread: the other non-empty columns; for a table of texts all other columns.
     """
 
     where: str
@@ -67,18 +70,18 @@ class RawRow:
 
 
 RowPlan = tuple[RowKind | None, dict[str, str], tuple[str, ...], dict[str, str]]
-"""Kind of the rows of a table, its useful columns by tawpipe's names, its other columns, and the meanings of those
-others that may change what a row means."""
+"""Kind of the rows of a table, its useful columns by tawpipe's names, its other columns, and the meaning of each other
+column that may change the meaning of a row."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The settings that say what columns mean.
+    """Settings that define the meaning of columns.
 
     Args:
-        rows: the setting of this name.
-        names: what ``DataSettings.column_names`` gives.
-        ignored: columns that are taken to be absent.
+        rows: the setting ``rows``.
+        names: result of ``DataSettings.column_names``.
+        ignored: columns to treat as absent.
     """
 
     rows: Rows = "auto"
@@ -87,30 +90,38 @@ class Columns:
 
     @classmethod
     def of(cls, settings: DataSettings) -> Columns:
+        """Return the columns that ``settings`` define."""
         return cls(settings.rows, settings.column_names(), tuple(settings.ignore_columns))
 
     @cached_property
     def _plan(self) -> Callable[[tuple[str, ...], tuple[str, ...]], RowPlan]:
-        """Plan of rows with columns ``names``, of which ``filled`` hold something."""
+        """Cached function that returns the plan of rows from all column names and the names of non-empty columns."""
         return lru_cache(maxsize=SEEN)(self._planned)
 
     def wanted(self, where: str, names: Collection[str]) -> tuple[list[str], tuple[str, ...]] | Skipped:
-        """Columns of a table to read, and its other columns. Of a table of texts only the text is read."""
+        """Return the columns of a table to read, and its other columns, or a ``Skipped`` if they fit no kind of row.
+
+        For a table of texts only the text is read.
+        """
         present = [name for name in names if name not in self.ignored]
         kinds = self._possible(present)
-        if not kinds and not any(meaning(name) == COMPARES for name in present):  # which a row names
+        if not kinds and not any(meaning(name) == COMPARES for name in present):  # `row` raises for compared answers
             return self.lacking("file", where, names)
         read = [name for name in present if kinds != ["text"] or name in map(self._column, TEXT)]
         return read, tuple(name for name in present if name not in read)
 
     def row(self, where: str, item: Mapping[str, Any], unread: tuple[str, ...] = ()) -> RawRow | Skipped:
-        """The row, told by the columns that hold something, or else by those that there are; of use are the former.
+        """Return the row with its useful columns, or a ``Skipped`` if it fits no kind.
+
+        The kind follows from the non-empty columns, or else from all columns.
 
         Args:
-            unread: columns that it has besides those of ``item``.
+            where: file, with line or row.
+            item: value of each column.
+            unread: further columns that the row has.
 
         Raises:
-            UserError: a column changes what the row means, so that training without it would be wrong.
+            UserError: a column changes the meaning of the row, so that training without it would be wrong.
         """
         if self.ignored:
             item = {name: value for name, value in item.items() if name not in self.ignored}
@@ -126,7 +137,9 @@ class Columns:
         return RawRow(where, kind, {name: item[column] for name, column in useful.items()}, others + unread)
 
     def _has_answer(self, chat: object) -> bool:
-        """False for a chat of which only the columns that are compared have an answer."""
+        """Return True if ``chat`` has an assistant turn, or if its messages cannot be read.
+
+        Without such a turn, only columns of compared answers, such as ``chosen``, hold an answer."""
         with contextlib.suppress(Malformed):
             return any(message["role"] == ASSISTANT for message in read_messages(chat, self.names, self.ignored))
         return True
@@ -134,11 +147,13 @@ class Columns:
     def untrainable(
         self, where: str, present: Collection[str], changed: Sequence[str], says: str = "", *, answered: bool = True
     ) -> UserError:
-        """Return the refusal of a data set for the columns ``changed`` of its rows, and the ways to train on it.
+        """Return the error for data whose columns ``changed`` change the meaning of rows, with ways to train on it.
 
         Args:
+            where: file, with line or row.
             present: all columns of the rows.
-            says: what the first of ``changed`` says; by default what its name tells.
+            changed: names of the columns.
+            says: meaning of the first of ``changed``; by default derived from its name.
             answered: False if the rows have no answer without these columns.
         """
         way = f"--ignore-columns {' '.join(changed)} trains without {'them' if changed[1:] else 'it'}"
@@ -154,37 +169,38 @@ class Columns:
         return UserError("--data", where, f"{expected}; {way}")
 
     def table_row(self, where: str, item: Mapping[str, Any], unread: tuple[str, ...] = ()) -> RawRow | Skipped:
-        """A row of an Arrow table, whose fields that are null within a column are taken to be absent; see ``row``."""
+        """Return a row of an Arrow table after removing null fields inside of its columns; see ``row``."""
         return self.row(where, {name: without_nulls(value) for name, value in item.items()}, unread)
 
     def _planned(self, names: tuple[str, ...], filled: tuple[str, ...]) -> RowPlan:
+        """Return the plan of rows with columns ``names``, of which ``filled`` are not empty."""
         kind = self.kind(filled) or self.kind(names)
         if (
             kind == "text"
             and self.kind(names) == "instruction"
             and any(self._column(name) in filled for name in PROMPTS)
         ):
-            kind = "instruction"  # whose answer is empty; the text repeats the prompt
+            kind = "instruction"  # its answer is empty; the text repeats the prompt
         wanted = [name for group in NEEDED[kind] for name in group] if kind else []
         wanted += BESIDES if kind in ("chat", "instruction") else ()
         useful = {name: column for name in wanted if (column := self._column(name)) in filled}
         others = tuple(name for name in filled if name not in useful.values())
         meanings = {} if "text" in (kind, self.rows) else {name: meaning(name) for name in others}
-        # Where more is wrong with the row, only preferences say what it is.
+        # For a row of no kind, only preferences explain what it is.
         meanings = {name: says for name, says in meanings.items() if says and (kind or says == COMPARES)}
         return kind, useful, others, meanings
 
     def kind(self, present: Collection[str]) -> RowKind | None:
-        """Kind of a row with these columns; None if it lacks those that the settings ask for."""
+        """Return the kind of a row with these columns; None if it fits no kind that the settings allow."""
         return next(iter(self._possible(present)), None)
 
     def _possible(self, present: Collection[str]) -> list[RowKind]:
-        """The kinds that a row with these columns may be of, the likeliest first."""
+        """Return the kinds that a row with these columns may have, the most likely first."""
         known = {name for name in COLUMN_NAMES if self._column(name) in present}
         return [kind for kind in self._kinds if all(known.intersection(group) for group in NEEDED[kind])]
 
     def lacking(self, kind: Literal["file", "row"], where: str, present: Collection[str]) -> Skipped:
-        """A row, or a file whose rows are alike, that is of no kind; says which columns there are."""
+        """Return a ``Skipped`` for a row, or a file of equal rows, that fits no kind; it lists the columns."""
         wanted = [NEEDED[row_kind] for row_kind in NEEDED if row_kind in self._kinds]
         groups = [[" or ".join(repr(self._column(name)) for name in group) for group in needed] for needed in wanted]
         why = f"lacking the columns {', or '.join(map(' with '.join, groups))} (--columns names others)"
@@ -192,22 +208,25 @@ class Columns:
 
     @cached_property
     def _kinds(self) -> list[RowKind]:
-        """The kinds that a row may be of, those first whose columns are named."""
+        """Kinds that a row may have; kinds with columns named in the settings are first."""
         kinds = USUAL_ORDER if self.rows == "auto" else (self.rows,)
         return sorted(kinds, key=lambda kind: not any(name in self.names for group in NEEDED[kind] for name in group))
 
     def _column(self, name: str) -> str:
+        """Return the name in the data of tawpipe's column ``name``."""
         return self.names.get(name, name)
 
 
 def meaning(name: str) -> str:
-    """Return what a column of this name says that may change what its row means; empty for any other."""
+    """Return the meaning of a column by its name if it may change the meaning of a row, else ``""``."""
     known = (says for says, among in MEANINGS.items() if words(name) & among)
     return next(known, WEIGHS if name in MARKS else "")
 
 
 def _applies(says: str, value: object) -> bool:
-    """True if a column changes what its row means by this value."""
+    """Return True if a column with the meaning ``says`` changes the meaning of its row by its ``value``.
+
+    A label that is neither true nor false, a weight that is true, and a number instead of media do not."""
     if isinstance(value, list) and all(each in EMPTY for each in value):
         return False
     if says == JUDGES:

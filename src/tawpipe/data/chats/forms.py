@@ -1,4 +1,4 @@
-"""Forms of messages that chat templates want, and words and calls of a turn in a rendered text."""
+"""Forms of messages that chat templates expect, and search for the words and calls of a turn in rendered text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,28 @@ OF_SCHEMAS = {
     *("default", "additionalProperties", "$schema", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
     *("object", "string", "number", "integer", "boolean", "array", "null"),
 }
-"""Words of JSON schemas, which templates may show otherwise."""
+"""Words of JSON schemas, which templates may render differently."""
 SHOWN_AS = ("reasoning_content", "reasoning", "thinking")
 """Fields in which templates look for the thought of a turn."""
 
 
 def forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages in the forms that a template may want: thoughts under the name that it reads, the arguments of calls
-    as an object or as its JSON, no content beside a call as null or as an empty text.
+    """Yield the messages in the forms that a template may expect.
+
+    Thoughts are stored under the name that the template reads. If there are tool calls, four forms are tried: arguments
+    as an object or as JSON text, and missing content beside a call as an empty text or as null.
     """
     reads = next((name for name in SHOWN_AS if re.search(rf"[.'\"]{name}\b", template)), SHOWN_AS[0])
     roles = {} if re.search(r"['\"]developer['\"]", template) else {"developer": "system"}
 
     def form(message: Message, as_text: bool, as_null: bool) -> Message:
+        """Return a copy of ``message`` with its role, thought and tool calls as a template may expect them.
+
+        Args:
+            message: message in the form of ``read_messages``.
+            as_text: True for arguments of tool calls as JSON text, False for objects.
+            as_null: True for None as missing content beside tool calls, False for an empty text.
+        """
         changed = {**message, "role": roles.get(message["role"], message["role"])}
         thought = changed.pop("reasoning_content", None)
         if thought:
@@ -46,11 +55,13 @@ def forms(template: str, messages: Sequence[Message]) -> Iterator[list[Message]]
 
 
 def without_thought(message: Message) -> Message:
+    """Return the message without its thought, in fields and in tags."""
     changed = {key: value for key, value in message.items() if key not in SHOWN_AS}
     return changed if message["content"] is None else {**changed, "content": thought_and_words(message)[1]}
 
 
 def _with_arguments(call: Message, *, as_text: bool) -> Message:
+    """Return the call with its arguments as JSON text or as an object."""
     arguments = call["function"].get("arguments") or {}
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -61,7 +72,7 @@ def _with_arguments(call: Message, *, as_text: bool) -> Message:
 
 
 def thought_and_words(message: Message) -> tuple[str, str]:
-    """The thought of a turn, from its field or in tags, and what it says besides."""
+    """Return the thought of a turn, from its field or from tags, and the rest of its content; both may be ``""``."""
     content = message["content"] or ""
     field = next((message[name] for name in SHOWN_AS if message.get(name)), "")
     tagged, close, words = content.partition("</think>")
@@ -71,7 +82,7 @@ def thought_and_words(message: Message) -> tuple[str, str]:
 
 
 def _leaves(call: Message) -> Iterator[str]:
-    """The name of a call, and the keys, texts and numbers of its arguments."""
+    """Yield the name of a call, and the keys, texts and numbers of its arguments."""
     function = call["function"]
     waiting: list[Any] = [function["name"], function.get("arguments")]
     if isinstance(waiting[1], str):
@@ -93,7 +104,7 @@ def lacking(call: Message, text: str) -> str:
 
 
 def parts_of(tools: Any) -> Iterator[tuple[str, str]]:
-    """Names and lines of text in tool definitions, each with its place, but the words of JSON schemas."""
+    """Yield the place and the text of each name and line in tool definitions, except words of JSON schemas."""
     waiting: list[tuple[str, Any]] = [("tools", tools)]
     while waiting:
         place, value = waiting.pop(0)
@@ -108,13 +119,15 @@ def parts_of(tools: Any) -> Iterator[tuple[str, str]]:
 
 
 def spelled(text: str) -> tuple[str, ...]:
-    """The ways in which a template may write a text: as it is, as in JSON, or as in Python."""
+    """Return the spellings of a text in a template: unchanged, as in JSON, or as in Python."""
     quoted = text.replace("\\", "\\\\").replace("'", "\\'")
     return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], quoted
 
 
 def end_of_words(message: Message, text: str, begin: int) -> int:
-    """The place in ``text`` behind the words and calls of a turn that begins at ``begin``."""
+    """Return the index in ``text`` after the words and calls of a turn that begins at ``begin``.
+
+    Words or names that ``text`` lacks are passed over."""
     leaves = [
         thought_and_words(message)[1],
         *(leaf for call in message.get("tool_calls") or [] for leaf in _leaves(call)),

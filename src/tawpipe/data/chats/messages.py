@@ -1,4 +1,4 @@
-"""Messages of a chat as chat templates want them, out of the forms in which data sets have them."""
+"""Messages of a chat: converted from the forms in data sets to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 ASSISTANT = "assistant"
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles of a turn whose text is a call of a tool in JSON, or a list of calls: ShareGPT's and ms-swift's."""
+"""Roles of a turn whose text is a tool call in JSON, or a list of calls, as in ShareGPT and ms-swift."""
 
 ROLES = {
     "human": "user",
@@ -28,54 +28,54 @@ ROLES = {
     "ipython": "tool",
     **dict.fromkeys(CALL_ROLES, ASSISTANT),
 }
-"""Other names of roles."""
+"""Other names of roles, with the usual name of each."""
 KNOWN_ROLES = ("system", "user", ASSISTANT, "tool")
 SYSTEM_ROLES = ("system", "developer")
 
 FIELDS = {"role": ("role", "from"), "content": ("content", "value")}
-"""Fields of a message, and the names that they have in data sets."""
+"""Fields of a message, and their names in data sets."""
 
 THOUGHT = "reasoning_content"
 THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought", "thoughts", "think")
-"""Names of the field with a turn's thought; the first is the name in the messages that are returned."""
+"""Names of the field with a turn's thought; returned messages use the first one."""
 
 MARKS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
-"""Names of the mark that says whether a turn is learned; the first is the name in the returned messages."""
+"""Names of the mark that decides whether a turn is learned; returned messages use the first one."""
 
 PARTS = {
     **dict.fromkeys(("reasoning", "thinking"), ("thought", ("reasoning", "thinking", "text", "value"))),
     **dict.fromkeys(("text", "input_text", "output_text"), ("text", ("text", "value"))),
     "tool_call": ("call", ("tool_call", "value", "text")),
 }
-"""Use of a content's part by its type, and the fields that may hold what is said."""
+"""Use of a content part by its type, and the fields that may hold its text."""
 CALL = (("name",), ("arguments", "parameters", "args", "input"))
-"""Fields of a call: its name, and the names of its arguments."""
+"""Fields of a call: names for its name, and names for its arguments."""
 
 TAGGED = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 CALLED = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-"""A thought and a call in the words of a turn."""
+"""Patterns of a thought and of a call in the words of a turn."""
 
 USES = ("thought", "text", "call")
-"""Uses of parts in the order in which a turn has them."""
+"""Uses of content parts in the order in which a turn has them."""
 
 MEDIA = frozenset({"image", "images", "img", "imgs", "video", "videos", "audio", "audios"})
-"""Words in the names of columns and parts that hold something else than text."""
+"""Words in names of columns and parts that hold something other than text."""
 
 TRUTHS = {"true": True, "yes": True, "1": True, "1.0": True, 1: True}
 TRUTHS |= {"false": False, "no": False, "0": False, "0.0": False, 0: False}
-"""Truth of words and of numbers; fields of csv files are words."""
+"""Truth values of words and numbers; fields of csv files are words."""
 
 EMPTY = (None, "", [], {})
-"""Values of a column or field that holds nothing: tables give every row the columns of all."""
+"""Values of an empty column or field; tables give every row the columns of all rows."""
 
 RESERVED = frozenset({"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"})
-"""Names that are no variables of a chat template to set in a row."""
+"""Names that a row must not set as variables of a chat template."""
 
 FORM = "messages that are objects with a role and a content"
 
 
 class Malformed(Exception):
-    """A row that has its columns, but not what belongs into them; a reason, and what is special about this row."""
+    """Error about a row whose columns have wrong content: a reason, and details of this row."""
 
     def __init__(self, why: str, detail: str = "") -> None:
         super().__init__(*filter(None, (why, detail)))
@@ -83,23 +83,25 @@ class Malformed(Exception):
 
 
 class Untrainable(Malformed):
-    """A row that shows that its data set cannot be trained on as it is."""
+    """Error about a row which shows that its data set cannot be trained on unchanged."""
 
 
 def read_messages(value: object, names: Mapping[str, str], ignored: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the messages of a chat in one form.
 
-    A message has ``role`` and ``content``: a text, or None beside ``tool_calls`` of the assistant. It may have
-    ``tool_calls`` in OpenAI's nested form, ``reasoning_content``, and ``weight`` (0: an answer that is not learned).
-    All other fields are as they were given. A field ``content.NAME`` stood in a part of the content.
+    A message has ``role`` and ``content``. The content is a text, or None beside ``tool_calls`` of the assistant. A
+    message may have ``tool_calls`` in OpenAI's nested form, ``reasoning_content``, and ``weight`` (0 for an answer that
+    is not learned). All other fields are unchanged. A field of a content part is named ``content.NAME``. A turn that is
+    a call is joined to the assistant's message before it.
 
     Args:
-        names: as ``DataSettings.column_names`` gives them.
-        ignored: types of parts of a content that are left out.
+        value: messages, as a list, an object of lists, or JSON text.
+        names: result of ``DataSettings.column_names``.
+        ignored: types of content parts to leave out.
 
     Raises:
-        Malformed: there are none of this form, or two fields for one use differ.
-        Untrainable: there are pictures, sounds or films.
+        Malformed: the value has another form, or two fields for one use differ.
+        Untrainable: there are images, audio or video.
     """
     value = _of_json(value)
     if value is None:
@@ -121,7 +123,7 @@ def read_messages(value: object, names: Mapping[str, str], ignored: Collection[s
             raise type(error)(error.why, f"message {number}: {error.detail}".rstrip(": ")) from error
         last = messages[-1] if messages else {}
         compared = {*message, MARKS[0]} - {"content", "tool_calls"}
-        if is_call and all(last.get(key) == message.get(key) for key in compared):  # of one turn, or behind its words
+        if is_call and all(last.get(key) == message.get(key) for key in compared):  # calls of one turn
             messages[-1] = last | {"tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
         else:
             messages.append(message)
@@ -129,9 +131,9 @@ def read_messages(value: object, names: Mapping[str, str], ignored: Collection[s
 
 
 def _turns(fields: dict[str, Any]) -> object:
-    """The turns of an object whose fields are lists with an item for each turn; any other object as it is.
+    """Return the turns of an object whose fields are lists with one item per turn; any other object unchanged.
 
-    A null there fills up the list of a field that the turn lacks.
+    A null in a list means that the turn lacks the field.
     """
     lists = {name: items for name, items in fields.items() if items is not None}
     if len({len(items) if isinstance(items, list) else -1 for items in lists.values()} | {-1}) != 2:
@@ -141,14 +143,14 @@ def _turns(fields: dict[str, Any]) -> object:
 
 
 def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collection[str]) -> tuple[dict[str, Any], bool]:
-    """The message; True beside it if its role says that its content is a call."""
+    """Return a message in the common form, and True if its role says that its content is a call."""
     fields, taken = dict(value), dict[str, Any]()
     shown = [name for name, field in value.items() if field not in EMPTY and not isinstance(field, int | float)]
     _refuse_media(shown, ignored)
     for name, usual in FIELDS.items():
         named = names.get(name)
         taken[name] = only(_popped(fields, (named,) if named else usual), _known_role)
-        if name in fields:  # beside the one that --columns names
+        if name in fields:  # not the one in --columns
             fields[f"{name} beside {named}"] = fields.pop(name)
     role, content, is_call = _known_role(taken["role"]), taken["content"], taken["role"] in CALL_ROLES
     said: dict[str, list[Any]] = {use: [] for use in USES}
@@ -177,8 +179,9 @@ def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collectio
 
 
 def _without_copies(content: str, thoughts: dict[str, Any], calls: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the content without a thought or calls in tags, if fields hold them as well; they become one more source
-    of ``thoughts`` or ``calls``.
+    """Return ``content`` without a thought or calls in tags, if fields hold a thought or calls as well.
+
+    What was removed is added to ``thoughts`` or ``calls`` as one more source.
     """
     if any(thoughts.values()) and (tagged := TAGGED.match(content)):
         thoughts["<think> in the content"] = tagged[1].strip()
@@ -190,7 +193,19 @@ def _without_copies(content: str, thoughts: dict[str, Any], calls: dict[str, lis
 
 
 def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]]) -> dict[str, Any]:
-    """Add to ``said`` by use what a part of a content says; return its other fields."""
+    """Append the text or calls of a content part to the list in ``said`` for its use; return its other fields.
+
+    These fields are named ``content.NAME``. A part whose type is in ``ignored`` adds nothing and returns ``{}``.
+
+    Args:
+        part: the part.
+        ignored: types of parts to leave out.
+        said: texts and calls of the message so far, by use (``USES``).
+
+    Raises:
+        Malformed: the part has an unknown type, no text, or is in a wrong order.
+        Untrainable: the part is an image, audio or video.
+    """
     fields = {name: field for name, field in part.items() if field is not None} if isinstance(part, dict) else {}
     kind = str(fields.pop("type", None) or next((name for name in fields if words(name) & MEDIA), "text"))
     _refuse_media([kind], ignored)
@@ -213,13 +228,18 @@ def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]
 
 
 def _refuse_media(names: Collection[str], ignored: Collection[str]) -> None:
+    """Raise Untrainable if a name stands for images, audio or video and is not ignored."""
     for name in names:
         if words(name) & MEDIA and name not in ignored:
             raise Untrainable(f"chats with text only; --ignore-columns {name} leaves these parts out", repr(name))
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
-    """Calls of tools, each a function's name and its arguments, as they were given."""
+    """Return tool calls in OpenAI's nested form, with their arguments as they were given.
+
+    Raises:
+        Malformed: a call has no name, or its arguments are not valid.
+    """
     value, calls = _of_json(value), []
     for call in value if isinstance(value, list) else [value]:
         outer = dict(call) if isinstance(call, dict) else {}
@@ -240,7 +260,13 @@ def _calls(value: object) -> list[dict[str, Any]]:
 
 
 def _weight(role: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the learning mark as ``weight``; for other roles than the assistant only marks that ask to learn."""
+    """Remove the learning marks of a message from ``fields``, and return ``{"weight": 0 or 1}``, or ``{}`` without any.
+
+    For roles other than the assistant, the marks are returned unchanged if they ask to learn, else ``{}``.
+
+    Raises:
+        Malformed: the mark is neither true nor false, or two marks differ.
+    """
     marks = _popped(fields, MARKS)
     mark = only(marks, truth)
     learns = truth(mark)
@@ -253,10 +279,10 @@ def _weight(role: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: object) -> list[dict[str, Any]] | None:
-    """The tools' JSON schemas; None where there are none.
+    """Return the JSON schemas of the tools; None if there are none.
 
     Raises:
-        Malformed: they are no list of objects.
+        Malformed: they are not a list of objects.
     """
     value = _of_json(value)
     if not value:
@@ -274,10 +300,10 @@ def read_tools(value: object) -> list[dict[str, Any]] | None:
 
 
 def read_options(value: object) -> dict[str, Any]:
-    """The variables of a chat template; none where there are none.
+    """Return the variables for a chat template; empty if there are none.
 
     Raises:
-        Malformed: they are no object, or those that rendering sets.
+        Malformed: they are not an object, or set variables that rendering sets.
     """
     value = _of_json(value) or {}
     if not isinstance(value, dict) or RESERVED & value.keys():
@@ -286,11 +312,11 @@ def read_options(value: object) -> dict[str, Any]:
 
 
 def only(sources: Mapping[str, Any], same: Callable[[Any], object] = lambda value: value) -> Any:
-    """Return the value of the source that holds something, the first if all are equal; None without any source.
+    """Return the value of the non-empty sources, which must be equal; None if there is no source.
 
     Args:
-        sources: the names of columns or fields for one use, and their values.
-        same: gives one value for all that mean the same.
+        sources: values of columns or fields for one use, by their names.
+        same: returns a value that is equal for all values of one meaning.
 
     Raises:
         Malformed: two of them differ.
@@ -307,31 +333,33 @@ def only(sources: Mapping[str, Any], same: Callable[[Any], object] = lambda valu
 
 
 def truth(value: object) -> bool | None:
-    """Return what a boolean, a number or a word says; None if that is neither true nor false."""
+    """Return the truth value of a boolean, number or word; None if it is neither true nor false."""
     word = value.strip().lower() if isinstance(value, str) else value
     return TRUTHS.get(word) if isinstance(word, str | int | float) else None
 
 
 @lru_cache(maxsize=10_000)
 def words(name: str) -> frozenset[str]:
-    """Return the words of a name, which stand apart by signs or capital letters."""
+    """Return the lower-case words of a name, separated by signs or capital letters."""
     return frozenset(re.findall("[a-z]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without fields that are null, which an Arrow table gives to all rows if one row has them."""
+    """Return the value without null fields, which an Arrow table gives to all rows if one row has the field."""
     if isinstance(value, dict):
         return {key: without_nulls(field) for key, field in value.items() if field is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _popped(fields: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The fields of these names, which leave ``fields``."""
+    """Remove the fields ``names`` from ``fields`` and return them."""
     return {name: fields.pop(name) for name in names if name in fields}
 
 
 def _known_role(role: Any) -> Any:
-    """The role under its usual name, however it is written."""
+    """Return the usual name of a role: ``user`` for ``human``, lower case for a known name.
+
+    An unknown name, or a value that is no text, is returned unchanged."""
     if not isinstance(role, str):
         return role
     lower = role.lower()
@@ -339,14 +367,14 @@ def _known_role(role: Any) -> Any:
 
 
 def meant_calls(calls: list[dict[str, Any]]) -> list[list[Any]]:
-    """Names and arguments of calls, alike for arguments as an object and as a text."""
+    """Return names and arguments of calls; arguments as JSON text are parsed, so that equal calls compare equal."""
     return [[call["function"]["name"], _of_json(call["function"]["arguments"])] for call in calls]
 
 
 def of_messages(value: object) -> Any:
-    """Return the messages that a text of JSON holds; anything else as it is."""
+    """Return the list of messages in a JSON text; any other value unchanged."""
     turns = None
-    with suppress(Malformed):  # it is a text, then
+    with suppress(Malformed):  # treat it as text then
         turns = _of_json(value)
     if not isinstance(turns, list) or not turns:
         return value
@@ -355,11 +383,14 @@ def of_messages(value: object) -> Any:
 
 
 class DoubleKeyError(ValueError):
-    """A key that stands twice in an object of JSON."""
+    """Error about a key that occurs twice in a JSON object."""
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which json itself would keep the last value of a key in silence."""
+    """Return a JSON object from its pairs, or raise DoubleKeyError if a key occurs twice.
+
+    ``json`` itself would keep only the last value of the key.
+    """
     item = dict(pairs)
     if len(item) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -368,10 +399,10 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _of_json(value: object) -> Any:
-    """Read a text that is a list or an object of JSON; any other value is returned unchanged.
+    """Parse a text that is a JSON list or object; return any other value unchanged.
 
     Raises:
-        Malformed: a key stands twice in an object.
+        Malformed: a key occurs twice in an object.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:

@@ -1,7 +1,7 @@
-"""Rows to documents: chats and instructions are learned in part, so a document has pieces that count or do not.
+"""Rendering of rows as documents, whose pieces of text count in the loss or do not.
 
-A document is a list of pieces. Text that the model is given (a prompt, other people's messages, the headers of a chat
-template) does not count; text that it shall write does.
+Text that the model is given (a prompt, messages of others, headers of a chat template) does not count. Text that the
+model should write counts.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ class Document:
     """Pieces of text that become one sequence of tokens.
 
     Attributes:
-        complete: a chat template has placed the tokens that begin and end a text; the tokenizer adds none.
+        kind: kind of the row.
+        pieces: texts, each with True if it counts in the loss.
+        complete: True if a chat template has placed the tokens that begin and end a text; the encoder then adds no end.
         where: file, with line or row.
-        identity: hash of the row, equal for all its documents; ``content`` if not given.
-        content: a hash of the pieces, 64 bits; of a text row its identity.
+        identity: hash of the row, equal for all of its documents; ``content`` if not given.
+        content: 64-bit hash of the pieces.
     """
 
     kind: RowKind
@@ -83,17 +85,18 @@ AS_CHAT = "with an instruction, written by the chat template (--as-chat off writ
 
 
 class Renderer:
-    """Maker of documents from raw rows.
+    """Maker of documents from rows.
 
     Args:
-        tokenizer: the one whose chat template chat rows go through.
-        columns: say what columns mean.
-        as_chat: instructions go through the chat template.
-        date: the day that a template prints; today by default.
+        tokenizer: tokenizer whose chat template renders chats.
+        columns: meaning of columns.
+        as_chat: render instructions with the chat template.
+        date: date that a template prints; today by default.
         special: the setting ``special_in_text``.
-        answers, long_chats: the settings of these names.
-        fits: says whether the pieces of a document are short enough; None where documents may be of any length.
-        longest: the length that fits, and what sets it, in words.
+        answers: the setting ``answers``.
+        long_chats: the setting ``long_chats``.
+        fits: returns True if the pieces of a document are short enough; None for any length.
+        longest: longest length and what determines it, for messages.
     """
 
     def __init__(
@@ -118,13 +121,13 @@ class Renderer:
         self._as_chat = as_chat
 
     def render(self, row: RawRow) -> list[Document | Skipped]:
-        """Make the documents of a row, and name what of the row is left out.
+        """Return the documents of a row, and a ``Skipped`` for everything that is left out or reported.
 
         A ``Skipped`` of kind ``row`` means that the row is malformed, ``empty`` that nothing of it counts, ``answer``
-        that one of its answers is not learned, ``note`` that something of it is not used.
+        that one of its answers is not learned, and ``note`` or ``remark`` that something is reported.
 
         Raises:
-            UserError: the row shows that its data set means something that training would leave out.
+            UserError: the row shows that training on its data set would ignore its meaning.
         """
         notes = [Skipped("note", row.where, UNREAD_COLUMNS, names=row.unread)] if row.unread else []
         try:
@@ -149,6 +152,7 @@ class Renderer:
         return documents + notes
 
     def _chat(self, row: RawRow) -> list[Document | Skipped]:
+        """Return the documents of a chat row, or one ``Skipped`` of kind ``empty`` if no turn is the assistant's."""
         chats = {name: self._messages(row, name) for name in CHATS}
         messages = chats[self._meant(chats)]
         if not any(message["role"] == ASSISTANT for message in messages):
@@ -157,14 +161,18 @@ class Renderer:
         return self._rendered(row, self._with_system(row, messages))
 
     def _messages(self, row: RawRow, name: str, role: str = "") -> list[dict[str, Any]]:
-        """The messages of a column; a text there is one of ``role``, where that is given."""
+        """Return the messages in the column ``name``; with ``role``, a plain text there is one message of that role."""
         value = of_messages(row.columns.get(name))
         if role and not isinstance(value, list | dict):
             return [{"role": role, "content": text}] if (text := self._text(row.columns, name)) else []
         return read_messages(value, self._names, self._columns.ignored)
 
     def _with_system(self, row: RawRow, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, of which the first is the column ``system`` where that holds something."""
+        """Return the messages with the text of the column ``system`` as the first one, if it has text.
+
+        Raises:
+            Malformed: the column and a system message differ, or a column ``input`` has text that is in no message.
+        """
         system, given = self._text(row.columns, "system"), self._text(row.columns, "input")
         if given and all(message["content"] != given for message in messages):
             name = self._names.get("input", "input")
@@ -177,10 +185,16 @@ class Renderer:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> list[Document | Skipped]:
-        """The documents of a chat, and what is left out or not shown; messages before ``first`` are given alone."""
+        """Render a chat; return its documents, and notes on what is left out or not shown.
+
+        Args:
+            row: the row.
+            messages: messages of the chat.
+            first: answers before this index are not learned.
+        """
         columns, head, names = row.columns, dict(messages[0]), ("tools", "functions")
         sources = {self._names.get(name, name): columns.get(name) for name in names}
-        if head["role"] in SYSTEM_ROLES:  # DeepSeek's form
+        if head["role"] in SYSTEM_ROLES:  # form of DeepSeek
             sources |= {f"{name} of the first message": head.pop(name, None) for name in names}
         tools = only({name: read_tools(value) for name, value in sources.items()})
         options, messages = read_options(columns.get("chat_template_kwargs")), [head, *messages[1:]]
@@ -216,9 +230,10 @@ class Renderer:
         return documents
 
     def _unread(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> Iterator[str]:
-        """The fields of messages and of calls that hold something and of which nothing is learned or shown."""
+        """Yield the names of non-empty fields of messages and calls that are neither learned nor rendered."""
 
         def is_shown(role: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+            """Return True if the rendered chat changes when ``change`` is applied to the messages of ``role``."""
             others = [change(turn) if turn["role"] == role else turn for turn in messages]
             return self._chats.differ(messages, others, tools, options)
 
@@ -239,7 +254,11 @@ class Renderer:
                 yield f"tool_calls.{name}"
 
     def _instruction(self, row: RawRow) -> list[Document | Skipped]:
-        """The prompt as it is written and then the completion; other names than completion in paragraphs."""
+        """Return the documents of an instruction row.
+
+        With the column ``completion`` the answer directly follows the prompt. With other columns the parts are
+        paragraphs. With ``as_chat``, or if prompt or answer hold messages, the row is rendered as a chat.
+        """
         columns = row.columns
         prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))
         if any(isinstance(of_messages(columns.get(name)), list | dict) for name in (prompt, answer)):
@@ -267,10 +286,12 @@ class Renderer:
         return [*notes, Document("instruction", pieces, where=row.where, identity=_identity(messages))]
 
     def _meant(self, group: Mapping[str, object]) -> str:
-        """Return the name of the filled column of ``group``; columns that --columns names go first.
+        """Return the name of the filled column of ``group``; columns named in the settings have priority.
+
+        Without a filled column it is the first name of ``group``.
 
         Raises:
-            Malformed: several do, and say different things.
+            Malformed: several columns are filled with different values.
         """
         filled = [name for name, value in group.items() if value not in EMPTY]
         first, *others = [name for name in filled if name in self._names] or filled or list(group)[:1]
@@ -280,7 +301,11 @@ class Renderer:
         return first
 
     def _text(self, columns: dict[str, Any], name: str) -> str:
-        """The column's text; none at all is an empty text."""
+        """Return the text of a column; ``""`` if it is missing.
+
+        Raises:
+            Malformed: the column does not hold text.
+        """
         value = columns.get(name)
         if value is None:
             return ""
@@ -292,7 +317,7 @@ class Renderer:
 def _identity(
     messages: Sequence[Mapping[str, Any]], tools: Any = None, options: Mapping[str, Any] | None = None
 ) -> int:
-    """A hash of what a chat says, 64 bits: no template, no other field and no form of the row changes it."""
+    """Return a 64-bit hash of what a chat says; template, other fields and form of the row do not change it."""
     turns = [
         [turn["role"], turn["content"] or "", turn.get(THOUGHT), meant_calls(turn.get("tool_calls", []))]
         for turn in messages
@@ -303,7 +328,7 @@ def _identity(
 
 
 def _hidden(tools: Any, text: str) -> list[str]:
-    """The places of names and texts in tool definitions that ``text`` lacks; ``tools`` alone if it lacks all."""
+    """Return the places of names and texts in tool definitions that ``text`` lacks; only ``tools`` if it lacks all."""
     parts = [(place, part in text or any(form in text for form in spelled(part))) for place, part in parts_of(tools)]
     return [place for place, shown in parts if not shown] if any(shown for _, shown in parts) else ["tools"]
 
@@ -313,7 +338,7 @@ def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _without_in_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """The message without a field of its calls."""
+    """Return the message without the field ``name`` of its calls."""
     calls = [
         {**_without(call, name), "function": _without(call["function"], name)} for call in message.get("tool_calls", ())
     ]
@@ -325,12 +350,12 @@ def _without_answer(row: RawRow) -> Skipped:
 
 
 def raw_text(row: RawRow) -> str:
-    """Text of a row without any template, on which a tokenizer is trained."""
+    """Return the text of a row without any template, for the training of a tokenizer."""
     return "\n".join(text for value in row.columns.values() for text in _texts(value))
 
 
 def _texts(value: object) -> Iterator[str]:
-    """The texts of messages, in any of their forms."""
+    """Yield the texts of messages in any form."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -19,7 +19,8 @@ ESCAPED = "\\ufdd0"
 """``BREAK`` as JSON and Python escape it."""
 
 BREAK = "\ufdd0"
-"""A letter that no text has. Behind its first letter it makes a special token text, until the text is tokenised."""
+"""Character that occurs in no text. Placed after the first character of a special token, it keeps it text until the
+text is tokenised."""
 
 WHY = "with special tokens in what users, tools or the system said, which "
 USES = {
@@ -29,9 +30,10 @@ USES = {
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and what becomes of those that somebody wrote.
+    """Special tokens of a tokenizer, and their treatment in text that users, tools or the system wrote.
 
     Args:
+        tokenizer: tokenizer of the run.
         mode: the setting ``special_in_text``.
     """
 
@@ -40,17 +42,25 @@ class SpecialTokens:
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.special and str(token)]
         names = {str(token) for token in added}
         self.stripping = {str(token) for token in added if token.rstrip}
-        """Those that take away the white space behind them."""
+        """Special tokens that remove white space after them."""
         self._broken = {name: name[0] + BREAK + name[1:] for name in sorted(names, key=len, reverse=True)}
         self._names = re.compile("|".join(map(re.escape, self._broken)) or "(?!)")
         self._swapped = re.compile("|".join(map(re.escape, [*self._broken.values(), *self._broken, BREAK])))
 
     def last(self, text: str) -> str:
-        """The special token with which a text ends, or ``""``."""
+        """Return the special token with which ``text`` ends, or ``""``."""
         return next((name for name in self._broken if text.endswith(name)), "")
 
     def given(self, value: Any, where: str) -> tuple[Any, list[Skipped]]:
-        """Texts inside lists and objects as they go into a template, and a note if they have special tokens."""
+        """Return ``value``, with its special tokens made text in the mode ``plain``, and a list of notes about them.
+
+        In the mode ``plain``, each special token in a copy of ``value`` gets a ``BREAK``. In the mode ``keep`` the
+        value is returned unchanged. There is one note if the texts contain special tokens, else none.
+
+        Args:
+            value: text, or a list or object that contains texts.
+            where: file, with line or row.
+        """
         seen: list[str] = []
         broken = self._break(value, seen)
         notes = [Skipped("note", where, WHY + USES[self.mode], seen[0])] if seen else []
@@ -59,24 +69,28 @@ class SpecialTokens:
     def messages(
         self, messages: list[dict[str, Any]], tools: Any, where: str
     ) -> tuple[list[dict[str, Any]], Any, list[Skipped]]:
-        """Messages and tools as they go into a template, and a note if another than the assistant wrote such tokens."""
+        """Apply ``given`` to ``tools`` and to the messages of all roles except the assistant.
+
+        Returns:
+            The messages in their order, the tools, and the notes of ``given``.
+        """
         others = [message for message in messages if message["role"] != ASSISTANT]
         (others, tools), notes = self.given([others, tools], where)
         rest = iter(others)
         return [message if message["role"] == ASSISTANT else next(rest) for message in messages], tools, notes
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text in which ``given`` has made special tokens text.
+        """Return the token ids of a text in which ``given`` has turned special tokens into text.
 
         Raises:
-            UserError: the tokenizer cannot tell them apart.
+            UserError: the tokenizer has no tokenizer.json, so it cannot distinguish them.
         """
         swapped = self._swapped.sub(lambda match: self._broken.get(match[0], match[0].replace(BREAK, "")), text)
         return self._renamed.encode(swapped, add_special_tokens=False).ids
 
     @cached_property
     def _renamed(self) -> Any:
-        """The tokenizer with a ``BREAK`` in its special tokens' names, so that text in their old spelling is text."""
+        """Copy of the tokenizer that has a ``BREAK`` in the names of its special tokens; their old spelling is text."""
         from tokenizers import Tokenizer
 
         if (backend := getattr(self._tokenizer, "backend_tokenizer", None)) is None:
@@ -90,7 +104,7 @@ class SpecialTokens:
         return renamed
 
     def _break(self, value: Any, seen: list[str]) -> Any:
-        """Return ``value`` with a ``BREAK`` in the special tokens of its texts, which ``seen`` takes in."""
+        """Return ``value`` with a ``BREAK`` in the special tokens of its texts; adds the tokens to ``seen``."""
         if isinstance(value, dict):
             return {self._break(key, seen): self._break(item, seen) for key, item in value.items()}
         if isinstance(value, list):

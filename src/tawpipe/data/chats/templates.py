@@ -1,4 +1,4 @@
-"""Chat templates that are built in, for tokenizers that have none."""
+"""Built-in chat templates for tokenizers that have none."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PLAIN = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
 )
-"""Chat template for any tokenizer: ``<|role|>``, a line break, the content, the end-of-text token after the
-assistant's, a line break. The headers are plain text, so that any vocabulary can spell them."""
+"""Chat template for any tokenizer: ``<|role|>``, a line break, the content, the end-of-text token after the assistant's
+content, a line break. Headers are plain text, so that every vocabulary can encode them."""
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -49,21 +49,22 @@ CHATML = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
-"""The template that many models use, with tools as Hermes and Qwen have them."""
+"""Template that many models use, with tools as in Hermes and Qwen."""
 
 NAMED = {"chatml": CHATML, "plain": PLAIN}
 HASHED = {name: text.replace("\n' }}" + _CONTENT, "\n' + message['content'] }}") for name, text in NAMED.items()}
-"""The templates as hashes of tokenizers have them: as they were at first, or a run on text would not know its data."""
+"""First versions of the templates, which hashes of tokenizers use so that older runs on text still recognise their
+data."""
 
 PRINTS_DATE = "strftime_now"
-"""The function by which a template prints a date."""
+"""Name of the function with which a template prints a date."""
 
 
 def template_text(name: str) -> str:
-    """The template that ``--chat-template`` names.
+    """Return the chat template that ``--chat-template`` names: a built-in one or the content of a file.
 
     Raises:
-        UserError: it is none of ours, and no file that holds one.
+        UserError: it is neither a built-in name nor a readable file.
     """
     if name in NAMED:
         return NAMED[name]
@@ -77,5 +78,5 @@ def template_text(name: str) -> str:
 
 
 def fallback_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The name of the template for a tokenizer that has none."""
+    """Return the name of the built-in template for ``tokenizer``: chatml if it has its tokens, else plain."""
     return "chatml" if set(CHATML_TOKENS) <= tokenizer.get_vocab().keys() else "plain"

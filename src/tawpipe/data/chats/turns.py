@@ -1,4 +1,4 @@
-"""Chats that are longer than a row: cut where a user's turn begins, or left out."""
+"""Chats that are longer than a row: cut where a user turn begins, or left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DROPPED = "longer than {longest} (--long-chats turns cuts chats at a user's turn
 CUT = "longer than {longest}, cut at turns (--long-chats)"
 
 Fits = Callable[[tuple[ChatText, ...], RowKind], bool]
-"""Says whether the pieces of a document of a kind are short enough."""
+"""Function that returns True if the pieces of a document of a kind are short enough."""
 
 
 def chat_that_fits(
@@ -29,17 +29,23 @@ def chat_that_fits(
     long_chats: LongChats,
     longest: str,
 ) -> Chat:
-    """Render a chat, or parts of it that fit, each behind the system's turns before it.
+    """Render a chat, or parts of it that fit into a row, each after the system turns before it.
 
-    A part takes as many questions with their answers as fit, from the end of the chat, so that the last answers have
-    the most history. A question that does not fit alone is among the ``lost`` ones. Under ``drop``, documents that do
-    not fit are lost.
+    A part takes as many questions with their answers as fit, beginning at the end of the chat, so that the last answers
+    have the most history. A question that does not fit alone is added to ``lost``. Under ``drop``, all documents that
+    do not fit are lost.
 
     Args:
-        longest: the length that fits, and what sets it, in words.
+        renderer: renders chats.
+        messages: messages of the chat.
+        tools: JSON schemas of the tools, or None.
+        options: further variables of the template.
+        fits: tests the length of a document.
+        long_chats: the setting ``long_chats``: ``turns`` or ``drop``.
+        longest: longest length and what determines it, for messages.
 
     Raises:
-        Malformed: as in ``ChatRenderer.chat``.
+        Malformed: ``ChatRenderer.chat`` refuses the chat.
     """
 
     def all_fit(chat: Chat) -> bool:
@@ -57,7 +63,7 @@ def chat_that_fits(
     while end > 0:
         best, begin, longer = Chat([], [Malformed(TOO_LONG.format(longest=longest))], []), end, -1
         step = 1
-        while step:  # first in growing steps, and then in halves, as long parts take long to render
+        while step:  # exponential, then binary search, because long parts render slowly
             chat = None
             if (first := begin - step) > longer:
                 before = chain.from_iterable(questions[:first])
@@ -83,7 +89,7 @@ def chat_that_fits(
 
 
 def _rendered(renderer: ChatRenderer, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Chat:
-    """Render a part of a chat; what the template refuses is lost."""
+    """Render a part of a chat; if the template refuses it, return a ``Chat`` with only this reason, in ``lost``."""
     try:
         return renderer.chat(messages, tools, options)
     except Malformed as error:
@@ -91,7 +97,14 @@ def _rendered(renderer: ChatRenderer, messages: Sequence[Message], tools: Tools,
 
 
 def _questions(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Sequence[Message]]]:
-    """The turns before the first question, and every question with what follows it."""
+    """Split messages into the turns before the first user or assistant turn, and parts that begin at user turns.
+
+    Each part extends to the next user turn. The first part begins with an assistant turn if that precedes all user
+    turns.
+
+    Returns:
+        The turns before all parts, which may be empty, and the parts.
+    """
     first = next(number for number, message in enumerate(messages) if message["role"] in ("user", ASSISTANT))
     begins = [number for number, message in enumerate(messages) if message["role"] == "user" and number > first]
     edges = [first, *begins, len(messages)]

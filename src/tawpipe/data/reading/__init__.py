@@ -1,1 +1,1 @@
-"""Sources of data: files, folders, sets of the Hub."""
+"""Sources of data: files, folders and Hub data sets."""

@@ -1,4 +1,4 @@
-"""Cache folders that several processes may make at once, and that are complete wherever one sees them."""
+"""Cache folders that several processes may create at one time, and that are complete whenever they are visible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ ABANDONED_S = 24 * 3600.0
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """The cache folder, made if it is not there."""
+    """Return the cache folder; creates it if needed.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
     root = Path(cache_dir or os.environ.get("TAWPIPE_CACHE") or "~/.cache/tawpipe").expanduser()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -34,13 +38,13 @@ def cache_root(cache_dir: str | None) -> Path:
 
 
 def content_hash(*parts: object) -> str:
-    """32 hexadecimal digits that stand for the parts, which are of plain JSON types."""
+    """Return 32 hexadecimal digits that identify ``parts``, which are of plain JSON types."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def is_complete(folder: Path) -> bool:
-    """True if the folder was finished and its files still have the sizes that they had then."""
+    """Return True if the folder was finished and its files still have the recorded sizes."""
     try:
         sizes = json.loads((folder / MARKER).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -49,16 +53,16 @@ def is_complete(folder: Path) -> bool:
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
-    """Make the folder with the files that ``fill`` writes, unless it is complete already.
+    """Create ``folder`` with the files that ``fill`` writes, unless it is complete already.
 
-    ``fill`` writes into another folder, which then takes its name, the marker written last: no reader sees a part. Two
-    runs that make the same folder at once both succeed, and one's work is used.
+    ``fill`` writes into a temporary folder, which is renamed after its marker was written, so that no reader sees a
+    part of it. If two runs make one folder at the same time, both succeed, and the result of one is used.
 
     Returns:
-        True if it had to be made.
+        True if the folder had to be made.
 
     Raises:
-        RunError: it could not be written; nothing of it is left.
+        RunError: the folder could not be written; nothing of it is left.
     """
     if is_complete(folder):
         return False
@@ -73,7 +77,7 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
         try:
             work.rename(folder)
         except OSError:
-            if not is_complete(folder):  # a damaged one is in the way
+            if not is_complete(folder):  # a damaged folder has this name
                 shutil.rmtree(folder)
                 work.rename(folder)
     except OSError as error:
@@ -85,20 +89,29 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove parts of this folder that killed runs have left behind."""
+    """Delete temporary folders for ``folder`` that killed runs have left more than a day ago."""
     for path in folder.parent.glob(f"{folder.name}.tmp-*"):
         try:
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # its own run has just finished or removed it
+        except OSError:  # its run has just finished or removed it
             continue
 
 
 def leader_first(work: Callable[[], T], *, leader: bool, barrier: Callable[[], None], note: Path) -> T:
-    """Run ``work`` in the leader, and in the others once it is done there, so that they find its results.
+    """Run ``work`` in the leader first, then in the other processes, which find its results; return the result.
 
-    If the leader's work fails, all fail alike: with the same UserError, left for the others in the file ``note``.
-    Every process calls this once, and it calls ``barrier`` once, which has to bear as long as the leader's work takes.
+    Every process calls this once, and it calls ``barrier`` once.
+
+    Args:
+        work: the work.
+        leader: True in one process.
+        barrier: waits for the other processes; it must allow for the time of the leader's work.
+        note: file in which the leader leaves its error for the other processes.
+
+    Raises:
+        UserError: the leader's work raised it; in all processes.
+        RunError: the leader's work failed otherwise; in the other processes.
     """
     if leader:
         try:
@@ -106,7 +119,7 @@ def leader_first(work: Callable[[], T], *, leader: bool, barrier: Callable[[], N
             return work()
         except BaseException as error:
             said = [error.setting, error.value, error.expected] if isinstance(error, UserError) else repr(error)
-            with contextlib.suppress(OSError):  # on a full disk the others find out by themselves
+            with contextlib.suppress(OSError):  # on a full disk the others fail themselves
                 note.write_text(json.dumps(said, default=str))
             raise
         finally:

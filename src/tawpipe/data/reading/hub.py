@@ -1,4 +1,4 @@
-"""Data sets of the Hub, or of a folder that ``datasets`` can load: downloaded, or streamed part by part."""
+"""Data sets of the Hub, or of a folder that ``datasets`` can load: downloaded, or streamed in parts."""
 
 from __future__ import annotations
 
@@ -25,19 +25,24 @@ NAME = re.compile(r"hf:(?P<path>[^:#]+)(:(?P<config>[^:\[\]#]+)(?=:))?(:(?P<spli
 DECODED = re.compile(r"((List|LargeList|Sequence)\((feature=)?)?(Image|Audio|Video|Pdf)\(")
 """Features whose values ``datasets`` decodes."""
 UNTYPED = {"csv", "tsv", "json", "jsonl"}
-"""Formats whose files are read as files are: ``datasets`` would guess, and make ``007`` a number and a text a date."""
+"""Formats read without ``datasets``, which would guess types: a number for ``007``, a date for a text."""
 OF_ANY_SET = ("name", "version", "data_dir", "data_files", "description")
-"""Fields of a data set's configuration that say nothing on how its files are read."""
+"""Fields of a data set's configuration that do not affect how its files are read."""
 
 UNKNOWN_SIZE = 1 << 30
-"""Bytes that a streamed data set is taken to have where it does not say so."""
+"""Assumed bytes of a streamed data set that does not report its size."""
 
 
 def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> list[SourceFile]:
-    """The files, where those that are data sets of the Hub are parts of a known size, downloaded unless streamed.
+    """Return the files, with each Hub data set replaced by its files or parts; downloads them unless streaming.
+
+    Args:
+        files: files and Hub data sets.
+        streaming: True to read during training.
+        setting: setting that names the files, for errors.
 
     Raises:
-        UserError: a data set that is not there, cannot be reached or has no such configuration or split.
+        UserError: a data set does not exist, cannot be reached, or has no such configuration or split.
     """
     sources: list[SourceFile] = []
     for file in files:
@@ -63,10 +68,15 @@ def opened(files: Sequence[SourceFile], *, streaming: bool, setting: str) -> lis
 def read_hub(
     file: SourceFile, columns: Columns, read: Callable[[SourceFile], Iterator[RawRow | Skipped]]
 ) -> Iterator[RawRow | Skipped]:
-    """The rows of a part that ``opened`` has made.
+    """Yield the rows of a part of a Hub data set that ``opened`` has made.
 
     Args:
-        read: reads a file that is no data set of the Hub.
+        file: the part.
+        columns: meaning of columns.
+        read: reads the rows of a plain file.
+
+    Raises:
+        UserError: the slice is not valid, or a column holds images, audio or video.
     """
     name, _, place = file.path.rpartition("#")
     streaming = place.startswith("~")
@@ -74,7 +84,7 @@ def read_hub(
     if by_split := _plain_files(name, streaming, "--data"):
         from datasets import ReadInstruction
 
-        # A share can only be taken of rows that are counted.
+        # A slice in percent needs the number of rows.
         rows = {split: [row for each in plain for row in read(each)] for split, plain in by_split.items()}
         try:
             instruction = ReadInstruction.from_spec(_parts(name, "--data")[2] or next(iter(rows)))
@@ -103,10 +113,10 @@ def read_hub(
 
 
 def _parts(name: str, setting: str) -> tuple[str, str | None, str | None]:
-    """Path, configuration and split of a name.
+    """Return path, configuration and split of a name such as hf:NAME:CONFIG:SPLIT; None for missing ones.
 
     Raises:
-        UserError: it is of another form, or of a folder that ``datasets`` cannot read.
+        UserError: the name has another form, or names a folder that ``datasets`` cannot read.
     """
     parts = NAME.fullmatch(name)
     if parts is None:
@@ -120,8 +130,9 @@ def _parts(name: str, setting: str) -> tuple[str, str | None, str | None]:
 
 @lru_cache(maxsize=16)
 def _builder(path: str, config: str | None) -> Any:
-    """Builder by which ``datasets`` reads the data set, without a connection of what was downloaded before; None for a
-    set that ``load`` refuses.
+    """Return the builder of ``datasets`` for a data set; None if ``load`` would refuse it.
+
+    Without a connection, the downloaded data set is used.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -138,10 +149,9 @@ def _builder(path: str, config: str | None) -> Any:
 
 
 def _plain_files(name: str, streaming: bool, setting: str) -> dict[str, list[SourceFile]]:
-    """The files of the splits that are asked for, if they hold fields as text or JSON, whose types a library would
-    guess; empty for other sets.
+    """Return the files of each requested split if they hold text or JSON fields; empty for other data sets.
 
-    Files of the Hub are downloaded unless streamed.
+    ``datasets`` would guess the types of these fields. Files of the Hub are downloaded unless streamed.
     """
     path, config, split = _parts(name, setting)
     options = getattr(_builder(path, config), "config", None)
@@ -151,7 +161,7 @@ def _plain_files(name: str, streaming: bool, setting: str) -> dict[str, list[Sou
     usual = "train" if len(by_split) > 1 else "".join(by_split)
     asked = [part.partition("[")[0].strip() for part in (split or usual).split("+")]
     asked = [*by_split] if asked == ["all"] else asked
-    if not by_split.keys() >= {*asked}:  # load says so
+    if not by_split.keys() >= {*asked}:  # `load` raises the error
         return {}
     names = [file for part in asked for file in by_split[part]]
     if streaming and "[" in (split or "") and any(file.startswith(REMOTE) for file in names):
@@ -166,6 +176,7 @@ def _plain_files(name: str, streaming: bool, setting: str) -> dict[str, list[Sou
 
 
 def _file_of_set(name: str, streaming: bool) -> SourceFile:
+    """Return the source file for a file of a data set; downloads a file of the Hub unless streaming."""
     if not name.startswith(REMOTE):
         return source_file(Path(name))
     from huggingface_hub import HfFileSystem, hf_hub_download
@@ -180,10 +191,19 @@ def _file_of_set(name: str, streaming: bool) -> SourceFile:
 
 @lru_cache(maxsize=16)
 def load(name: str, streaming: bool, setting: str) -> Any:
-    """One split of a data set.
+    """Load one split of a data set with ``datasets`` and return it; the last 16 results are cached.
+
+    A name without a split stands for the split ``train``, or for the only one. All fields of a CSV data set are loaded
+    as text.
+
+    Args:
+        name: hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.
+        streaming: True to read rows later instead of downloading the data set.
+        setting: setting that names the data set, for errors.
 
     Raises:
-        UserError: see ``opened``.
+        UserError: the data set does not exist, cannot be reached, or has no such configuration or split; or a slice of
+            a split is to be streamed.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -194,7 +214,7 @@ def load(name: str, streaming: bool, setting: str) -> Any:
     try:
         loaded: Dataset | IterableDataset | dict = datasets.load_dataset(path, config, split=split, streaming=streaming)
         if type(getattr(_builder(path, config), "config", None)).__name__ == "CsvConfig":
-            # With options of its own: anew, with its fields as they are written.
+            # A CSV set with its own options is loaded again with all fields as text.
             names = list(next(iter(_first(loaded)), {}))
             texts = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
             unguessed = {"features": texts, "keep_default_na": False, "na_filter": False}
@@ -215,7 +235,7 @@ def load(name: str, streaming: bool, setting: str) -> Any:
 
 
 def _first(loaded: Any) -> Any:
-    """The split that is meant where none is named."""
+    """Return ``loaded`` if it is one split; from several splits return ``train``, or else the first one."""
     if not isinstance(loaded, dict):
         return loaded
     return loaded["train"] if "train" in loaded else next(iter(loaded.values()))

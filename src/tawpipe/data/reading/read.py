@@ -1,7 +1,8 @@
-"""Files to raw rows, where a bad row costs itself and no other.
+"""Reading of files as raw rows; a bad row does not affect other rows.
 
-JSON lines are read line by line and not with ``datasets``' JSON reader, which reads blocks: it cannot say which line is
-corrupt, gives up the file there, and wants one schema for all files. Tables of comma-separated values likewise.
+JSON lines are read line by line and not with the JSON reader of ``datasets``, which reads blocks. It cannot tell which
+line is corrupt, stops reading the file there, and needs one schema for all files. Tables of comma-separated values are
+read by line for the same reasons.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from tawpipe.data.reading.hub import read_hub
 from tawpipe.data.reading.sources import REMOTE, SourceFile
 from tawpipe.data.report import Skipped
 
-PARQUET_BATCH = 64  # rows in memory at once; a row may be a book
-LONGEST_FIELD = 2**31 - 1  # the csv module gives up at 128 KiB otherwise
+PARQUET_BATCH = 64  # rows in memory at one time; one row may be a book
+LONGEST_FIELD = 2**31 - 1  # the default limit of the csv module is 128 KiB
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reader of the rows of a file, which names what cannot be read.
+    """Reader of the rows of a file; reports what cannot be read.
 
     Attributes:
-        columns: say what a row is.
+        columns: meaning of columns.
     """
 
     columns: Columns = field(default_factory=Columns)
 
     def read(self, file: SourceFile, start: float = 0.0) -> Iterator[RawRow | Skipped]:
-        """The file's documents in its order.
+        """Yield the rows of a file in order, and a ``Skipped`` for everything that cannot be read.
 
         Args:
-            start: begin about this share of the file (0 to 1) further on, without reading what is before; 0 for files
-                that are not seekable. Rows are then not numbered by their place in the file.
+            file: the file.
+            start: fraction of the file (0 to 1) to skip without reading it; must be 0 for files that are not seekable.
+                With another value, rows are not numbered by their position in the file.
         """
         assert file.seekable or not start
         if not file.wanted:
@@ -64,6 +66,12 @@ class RowReader:
                 yield Skipped("file", file.path, "without a row")
 
     def _rows(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
+        """Yield the rows of a file with the reader for its format.
+
+        Args:
+            file: the file.
+            start: fraction of the file (0 to 1) to skip, up to the end of the line there; see also ``_parquet``.
+        """
         if file.format == "hub":
             yield from read_hub(file, self.columns, self.read)
         elif file.format == "parquet":
@@ -77,13 +85,14 @@ class RowReader:
                 yield from readers.get(file.format, self._table)(file, stream)
 
     def _text(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
+        """Yield the whole file as one row of text."""
         try:
             yield RawRow(file.path, "text", {"text": stream.read().decode("utf-8-sig")})
         except UnicodeDecodeError as error:
             yield Skipped("file", file.path, "not UTF-8", f"byte {error.start}")
 
     def _json(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
-        """A list of objects, or else JSON lines under another name."""
+        """Yield the objects of a JSON list, or of JSON lines in a file named ``.json``."""
         data = stream.read()
         try:
             content = json.loads(data, object_pairs_hook=unique_keys)
@@ -98,6 +107,7 @@ class RowReader:
                 yield self._row(f"{file.path}, row {number}", item)
 
     def _lines(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
+        """Yield the JSON object on each line."""
         for number, line in enumerate(stream, 1):
             if line.isspace():
                 continue
@@ -112,7 +122,7 @@ class RowReader:
                 yield self._row(where, item)
 
     def _table(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
-        """Fields by the names in the first line; a field in quotes may go over several lines."""
+        """Yield rows of a table, with column names from the first line; a quoted field may span several lines."""
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         table = _records(text, "\t" if file.format == "tsv" else ",")
         _, names = next(table, (1, []))
@@ -137,11 +147,15 @@ class RowReader:
                 yield self._row(where, dict(zip(names, fields, strict=True)))
 
     def _row(self, where: str, item: object) -> RawRow | Skipped:
+        """Return the row for a JSON value, or a ``Skipped`` if it is not an object."""
         if not isinstance(item, dict):
             return Skipped("row", where, "JSON, but not an object", f"a {type(item).__name__}")
         return self.columns.row(where, item)
 
     def _parquet(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
+        """Yield the rows of a parquet file, from the row group at the fraction ``start`` of all row groups on.
+
+        Only useful columns are read."""
         import pyarrow
         import pyarrow.parquet
 
@@ -165,10 +179,10 @@ class RowReader:
 
 
 def _records(text: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[str] | None]]:
-    """Number of the first line and fields of every record; None for a line with a quote that is not closed.
+    """Yield the first line number and the fields of every record; None for a line with an unclosed quote.
 
-    Such a quote would take in all lines up to the next one, which then has text right behind it, or up to the end of
-    the file. Then the record is given up, and its lines behind the first are read anew.
+    An unclosed quote would include all lines up to the next quote, which then has text directly after it, or up to the
+    end of the file. In this case only the first line is given up, and the lines after it are read again.
     """
     csv.field_size_limit(LONGEST_FIELD)
     number = 1
@@ -188,11 +202,11 @@ def _records(text: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[st
 
 
 def _open(file: SourceFile) -> BinaryIO:
-    """The file's bytes, unpacked."""
+    """Open a file for reading its decompressed bytes."""
     stream = _stored(file.path)
     if not file.packed:
         return stream
-    if file.packed == "gzip":  # which reads a file that is cut off up to its end
+    if file.packed == "gzip":  # reads a truncated file up to its end
         return gzip.GzipFile(fileobj=stream)  # pyright: ignore[reportReturnType]
     import pyarrow
 
@@ -200,7 +214,7 @@ def _open(file: SourceFile) -> BinaryIO:
 
 
 def _stored(path: str) -> BinaryIO:
-    """The file's bytes as they are stored, here or at the Hub."""
+    """Open a file, local or on the Hub, for reading its stored bytes."""
     if not path.startswith(REMOTE):
         return Path(path).open("rb")
     import fsspec

@@ -1,4 +1,4 @@
-"""What the settings name, as files: globs, folders, data sets of the Hub, and the weights of a mixture."""
+"""Sources named in the settings: globs, folders, Hub data sets, and the weights of a mixture."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ FORMATS: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "tsv",
 }
-"""Formats that hold rows, by the end of the file's name."""
+"""Formats that hold rows, by file name suffix."""
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 ANY_FOLDERS, ANY_NAME = "**", "*"
 
 BLOCKS, BLOCK_BYTES = 64, 4096
-"""Evenly spread blocks by which a file is known; a smaller one is read whole."""
+"""Number and size in bytes of the evenly spaced blocks that identify a file; a smaller file is read completely."""
 
 SMALLEST_SHARE = 1e-9
-"""Of the tokens of a mixture; of a smaller one no run would see anything."""
+"""Smallest share of the tokens of a mixture; a run would never read a smaller one."""
 
 
 @dataclass(frozen=True, order=True)
 class SourceFile:
-    """A file of the corpus, or a part of a data set of the Hub, and what tells it from another version of itself.
+    """A file of the corpus, or a part of a Hub data set, with values that change when its content changes.
 
     Attributes:
-        path: for the Hub ``hf:`` and a name, and behind ``#`` the part and their number; ``hf://`` and a path for a
-            file there.
-        wanted: False for a file beside the rows of a folder, which is counted and left out.
+        path: path of the file. For a Hub data set ``hf:`` and its name, then ``#`` with the part and the number of
+            parts. For a file on the Hub ``hf://`` and its path.
+        size: bytes.
+        mtime_ns: time of modification in nanoseconds, or a version number.
+        wanted: False for a file without rows in a folder of row files; it is counted and left out.
     """
 
     path: str
@@ -58,11 +60,12 @@ class SourceFile:
 
     @property
     def packed(self) -> str:
-        """The way in which it is compressed."""
+        """Name of its compression, ``gzip`` or ``zstd``, or ``""``."""
         return PACKED.get(Path(self.path).suffix.lower(), "")
 
     @property
     def format(self) -> Format:
+        """Format of the file, by its name."""
         if self.path.startswith(HUB) and not self.path.startswith(REMOTE):
             return "hub"
         path = Path(self.path)
@@ -76,12 +79,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceSet:
-    """Files that are one data set.
+    """Files that form one data set.
 
     Attributes:
-        name: as the settings have it.
-        weight: its share of the mixture before all are divided by their sum; None where nothing is mixed.
-        left_out: further names of the files, folders that were read by another path, and unreadable folders.
+        name: name in the settings.
+        weight: weight in the mixture, not normalised; None if nothing is mixed.
+        files: the files.
+        left_out: further names of the files, folders that were already read by another path, and unreadable folders.
     """
 
     name: str
@@ -91,10 +95,14 @@ class SourceSet:
 
 
 def find_sets(entries: Sequence[str], setting: str = "--data") -> list[SourceSet]:
-    """The data sets to mix, in the order given; or a single one of all files, where no weights are given.
+    """Return the data sets to mix, in the order of ``entries``; without weights one data set of all files.
+
+    Args:
+        entries: values of the setting: files, folders, globs or Hub names, with weights for all or for none.
+        setting: name of the setting, for errors.
 
     Raises:
-        UserError: an entry that leads to no file, a weight that is none, weights for some entries only.
+        UserError: an entry matches no file, a weight is not valid, or only some entries have weights.
     """
     parsed = [_with_weight(entry, setting) for entry in entries]
     if not entries:
@@ -112,7 +120,7 @@ def find_sets(entries: Sequence[str], setting: str = "--data") -> list[SourceSet
 
 
 def _with_weight(entry: str, setting: str) -> tuple[str, float | None]:
-    """An entry without its weight, and the weight; ``=`` may be part of a name as well."""
+    """Return an entry without its weight, and the weight or None; ``=`` may also be part of a file name."""
     name, equals, number = entry.rpartition("=")
     if not equals or os.path.lexists(_path_of(entry.removeprefix(HUB))):
         return entry, None
@@ -126,7 +134,11 @@ def _with_weight(entry: str, setting: str) -> tuple[str, float | None]:
 
 
 def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[Skipped]]:
-    """Find the files that the entries name, sorted by path, and what is left out so that each is read once."""
+    """Return the files that the entries name, sorted by path, and what is left out so that each file is read once.
+
+    Raises:
+        UserError: an entry matches no file.
+    """
     names_of: dict[object, list[SourceFile]] = {}
     left_out: list[Skipped] = []
     for entry in entries:
@@ -158,16 +170,16 @@ def _find(entries: Iterable[str], setting: str) -> tuple[list[SourceFile], list[
 
 
 def _path_of(entry: str) -> Path:
-    """The path that an entry names; ``~`` stands for a home directory unless something has that name."""
+    """Return the path that an entry names; ``~`` is the home directory unless a file or folder has that name."""
     path = Path(entry)
     try:
         return path if os.path.lexists(path) else path.expanduser()
-    except RuntimeError:  # there is no such user
+    except RuntimeError:  # no such user
         return path
 
 
 def _identity(path: str | Path) -> tuple[object, ...]:
-    """Device and inode, which all names of a file or folder share; the path itself if nothing can be read there."""
+    """Return device and inode, which all names of a file or folder share, or the path if it cannot be read."""
     try:
         stat = Path(path).stat()
     except OSError:
@@ -176,25 +188,26 @@ def _identity(path: str | Path) -> tuple[object, ...]:
 
 
 def _preference(file: SourceFile) -> tuple[object, ...]:
-    """Sort key for several names of a file: rows before text, its own path before links."""
+    """Return a sort key for several names of one file: rows before text, its real path before links."""
     return not file.wanted, file.format == "text", os.path.realpath(file.path) != file.path, file.path
 
 
 def name_files(files: Sequence[SourceFile]) -> str:
-    """The first file, and how many more there are."""
+    """Return the path of the first file and the number of further files as text."""
     return files[0].path + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
 
 
 def stamps(files: Sequence[SourceFile]) -> list[list[object]]:
-    """Path, size, times and some bytes of every file, which tell it from another version of itself."""
+    """Return path, size, times and a hash of some bytes of every file; they change when a file changes."""
     return [[file.path, file.size, file.mtime_ns, file.wanted, *_looked_at(file)] for file in files]
 
 
 def _looked_at(file: SourceFile) -> list[object]:
-    """Time of change in ns, which no program sets, and a hash of ``BLOCKS`` blocks, for where clocks are coarse.
+    """Return the time of change (ctime) in ns, which no program sets, and a hash of ``BLOCKS`` blocks.
 
-    A file that was copied, renamed or got other permissions has another time: it is tokenised again. Empty for what is
-    no file, or cannot be read, which is named when its rows are read.
+    The hash is for file systems with coarse clocks. A file that was copied, renamed or got other permissions has a new
+    time, so it is tokenised again. Returns an empty list for a Hub part, an unwanted file, or a file that cannot be
+    read; the last is reported when its rows are read.
     """
     if file.format == "hub" or not file.wanted:
         return []
@@ -211,22 +224,23 @@ def _looked_at(file: SourceFile) -> list[object]:
 
 
 def _named(path: Path) -> tuple[list[Path], list[Skipped]]:
-    """The file with this name, or the files that it matches as a pattern; see ``match_files``."""
+    """Return the file with this name, or the files that match it as a pattern; see ``match_files``."""
     matches, passed = match_files(Path(path.anchor), path.parts[bool(path.anchor) :])
     if not os.path.lexists(path) or matches == [path]:
         return matches, passed
-    why = "fitting a name that exists and so is not a pattern"  # as of a file that is called "*"
+    why = "fitting a name that exists and so is not a pattern"  # for example a file named "*"
     return [path], passed + [Skipped("file", str(match), why, str(path)) for match in matches if match != path]
 
 
 def match_files(start: Path, pattern: tuple[str, ...] = (ANY_FOLDERS, ANY_NAME)) -> tuple[list[Path], list[Skipped]]:
-    """Find the visible files below ``start`` that match the components of a pattern; all by default.
+    """Return the visible files below ``start`` that match a pattern, and the folders that were left out.
 
-    A component that exists in its folder stands for itself alone. A folder is read once for the same rest of the
-    pattern, by its own path rather than by links to it.
+    A component that exists in its folder stands only for itself. A folder is read once for one rest of the pattern, by
+    its own path rather than by links to it.
 
-    Returns:
-        The files, and the folders that were left out.
+    Args:
+        start: folder to begin in.
+        pattern: components of the pattern; ``**`` stands for any number of folders. By default all files match.
     """
     files, passed = dict[Path, None](), dict[Skipped, None]()
     seen = dict[tuple[object, ...], Path]()
@@ -260,10 +274,11 @@ def match_files(start: Path, pattern: tuple[str, ...] = (ANY_FOLDERS, ANY_NAME))
 
 
 def _stdlib_files() -> list[Path]:
+    """Return the Python files of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
-        # Folders that are left out are not looked into: there are more files in site-packages than in the rest.
+        # Excluded folders are not entered: site-packages has more files than all the rest.
         inner[:] = [name for name in inner if name not in STDLIB_EXCLUDED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
@@ -272,9 +287,10 @@ def _stdlib_files() -> list[Path]:
 
 
 def source_file(path: Path) -> SourceFile:
+    """Return the source file for a path, with its size and time of modification; zeros if it cannot be read."""
     path = path.absolute()
     try:
         stat = path.stat()
-    except OSError:  # named and counted when it is read
+    except OSError:  # reported when it is read
         return SourceFile(str(path), 0, 0)
     return SourceFile(str(path), stat.st_size, stat.st_mtime_ns)
