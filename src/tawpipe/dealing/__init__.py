@@ -1,1 +1,1 @@
-"""How documents, rows and their lengths are dealt to micro-batches and devices. It knows numbers alone: no torch."""
+"""Assignment of documents, rows and lengths to micro-batches and devices, with plain numbers and without torch."""

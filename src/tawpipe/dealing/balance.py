@@ -1,19 +1,18 @@
-"""Documents of uneven lengths dealt to ranks, so that all compute for equally long.
+"""Assign documents of uneven lengths to ranks so that all ranks compute equally long.
 
-A *bin* is what a rank computes as one micro-batch: whole documents, one behind the other in a row of its own length. A
-*round* is the bins that all ranks compute in the same visits; it lasts as long as its longest bin, and what has to be
-equal is therefore time, within every round. Rounds need not be alike. A document that would make its round too long, or
-that no rank can hold, is *shared*: the bin that holds it is computed by a set of neighbouring ranks, a share each
-(pieces.py). A step has ``shared_rounds`` rounds of such bins, one for each set, and ``rounds`` of the others; nothing
-else of what it holds is known to its schedule.
+A *bin* (packed micro-batch) is what a rank computes as one micro-batch: whole documents, one behind the other in a row
+of its own length. A *round* contains the bins that all ranks compute in the same visits. A round lasts as long as its
+longest bin, so time has to be equal within every round; different rounds may differ. A document that would make its
+round too long, or that no rank can hold, is *shared*: its bin is computed by a context-parallel group of neighbouring
+ranks, one share each (schedule/pieces.py). A step has a number of rounds of shared bins, one bin per group, then a
+number of rounds of single bins. The schedule depends on these two numbers only.
 
-Longest first: rounds are given levels from the longest documents on, and a document goes where most time per token is
-left below the level, so that the short ones, which take tokens and little time, fill up what the long ones leave.
-Several numbers of shared documents are tried and the fastest deal counts. All of it is arithmetic on a few numbers,
-alike on every rank; nothing is random.
+Documents are placed longest first. Rounds get a target time (level) from the longest documents. A document is put where
+most time per free token is left below the level. So the short ones, which take tokens but little time, fill what the
+long ones leave. Several numbers of shared documents are tried, and the fastest assignment is used. The computation is
+deterministic, and equal on every rank.
 
-What must never happen: a document in two bins or in none; a bin above the cap; two ranks that disagree.
-"""
+Invariants: every document is in exactly one bin, no bin exceeds the cap, all ranks agree."""
 
 from __future__ import annotations
 
@@ -29,30 +28,30 @@ from tawpipe.dealing.speeds import slowest_of
 from tawpipe.errors import UserError
 
 USUAL_BIN = 3 / 2
-"""Tokens of a bin, in those of the longest document, where nothing else is asked for: something has to stand beside it.
-"""
+"""Default tokens of a bin, relative to the longest document, so that other documents fit beside it."""
 SHARED_COST = 0.05
-"""Of the time of a shared document, what its keys cost besides (they are made twice, and gathered)."""
+"""Extra cost of a shared document, relative to its time: its keys are computed twice, and gathered."""
 ROOM = 1.03
-"""Multiple of the tokens of a step for which there is room at least: a full bin leaves no choice."""
+"""Least capacity of all bins, relative to the tokens of the step. Bins that had to be completely full would leave no
+choice."""
 LONG = 0.125
-"""A document of this share of the mean time of a rank may be shared."""
+"""Share of the mean time of a rank from which on a document may be shared."""
 SHARE_GAIN = 0.05
-"""Of the time of a step, what it must gain to share documents that one rank could hold: ranks of a set wait for each
-other in every layer, which is more than the cost above wherever they are disturbed.
-"""
+"""Share of the step time that sharing documents must gain if single ranks could hold them. Ranks of a group wait for
+each other in every layer, which costs more than ``SHARED_COST`` if one of them is delayed."""
 ROUND_COST = 0.01
-"""Of the time of a step, what a round costs besides: the weights travel once more."""
+"""Extra cost of a round, relative to the step time: the weights are sent once more."""
 RISE = 1 / 1024
-"""Of the mean time of a rank, what a round rises by at least where nothing finds a place below the levels: bins that
-are full leave time there which nothing can use, and every short document would make a round longer by a little.
-"""
+"""Least increase of a round's level if no document fits below the levels, relative to the mean time of a rank. Full
+bins leave time that nothing can use, so that otherwise every short document would raise a level by very little."""
 TRIED = 6
-"""Numbers of shared documents that are tried besides those that must be shared."""
+"""Numbers of shared documents that are tried, besides the number that must be shared."""
 
 
 def pairs_within(length: int, window: int | None = None) -> int:
-    """Pairs of tokens of a document, the square of its length; within a window twice those of which one sees the other.
+    """Return the pairs of tokens of a document: its squared length.
+
+    With a window, twice the number of pairs in which one token sees the other.
 
     >>> pairs_within(10), pairs_within(10, 3)
     (100, 51)
@@ -64,14 +63,16 @@ def pairs_within(length: int, window: int | None = None) -> int:
 def layers_that_keep(
     lengths: Sequence[int], windows: Sequence[int | None], most: int, among: Iterable[int]
 ) -> frozenset[int]:
-    """The layers, counted from 1, that keep what their backward pass would compute again: those that take longest on
-    these documents, and of equal ones the last, whose backward pass comes first. Where all keep equally much, no others
-    would save more.
+    """Choose the layers, counted from 1, that keep activations which their backward pass would otherwise recompute.
+
+    These are the ``most`` layers of ``among`` that take longest on the documents; of equal ones the last, whose
+    backward pass is first. If all keep equal amounts, no other choice saves more time.
 
     Args:
-        windows: of every layer.
-        most: so many at most.
-        among: the layers that may.
+        lengths: lengths of the documents, in tokens.
+        windows: attention window of every layer.
+        most: largest number of layers.
+        among: layers to choose from.
     """
     pairs = {window: sum(pairs_within(length, window) for length in lengths) for window in set(windows)}
     layers = sorted(among, key=lambda layer: (pairs[windows[layer - 1]], layer))
@@ -80,12 +81,14 @@ def layers_that_keep(
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Time that layers of one kind take for a document, in any unit: ``per_token`` and, for every pair of tokens, the
-    square of the length where attention sees all of them, ``per_pair``; and ``fixed``, where each is a call of its own.
+    """Time that one kind of layer takes for a document, in any unit.
 
     Args:
-        layers: of this kind.
-        window: tokens that a token sees at most.
+        layers: number of layers of this kind.
+        per_token: time per token.
+        per_pair: time per pair of tokens, see ``pairs_within``.
+        window: most tokens that a token attends to; None if unlimited.
+        fixed: time per document, if each document is a separate call.
     """
 
     layers: int
@@ -95,28 +98,28 @@ class LayerKind:
     fixed: float = 0.0
 
     def of(self, length: int) -> float:
-        """Time of one layer for a document of so many tokens."""
+        """Return the time of one layer for a document of ``length`` tokens."""
         return self.fixed + self.per_token * length + self.per_pair * pairs_within(length, self.window)
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Time of a model's layers for a document."""
+    """Time that all layers of a model take for a document."""
 
     kinds: tuple[LayerKind, ...]
 
     def of(self, length: int) -> float:
-        """Time of all layers."""
+        """Return the time of all layers for a document of ``length`` tokens."""
         return sum(kind.layers * kind.of(length) for kind in self.kinds)
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The documents of one micro-batch, by their numbers in the step, the longest first.
+    """Packed micro-batch: the numbers of its documents in the step, longest first.
 
     Args:
-        ranks: that compute it together.
-        part: of its only document the first token and the end, where it is a slice of it.
+        ranks: ranks that compute it together.
+        part: first token and end, if the bin is a slice of its only document; None for whole documents.
     """
 
     documents: tuple[int, ...]
@@ -125,7 +128,7 @@ class Bin:
 
 
 class BinsForm(NamedTuple):
-    """A dealt step without its documents; fields as of ``Bins.shape`` and ``Bins``."""
+    """Shape of an assigned step, without its documents; fields as in ``Bins.shape`` and ``Bins``."""
 
     shared: int
     single: int
@@ -135,20 +138,21 @@ class BinsForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Bins:
-    """A step, dealt.
+    """Step whose documents are assigned to ranks or pipelines.
 
     Args:
-        shared: [rounds][sets] bins that a set computes.
+        shared: [rounds][groups] bins of context-parallel groups.
         single: [rounds][ranks] bins of single ranks.
-        ranks: of a set.
-        lengths: of the documents.
-        work: by which they are dealt.
-        speeds: of all ranks, that of the fastest being 1; empty where they are alike. Times are those of the fastest.
-        positions: of the pipelines to which they are dealt, instead of to ranks.
-        stretch: time of the step through these, beside that of ranks that all compute equally long.
-        slices: of every pipeline the numbers of slices of documents that are cut: its first bins, in their order.
-        orders: of every pipeline the order that is made for these bins, as ``Order`` spells it; empty where the
-            strategy's own does.
+        ranks: ranks of a context-parallel group.
+        lengths: lengths of the documents.
+        work: time of documents, by which they were assigned.
+        speeds: speed of every rank (fastest = 1); empty if all are equal. Times hold for the fastest rank.
+        positions: ranks of one pipeline, if documents are assigned to pipelines; else 1.
+        stretch: time of a step through pipelines, relative to ranks that all compute equally long; 0 without pipelines.
+        slices: for every pipeline, the number of slices of each document that is cut. The slices are its first bins, in
+            order.
+        orders: for every pipeline, the order that is made for its bins, as ``Order`` spells it; empty to use the
+            strategy's order.
     """
 
     shared: tuple[tuple[Bin, ...], ...]
@@ -164,43 +168,46 @@ class Bins:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rounds of shared bins, and of single ones."""
+        """(Number of rounds of shared bins, number of rounds of single bins)."""
         return len(self.shared), len(self.single)
 
     @property
     def form(self) -> BinsForm:
-        """All that a schedule needs to know."""
+        """Facts of the assignment on which a step's schedule depends, without the documents."""
         return BinsForm(*self.shape, self.slices, self.orders)
 
     @property
     def in_words(self) -> str:
-        """How many rounds there are, or bins of every pipeline."""
+        """Number of rounds, or of bins per pipeline, as a phrase."""
         noun = "round" if self.positions == 1 else "packed micro-batch" + "e" * (sum(self.shape) > 1)
         return f"{sum(self.shape)} {noun}{'s' * (sum(self.shape) > 1)}"
 
     @property
     def world_size(self) -> int:
-        """Ranks that it is dealt to."""
+        """Number of ranks, or pipelines, to which documents are assigned."""
         return len(self.single[0]) if self.single else len(self.shared[0]) * self.ranks
 
     def of(self, rank: int) -> tuple[Bin, ...]:
-        """A rank's, in the order of the rounds."""
+        """Return the bins of one rank (or pipeline), in the order of the rounds: shared ones first."""
         return (*(row[rank // self.ranks] for row in self.shared), *(row[rank] for row in self.single))
 
     def tokens(self, bin: Bin) -> int:
-        """Tokens of a bin, of all ranks that compute it."""
+        """Return the tokens of a bin, on all ranks that compute it together."""
         return sum(end - begin for begin, end in self._spans(bin))
 
     def pairs(self, bin: Bin) -> int:
-        """The sum over its documents of the squared length."""
+        """Return the pairs of tokens of a bin: the sum over its documents of the squared length (less for a slice)."""
         return sum(end**2 - begin**2 for begin, end in self._spans(bin))
 
     def _spans(self, bin: Bin) -> list[tuple[int, int]]:
+        """Return (first token, end) of every document of a bin in itself, or of its slice."""
         return [bin.part] if bin.part else [(0, self.lengths[number]) for number in bin.documents]
 
     @cached_property
     def seconds(self) -> float:
-        """Time of the step: of every round and kind of layer, that of the rank that takes longest."""
+        """Modelled time of the step: in every round each kind of layer takes as long as on its slowest rank.
+
+        With pipelines it is ``stretch`` times ``mean_seconds`` instead."""
         return self.stretch * self.mean_seconds or sum(
             kind.layers * max(self._time(kind, bin) / self._speed(bin, at) for at, bin in enumerate(row))
             for row in (*self.shared, *self.single)
@@ -209,37 +216,48 @@ class Bins:
 
     @property
     def mean_seconds(self) -> float:
-        """Time of the step if all ranks computed equally long, nothing of it twice."""
+        """Modelled time of the step if all ranks computed equally long and nothing was computed twice."""
         return sum(map(self.work.of, self.lengths)) / (sum(self.speeds) or self.world_size) / self.positions
 
     @property
     def times(self) -> list[list[float]]:
-        """[rounds][ranks] time of the bins."""
+        """Modelled times of the bins, [rounds][ranks]; a shared bin is listed once for each of its ranks."""
         return [
             [self.time(bin) / self._speed(bin, at) for at, bin in enumerate(row) for _ in range(bin.ranks)]
             for row in (*self.shared, *self.single)
         ]
 
     def time(self, bin: Bin) -> float:
-        """Time that each of its ranks would need for a bin if it were the fastest."""
+        """Return the time of a bin on each of its ranks, at the speed of the fastest rank."""
         return sum(kind.layers * self._time(kind, bin) for kind in self.work.kinds)
 
     def _speed(self, bin: Bin, place: int) -> float:
-        """Of the ranks that compute a bin, which is at so manieth place of its round."""
+        """Return the speed of the slowest rank that computes ``bin``.
+
+        Args:
+            bin: the bin.
+            place: its index in its round.
+        """
         return min(self.speeds[place * bin.ranks : (place + 1) * bin.ranks], default=1.0)
 
     @cached_property
     def floor(self) -> float:
-        """No deal is faster: the mean over all ranks, or the longest document over a set of them, or a pipeline."""
+        """Lower bound on the time of any assignment.
+
+        The larger of the mean over all ranks, and the longest document divided over a context-parallel group or
+        pipeline."""
         of = self.work.of
         return max(self.mean_seconds, max(map(of, self.lengths)) / (self.ranks * self.positions))
 
     @property
     def imbalance(self) -> float:
-        """The time beside the floor's; 1 at best."""
+        """Time relative to ``floor``; at least 1."""
         return self.seconds / self.floor
 
     def _time(self, kind: LayerKind, bin: Bin) -> float:
+        """Return the time that one layer of ``kind`` takes for a bin on each of its ranks.
+
+        The time is for a rank of speed 1."""
         cost = 1 + SHARED_COST if bin.ranks > 1 else 1
         return cost / bin.ranks * sum(kind.of(end) - (kind.of(begin) - kind.fixed) for begin, end in self._spans(bin))
 
@@ -254,17 +272,21 @@ def deal(
     speeds: tuple[float, ...] = (),
     rounds: int = 0,
 ) -> Bins:
-    """Deal the documents of a step.
+    """Assign the documents of a step to ranks so that all compute about equally long, and return the assignment.
+
+    With context-parallel groups, several numbers of shared documents are tried, and the best assignment is returned.
 
     Args:
-        lengths: of the documents, in tokens.
-        cap: tokens of a bin at most, for every rank that computes it.
-        ranks: of a set; 1 for no sharing.
-        speeds: of all ranks, see ``Bins``.
-        rounds: so many at least of single ranks, if there are as many documents.
+        lengths: lengths of the documents, in tokens.
+        world_size: number of ranks.
+        cap: most tokens of a bin, for every rank that computes it.
+        work: time of documents.
+        ranks: ranks of a context-parallel group; 1 to share no documents.
+        speeds: speed of every rank, see ``Bins``.
+        rounds: least number of rounds of single ranks, if there are enough documents.
 
     Raises:
-        UserError: a document is longer than a bin can be, or has no token; or there is none.
+        UserError: there is no document, or one is empty or longer than a bin can be.
     """
     assert world_size % ranks == 0
     if not lengths or min(lengths) < 1:
@@ -280,7 +302,7 @@ def deal(
         filled.share(order[:count])
         filled.place(order[count:], rounds)
         bins = filled.bins(work)
-        dearer = SHARE_GAIN if deals else 0.0  # the first shares what it must
+        dearer = SHARE_GAIN if deals else 0.0  # the first try shares only what it must
         deals.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
     return min(deals, key=lambda dealt: dealt[0])[1]
 
@@ -288,7 +310,19 @@ def deal(
 def _numbers_shared(
     order: Sequence[int], lengths: Sequence[int], times: Sequence[float], cap: int, ranks: int, world_size: int
 ) -> Sequence[int]:
-    """How many of the longest documents may be shared: those that must be, and some that would make rounds long."""
+    """Return the numbers of documents, the longest first, that are shared by groups in each try.
+
+    Numbers are ascending. The smallest number contains only documents that no rank can hold alone. Larger ones also
+    contain documents that would make rounds long. With one rank per group there is only one number.
+
+    Args:
+        order: indices of the documents, the longest first.
+        lengths: lengths of the documents, in tokens.
+        times: time of every document.
+        cap: most tokens of a bin of one rank.
+        ranks: ranks of a context-parallel group.
+        world_size: number of ranks.
+    """
     must = sum(length > cap for length in lengths)
     if ranks == 1:
         return [must]
@@ -298,9 +332,16 @@ def _numbers_shared(
 
 
 class _Filling:
-    """Bins that are being filled, those of one round one after the other, shared ones first.
+    """Bins while they are filled: rounds of shared bins first, then rounds of single bins.
 
-    Times are those of one rank, the fastest, but for bins: theirs are longer on slower ranks.
+    ``times`` are for the fastest rank; the times of bins include the speed of their rank.
+
+    Args:
+        lengths: lengths of the documents, in tokens.
+        times: time of every document on the fastest rank.
+        cap: most tokens of a bin, for every rank that computes it.
+        ranks: ranks of a context-parallel group.
+        speeds: speed of every rank; empty if all are equal.
     """
 
     def __init__(
@@ -318,15 +359,22 @@ class _Filling:
         self.single = [1 / speed for speed in each]
         self.sets = slowest_of(each, ranks)
         self.factor = [(1 + SHARED_COST) / ranks / speed for speed in self.sets]
-        """Of every set, what a document takes beside one rank."""
+        """Time of a document in each group, relative to one rank of speed 1."""
         self.mean = sum(times) / sum(each)
         self.shared = 0
         self.levels: list[float] = []
-        """Of every round, the time of its longest bin."""
+        """Level of every round: the time of its longest bin."""
         self.documents: list[list[int]] = []
 
     def share(self, numbers: Sequence[int]) -> None:
-        """Put documents into bins of sets; a new round begins where every bin would get longer than the round."""
+        """Put documents into bins of context-parallel groups, each into the bin that then ends first.
+
+        A new round begins if a document fits into no bin: because of the tokens, or because the bin would take longer
+        than its round's longest bin and than the mean of all shared bins.
+
+        Args:
+            numbers: indices of the documents, the longest first.
+        """
         sets, room = self.world_size // self.ranks, self.cap * self.ranks
         needed = max(1, ceil(sum(self.lengths[number] for number in numbers) * ROOM / (room * sum(self.sets))))
         fair = sum(self.times[number] for number in numbers) / sum(1 / factor for factor in self.factor) / needed
@@ -351,18 +399,28 @@ class _Filling:
         self.shared = len(self.levels)
 
     def place(self, numbers: Sequence[int], least: int = 0) -> None:
-        """Put the other documents where there is room, in as few rounds of single ranks as hold them."""
+        """Put the remaining documents into bins, with as few rounds of single ranks as can hold them.
+
+        Shared bins with free time and tokens get documents, too.
+
+        Args:
+            numbers: indices of the documents, the longest first.
+            least: least number of rounds of single ranks.
+        """
         if not numbers:
             return
         taken = sum(self.lengths[number] for bin in self.documents for number in bin)
         tokens = sum(self.lengths[number] for number in numbers)
-        room = self.cap * (sum(self.speeds) or self.world_size)  # a slow rank is done before its bin is full
+        room = self.cap * (sum(self.speeds) or self.world_size)  # a slow rank reaches the level before its bin is full
         rounds = max(least, ceil(((tokens + taken) * ROOM) / room) - self.shared)
         while not self._placed(numbers, rounds):
             rounds += 1
 
     def _placed(self, numbers: Sequence[int], rounds: int) -> bool:
-        """Place them with so many rounds of single ranks; False if they find no room."""
+        """Try to place the documents with ``rounds`` rounds of single ranks; return True if they fit.
+
+        Each document goes to a bin with enough free tokens and time; if there is none, the level of a round is raised.
+        If they do not fit, nothing is changed and False is returned."""
         sets, world = self.world_size // self.ranks, self.world_size
         of_sets = self.shared * sets
         levels = [*self.levels, *[0.0] * rounds]
@@ -376,14 +434,17 @@ class _Filling:
         water = self._water(levels)
 
         def free(at: int) -> tuple[float, int]:
-            """Time below the level for every token that there is room for; the most comes first."""
+            """Return (negated free time per free token of bin ``at``, ``at``), a key for sorting.
+
+            Free time is what is left below the level of its round. Sorting puts the bin with the most time per free
+            token first."""
             left = (water[round_of[at]] - time[at]) / factor[at]
             return (-left / room[at] if room[at] else math.inf), at
 
         freest = sorted(map(free, places))
         full: list[tuple[float, int]] = []
         late: list[tuple[float, int]] = []
-        """Bins that come again when documents are short enough for the room, or the time, that is left in them."""
+        """Bins to try again once documents are short enough for their free tokens (``full``) or time (``late``)."""
         for number in numbers:
             length, cost, chosen = self.lengths[number], self.times[number], -1
             for asleep, needed in ((full, length), (late, cost)):
@@ -418,13 +479,20 @@ class _Filling:
         return True
 
     def _water(self, levels: Sequence[float]) -> list[float]:
-        """Levels that hold the work of the step, none below that of its round: the lowest ones are filled up alike."""
+        """Return the level that each round should reach, so that all rounds together have enough time for the step.
+
+        The lowest levels are raised to one height; no level is below its present one.
+
+        Args:
+            levels: present level of every round.
+        """
         left, rising = self.mean, sorted(levels)
         while len(rising) > 1 and rising[-1] > left / len(rising):
             left -= rising.pop()
         return [max(level, left / len(rising)) for level in levels]
 
     def bins(self, work: LayerTime) -> Bins:
+        """Return the result as ``Bins``, without rounds that have no documents."""
         sets = self.world_size // self.ranks
         cut = self.shared * sets
         shared = [Bin(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]
@@ -434,5 +502,6 @@ class _Filling:
 
 
 def _rows(bins: Sequence[Bin], size: int) -> tuple[tuple[Bin, ...], ...]:
+    """Group bins into rounds of ``size`` bins, and return the rounds that have documents."""
     rows = (tuple(bins[at : at + size]) for at in range(0, len(bins), size))
     return tuple(row for row in rows if any(bin.documents for bin in row))

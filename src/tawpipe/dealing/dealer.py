@@ -1,9 +1,8 @@
-"""Dealing documents in a process of its own.
+"""Assignment of documents in a separate process.
 
-A thousand of them take some tenths of a second of Python, for which the thread that issues actions would wait. So every
-process of a run has a worker. What is dealt is the same everywhere; where the worker cannot start or is gone, it is
-dealt here.
-"""
+A thousand documents take some tenths of a second of Python, for which the thread that issues actions would have to
+wait. Therefore every process of a run has a worker. Results do not depend on where they are computed. If the worker
+cannot be started or has died, documents are assigned in the calling process."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ from tawpipe.worker import Worker
 logger = logging.getLogger(__name__)
 
 Dealing = Callable[[Sequence[int]], Bins]
-"""``Strategy.dealing``."""
+"""Function that assigns documents, as ``Strategy.dealing`` returns it."""
 FEW = 32
-"""Documents that are dealt here in no more time than the way to a worker takes; finding the places of few bins in a
-pipeline takes tenths of a second.
-"""
+"""Number of documents up to which ``deal`` is called directly, because that takes no longer than asking the worker. For
+pipelines the worker is always asked: assigning even a few documents takes tenths of a second."""
 
 
 class Dealer:
-    """Dealing in a worker, which starts with the first step that takes long to deal. Several threads may call it."""
+    """Assigns documents in a worker, which is started at the first step that needs it. Several threads may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,11 +33,24 @@ class Dealer:
         self._starts = True
 
     def __call__(self, lengths: Sequence[int], dealing: Dealing) -> Bins:
+        """Return the assignment of documents with ``lengths``, computed in the worker process; waits for it.
+
+        If the documents are few, or the worker fails, ``dealing`` runs in the calling thread.
+
+        Args:
+            lengths: lengths of the documents, in tokens.
+            dealing: function that assigns documents; can be pickled.
+
+        Raises:
+            UserError: the documents cannot be assigned.
+        """
         is_quick = len(lengths) <= FEW and isinstance(dealing, partial) and dealing.func is deal
         return (None if is_quick else self._asked(list(lengths), dealing)) or dealing(lengths)
 
     def _asked(self, lengths: list[int], dealing: Dealing) -> Bins | None:
-        """The worker's answer; None if it has none."""
+        """Return the worker's assignment; None if there is no worker, or if it cannot assign them.
+
+        The worker is started at the first call. After a failure it is not started again, and a warning is logged."""
         with self._lock:
             try:
                 if self._starts:
@@ -55,7 +66,7 @@ class Dealer:
                 return None
 
     def close(self) -> None:
-        """End the worker. May be called more than once."""
+        """Stop the worker; it is not started again. May be called more than once."""
         with self._lock:
             self._end()
 
@@ -67,7 +78,9 @@ class Dealer:
 
 
 def deal_or_none(lengths: Sequence[int], dealing: Dealing) -> Bins | None:
-    """Deal in the worker; None for what cannot be dealt, which the run finds as well and can name."""
+    """Return ``dealing(lengths)``, or None if the documents cannot be assigned; runs in the worker process.
+
+    The run then computes the assignment again, and raises the error."""
     try:
         return dealing(lengths)
     except UserError:

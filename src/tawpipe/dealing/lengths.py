@@ -1,8 +1,7 @@
-"""Lengths of documents: how long the data lets them be, and how evenly steps of them are dealt, by the model of time.
+"""Length limits for documents, and the balance of steps by the model of time.
 
-What ``auto`` decides by it must not depend on how many processes there are: a run that goes on with others has to see
-the same documents. So the gain is that on a fixed number of devices.
-"""
+The choice of ``auto`` must not depend on the number of processes, because a run that is resumed on another number has
+to see the same documents. Therefore the gain is computed for a fixed number of devices."""
 
 from __future__ import annotations
 
@@ -16,29 +15,29 @@ from tawpipe.dealing.balance import USUAL_BIN, Bins, LayerTime, deal
 from tawpipe.dealing.unbalanced import in_turn
 
 DEVICES = 8
-"""Devices for which ``auto`` looks at the gain."""
+"""Devices for which ``auto`` computes the gain of balancing."""
 STEPS, DOCUMENTS = 4, 2000
-"""First steps that are looked at: so many, or as many as have so many documents."""
+"""Number of first steps that are examined; fewer if they contain ``DOCUMENTS`` documents."""
 
 USUAL_LENGTH = 512
-"""Tokens of a row that a length which follows from the data does not fall below: short documents share a row."""
+"""Least tokens of a row whose length follows from the data; short documents share a row."""
 USUAL_STEP = 8 * USUAL_LENGTH
-"""Tokens of a step, where nothing says how many."""
+"""Default tokens of a step."""
 STEP, LEAST = "the tokens of a step", "the minimum"
 MOST_STREAMED = 8192
-"""Tokens of a document of a stream, whose longest one nobody knows."""
+"""Most tokens of a document of a stream, because the longest document of a stream is unknown."""
 
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """Limits of a length that follows from the documents.
+    """Limits for a length that follows from the documents.
 
     Args:
-        most: tokens of any document.
-        why: what sets ``most``, in words.
-        text: tokens of a text document: those of a step.
-        dealing: makes the steps of the run for a length.
-        looks: only the first documents are read, and the longest of them stands for all.
+        most: most tokens of any document.
+        why: reason for ``most``.
+        text: most tokens of a text document, which are the tokens of a step.
+        dealing: makes the steps of the run for a length; None if unknown.
+        looks: True if only the first documents are read, and the longest of them represents all.
     """
 
     most: int
@@ -48,23 +47,25 @@ class LengthLimits:
     looks: bool = False
 
     def within(self, *, masked: bool) -> int:
-        """Tokens that a document may have.
+        """Return the most tokens that a document may have.
 
         Args:
-            masked: it may be a chat or an instruction, which stays whole.
+            masked: True if it may be a chat or an instruction, which is never cut. Then the tokens of a step are no
+                limit.
         """
         return self.most if masked else min(self.most, self.text)
 
     def at_least_usual(self, length: int) -> int:
-        """Return the length, or the usual one if that is longer and within the limits."""
+        """Return ``length``, or if that is longer the usual length, which is limited to ``most``."""
         return max(length, min(USUAL_LENGTH, self.most))
 
     def words(self, length: int, lengths: NDArray[np.int64], cut: str = "") -> str:
-        """The reason for a length.
+        """Return the reason for choosing ``length``, as a phrase that also tells how many documents are longer.
 
         Args:
-            lengths: of all documents.
-            cut: the documents that were longer before they were cut, in words.
+            length: the chosen length, in tokens.
+            lengths: lengths of all documents.
+            cut: phrase about documents that were cut before, or ``""``.
         """
         longer = int((lengths > length).sum())
         if not longer:
@@ -75,26 +76,27 @@ class LengthLimits:
         return f"{self.bound(length)}; {many}" + (f"; {cut}" if cut else "")
 
     def least(self, length: int) -> str:
-        """The reason for a length that is longer than all documents."""
+        """Return the reason for a length that is longer than all documents."""
         return self.why if length == self.most else LEAST
 
     def bound(self, length: int) -> str:
-        """The limit that a length has reached."""
+        """Return the words for the limit that ``length`` has reached."""
         return self.why if length == self.most else STEP if length == self.text else "the longest chat"
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """What is known of steps before there is data: for the report, and for ``auto`` to choose.
+    """Facts about steps before their data is known; for the report, and for the choice of ``auto``.
 
     Args:
-        tokens: of a step.
+        tokens: tokens of a step.
         world_size, cap, ranks: as in ``deal``.
-        work: makes the time of documents by the model with so many tokens in its vocabulary.
-        pretrained: the model has weights.
-        asked: a setting that makes sense under ``balanced`` only, which ``auto`` therefore takes.
-        against: why ``auto`` cannot take ``balanced``.
-        rows, micro_batch: of a step, and those that are computed at once, under other packings.
+        work: returns the time of documents for a given vocabulary size.
+        pretrained: True if the model has weights.
+        asked: setting that needs ``balanced``, so that ``auto`` chooses it; or ``""``.
+        against: reason why ``auto`` cannot choose ``balanced``; or ``""``.
+        rows: rows of a step with other packings.
+        micro_batch: rows that are computed at one time with other packings.
     """
 
     tokens: int
@@ -109,18 +111,19 @@ class Dealing:
     micro_batch: int = 1
 
     def on_devices(self, number: int, longest: int) -> Dealing:
-        """The same steps on so many devices that compute no document together."""
+        """Return a copy for ``number`` devices, each of which computes whole documents of up to ``longest``."""
         return replace(self, world_size=number, cap=int(longest * USUAL_BIN), ranks=1)
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Time of the busiest rank over the mean of all, by the model of time, over the first steps; 1 is even.
+    """Modelled time of the busiest rank relative to the mean of all ranks, over the first steps; 1 is even.
 
     Args:
-        before: documents are packed into rows by their tokens, and these dealt in turn.
-        after: they are dealt by their time.
-        steps, processes: looked at.
+        before: with documents packed into rows by tokens, and rows assigned in turn.
+        after: with documents assigned by their time.
+        steps: number of examined steps.
+        processes: number of ranks.
     """
 
     before: float
@@ -130,16 +133,18 @@ class Balance:
 
     @property
     def gain(self) -> float:
+        """Factor by which assigning documents by their time is faster."""
         return self.before / self.after
 
     @classmethod
     def of(cls, step: Callable[[int, int], Sequence[int]], dealing: Dealing, longest: int, work: LayerTime) -> Balance:
-        """The balance of the first steps.
+        """Compute the balance of the first steps under both ways of assigning documents.
 
         Args:
-            step: gives the lengths of the documents of a step from the number of its first one and its tokens.
-            longest: tokens of a document.
-            work: their time.
+            step: returns the lengths of a step's documents, given the number of its first document and its tokens.
+            dealing: tokens of a step, number of ranks and limits.
+            longest: most tokens of a document.
+            work: time of documents.
         """
         first, steps = 0, 0
         sums = np.zeros(4)
@@ -153,8 +158,9 @@ class Balance:
 
 
 def in_like_lengths(lengths: Sequence[int], micro_batch: int) -> list[int]:
-    """The order of a step's rows in which those of a micro-batch are about equally long, so that little is padding. The
-    micro-batches themselves keep the order of their first rows: long ones are not all given to the same process.
+    """Return an order of a step's rows in which each micro-batch has rows of similar length, so that padding is small.
+
+    Micro-batches keep the order of their first rows, so that one process does not get all long rows.
 
     >>> in_like_lengths([5, 9, 1, 8, 2], 2)
     [0, 4, 1, 3, 2]
@@ -166,10 +172,11 @@ def in_like_lengths(lengths: Sequence[int], micro_batch: int) -> list[int]:
 
 
 def padding_share(length: Callable[[int], int], dealing: Dealing) -> float:
-    """Share of padding in the first steps, of documents with a row each.
+    """Return the share of computed tokens in the first steps that are padding, with one row per document.
 
     Args:
-        length: of a document, by its number.
+        length: returns the length of a document, given its number.
+        dealing: rows of a step, and rows that are padded together.
     """
     tokens = computed = 0
     for step in range(max(1, min(STEPS, DOCUMENTS // dealing.rows))):
@@ -182,7 +189,9 @@ def padding_share(length: Callable[[int], int], dealing: Dealing) -> float:
 
 
 def _times(rows: Bins) -> tuple[float, float]:
-    """Time of the busiest rank, and the mean; of rounds in which every rank has a row, where there are any."""
+    """Return (time of the busiest rank, mean time of all ranks), both summed over rounds.
+
+    Only rounds in which every rank has a row count, if there are any; else only the first."""
     rounds = [group for group in rows.single if all(row.documents for row in group)] or rows.single[:1]
     busiest = mean = 0.0
     for group in rounds:

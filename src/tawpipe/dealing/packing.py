@@ -1,9 +1,8 @@
-"""Places of documents in rows: pure functions of (lengths, row length, seed, epoch).
+"""Placement of documents in rows, as a pure function of lengths, row length, seed and epoch.
 
-A plan never lists its rows: any row is found in O(log documents), and two processes that know the
-same lengths know the same rows. All plans show every document once per epoch and shuffle rows and documents anew in
-each; the number of rows is the same in all epochs, so that sample n is row n % rows of epoch n // rows.
-"""
+A plan does not list its rows: any row is found in O(log documents), and processes that know the lengths know the rows.
+All plans show every document once per epoch, and shuffle rows and documents anew in each epoch. All epochs have the
+same number of rows, so that sample n is row n % rows of epoch n // rows."""
 
 from __future__ import annotations
 
@@ -26,25 +25,28 @@ class Segment(NamedTuple):
 
 
 class EpochPlan(Protocol):
-    """The rows of one epoch."""
+    """Rows of one epoch."""
 
     @property
     def rows(self) -> int: ...
 
     def segments(self, row: int) -> list[Segment]:
-        """Segments of the row, left to right. Their lengths add up to at most the row length; padding is the rest."""
+        """Return the segments of a row, left to right.
+
+        Their lengths add up to the row length or less. The rest is padding."""
         ...
 
 
 def _generator(seed: int, epoch: int) -> np.random.Generator:
+    """Return the random number generator for one epoch."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
 
 
 class SplitPlan:
-    """The shuffled documents end to end, cut every ``sequence_length`` tokens, and the rows shuffled once more.
+    """Shuffled documents, concatenated and cut every ``sequence_length`` tokens; the rows are then shuffled.
 
-    Without the second shuffle the pieces of a long document would meet in one batch. Only the last cut of an epoch is
-    shorter than a row, so an epoch holds less than one row of padding; a corpus shorter than one row is one padded row.
+    Without the second shuffle the pieces of a long document would be in one batch. Only the last row of an epoch can be
+    padded, so an epoch has less than one row of padding. A corpus shorter than one row becomes one padded row.
 
     Args:
         lengths: [documents] tokens of each document, all positive.
@@ -62,7 +64,7 @@ class SplitPlan:
         return len(self._cuts)
 
     def inner_cuts(self) -> tuple[Int64s, Int64s]:
-        """(document, token of it) wherever a row begins within a document."""
+        """Return, for rows that begin inside a document: (index of the document, its first token in the row)."""
         cuts = np.arange(1, self.rows, dtype=np.int64) * self._sequence_length
         places = np.searchsorted(self._starts, cuts, side="right") - 1
         tokens = cuts - self._starts[places]
@@ -81,15 +83,15 @@ class SplitPlan:
 
 
 def split_rows(lengths: Int64s, sequence_length: int) -> int:
-    """Rows of one epoch of a SplitPlan."""
+    """Return the number of rows of one epoch of a SplitPlan."""
     return -(-int(lengths.sum()) // sequence_length)
 
 
 class FitShape:
-    """Best-fit decreasing: the longest document first, each into the fullest row that still has room for it.
+    """Best-fit decreasing packing: longest document first, each into the fullest row with enough space.
 
-    Only the lengths decide, so the shape is found once and filled anew in every epoch: documents of equal length swap
-    places, and the rows are shuffled. Documents longer than a row count with the length of a row.
+    The shape depends on the lengths only, so it is computed once. Every epoch fills it anew: documents of equal length
+    swap places, and the rows are shuffled. Documents longer than a row are cut to the length of a row.
 
     Args:
         lengths: [documents] tokens of each document, all positive.
@@ -97,19 +99,21 @@ class FitShape:
 
     def __init__(self, lengths: Int64s, sequence_length: int) -> None:
         self.lengths = np.minimum(lengths, sequence_length)
-        """[documents] tokens of each document that are shown."""
+        """[documents] tokens of each document that are used."""
         row_of_rank, self.rows = best_fit(np.sort(self.lengths)[::-1], sequence_length)
         self.ranks = np.argsort(row_of_rank, kind="stable")
         """[documents] ranks by decreasing length, grouped by row."""
         self.bounds = np.searchsorted(row_of_rank[self.ranks], np.arange(self.rows + 1))
-        """[rows + 1] the place in ``ranks`` at which each row begins, and the end."""
+        """[rows + 1] index in ``ranks`` at which each row begins, and the end."""
 
 
 def best_fit(lengths: Int64s, sequence_length: int) -> tuple[Int64s, int]:
-    """Place lengths, none above ``sequence_length``, in the order given; return each one's row, and the rows used."""
+    """Put lengths, in their order, each into the fullest row with enough space; return the row of each.
+
+    Lengths must not be above ``sequence_length``. The second result is the number of rows."""
     row_of = np.empty(len(lengths), np.int64)
     rows = 0
-    spaces: list[int] = []  # the distinct free spaces, ascending
+    spaces: list[int] = []  # distinct numbers of free tokens, ascending
     with_space: dict[int, list[int]] = {}
     for number, length in enumerate(lengths.tolist()):
         at = bisect_left(spaces, length)
@@ -131,7 +135,7 @@ def best_fit(lengths: Int64s, sequence_length: int) -> tuple[Int64s, int]:
 
 
 class FitPlan:
-    """Whole documents in rows, as the shape has them, filled for one epoch."""
+    """Rows of whole documents in a ``FitShape``, filled for one epoch."""
 
     def __init__(self, shape: FitShape, *, seed: int, epoch: int) -> None:
         generator = _generator(seed, epoch)
@@ -152,30 +156,35 @@ class FitPlan:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Documents, or pieces of those that are too long, each of which is a document of its own from then on."""
+    """Documents, cut into pieces where they are too long. Each piece is treated as a document."""
 
     documents: Int64s
-    """[pieces] document that each is of."""
+    """[pieces] document to which each piece belongs."""
     starts: Int64s
-    """[pieces] first token of each in its document."""
+    """[pieces] first token of each piece in its document."""
     lengths: Int64s
-    """[pieces] tokens of each."""
+    """[pieces] tokens of each piece."""
 
     @classmethod
     def of(cls, lengths: Int64s, longest: int) -> Pieces:
-        """All tokens of documents in pieces of at most ``longest``."""
+        """Cut documents into pieces of at most ``longest`` tokens; shorter documents are one piece.
+
+        Args:
+            lengths: [documents] tokens of each document.
+            longest: most tokens of a piece.
+        """
         counts = -(-lengths // longest)
         documents = np.repeat(np.arange(len(lengths)), counts)
         starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
         return cls(documents, starts, np.minimum(lengths[documents] - starts, longest))
 
     def those(self, wanted: NDArray[np.bool_]) -> Pieces:
-        """Some of them."""
+        """Return the pieces that the mask ``wanted`` selects."""
         return Pieces(self.documents[wanted], self.starts[wanted], self.lengths[wanted])
 
 
 class PiecePlan:
-    """Every piece in a row of its own length, in an order that is shuffled for one epoch."""
+    """Rows of one piece each, each row as long as its piece, in an order that is shuffled for one epoch."""
 
     def __init__(self, pieces: Pieces, *, seed: int, epoch: int) -> None:
         self._pieces = pieces
@@ -186,7 +195,7 @@ class PiecePlan:
         return len(self._order)
 
     def length(self, row: int) -> int:
-        """Tokens of the row."""
+        """Return the tokens of a row."""
         return int(self._pieces.lengths[self._order[row]])
 
     def segments(self, row: int) -> list[Segment]:

@@ -1,4 +1,4 @@
-"""Speeds of devices, beside each other: as text, and how much each has to do so that all are over together."""
+"""Relative speeds of devices as text, and the share of work for each speed so that all finish together."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from tawpipe.errors import UserError
 
 MOST_PROCESSES = 1_000_000
-"""That a text may name."""
+"""Most processes that one entry of a text may stand for."""
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """``ScheduleSettings.device_speeds`` as numbers.
+    """Return the numbers of ``ScheduleSettings.device_speeds``, one per process.
 
     >>> parse_speeds("2x1, 0.5")
     (1.0, 1.0, 0.5)
 
     Raises:
-        UserError: something else than numbers above 0.
+        UserError: the text contains anything but numbers above 0 and counts.
     """
     speeds = list[float]()
     try:
@@ -36,7 +36,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def spell_speeds(speeds: Sequence[float]) -> str:
-    """The text that ``parse_speeds`` reads.
+    """Return the text from which ``parse_speeds`` reads ``speeds``.
 
     >>> spell_speeds((1, 1, 0.5))
     '2x1,0.5'
@@ -46,24 +46,26 @@ def spell_speeds(speeds: Sequence[float]) -> str:
 
 
 def slowest_of(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
-    """Of every set of so many neighbours the speed of the slowest one."""
+    """Return for every group of ``ranks`` neighbouring ranks the speed of its slowest rank."""
     return tuple(min(speeds[at : at + ranks]) for at in range(0, len(speeds), ranks))
 
 
 def by_speed(count: int, speeds: Sequence[float], *, least: int = 0) -> list[int]:
-    """How many of so many equal works everybody does, so that all are over as soon as can be.
+    """Return how many of ``count`` equal works each device gets, so that all finish as early as possible.
 
     Args:
-        least: that everybody does in any case.
+        count: number of works.
+        speeds: speed of every device.
+        least: works that every device gets in any case.
 
     >>> by_speed(6, (1, 0.5, 0.5)), by_speed(3, (1, 0.1, 0.1), least=1)
     ([3, 2, 1], [1, 1, 1])
     """
     sooner = (count - least * len(speeds)) / sum(speeds)
-    """When all would be over that can be cut."""
+    """Time at which all devices would finish if works could be divided."""
     each = [max(least, int(sooner * speed - 1e-9)) for speed in speeds]
     ends = [((each[number] + 1) / speed, each[number], number) for number, speed in enumerate(speeds)]
-    heapq.heapify(ends)  # of equal ends that of whoever does least
+    heapq.heapify(ends)  # of equal ends, the device with the fewest works is first
     for _ in range(count - sum(each)):
         _, _, number = ends[0]
         each[number] += 1

@@ -1,4 +1,4 @@
-"""Documents dealt without a look at the time that they take: what balanced steps (balance.py) are compared with."""
+"""Assignments of documents that ignore the time that they take, for comparison with balanced steps (balance.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from tawpipe.dealing.balance import Bin, Bins, LayerTime
 
 
 def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
-    """The same documents end to end, cut into rows of ``row`` tokens, which are dealt in turn."""
+    """Concatenate the documents, cut them into rows of ``row`` tokens, and assign the rows to ranks in turn.
+
+    In the result, each part of a document in a row counts as a document."""
     pieces, rows, free = list[int](), list[list[int]](), 0
     for length in lengths:
         while length:
@@ -24,7 +26,7 @@ def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) 
 
 
 def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
-    """Whole documents packed into rows of ``row`` tokens by best fit, which are dealt in turn."""
+    """Pack whole documents into rows of ``row`` tokens by best fit, and assign the rows to ranks in turn."""
     rows, free = list[list[int]](), list[tuple[int, int]]()
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         at = bisect_left(free, (lengths[number], -1))
@@ -37,6 +39,7 @@ def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) 
 
 
 def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: LayerTime) -> Bins:
+    """Return rows as ``Bins``, with ``world_size`` rows in each round; the last round is filled up with empty ones."""
     bins = [Bin(tuple(row)) for row in rows] + [Bin(())] * (-len(rows) % world_size)
     rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
     return Bins((), rounds, 1, tuple(lengths), work)
