@@ -1,1 +1,1 @@
-"""Starting the processes of a run on this machine, and telling what became of them."""
+"""Start of a run's processes on this machine, and reports about their end."""

@@ -1,9 +1,10 @@
-"""Workers forked from the launcher, which has imported what takes seconds once for all of them.
+"""Workers forked from the launcher, which has imported slow modules once for all of them.
 
-Four workers on two cores would otherwise each spend as long on importing torch and transformers as their first steps
-take. What a forked worker runs is what ``python -m MODULE WORDS...`` runs. It begins as that would: in a process group
-of its own, with the signals' usual effects, its own variables and standard streams. Only a process that has done
-nothing else yet can be forked safely: threads do not come along, and a library that has started some waits for them.
+Otherwise four workers on two cores would each spend as much time on importing torch and transformers as on their first
+steps. A forked worker runs the same code as ``python -m MODULE WORDS...``, and begins in the same state: in a process
+group of its own, with default signal handlers, its own variables and standard streams. A process can be forked safely
+only if it has done nothing else yet: threads do not exist in the child, and a library that had started some would wait
+for them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from contextlib import suppress
 from typing import BinaryIO, NoReturn
 
 NEVER_BEFORE = "torch"
-"""A process that has loaded it may have computed with it, in threads."""
+"""Module that must not be loaded before: the process may have used its threads."""
 
 
 def import_once(modules: Sequence[str], variables: Mapping[str, str]) -> bool:
-    """Import what workers need; False, and nothing done, where they cannot be forked from this process.
+    """Import slow modules in this process, so that workers can be forked from it without importing them again.
 
     Args:
-        variables: that libraries read when they are loaded, the same for all workers.
+        modules: names of the modules.
+        variables: environment variables that libraries read when they are loaded. They are set in this process.
+
+    Returns:
+        True if workers can be forked. False if forking is not safe here, or an import has failed.
     """
     if not modules or not sys.platform.startswith("linux"):
         return False
@@ -41,20 +46,20 @@ def import_once(modules: Sequence[str], variables: Mapping[str, str]) -> bool:
     try:
         for module in modules:
             importlib.import_module(module)
-    except Exception:  # the workers say what is wrong, one by one
+    except Exception:  # each worker reports the error by itself
         return False
-    gc.freeze()  # or the first collection of a worker would copy all that they share
+    gc.freeze()  # otherwise a worker's first garbage collection copies all shared pages
     return threading.active_count() == 1
 
 
 class ForkedWorker:
-    """A child of this process that runs a module, with what the launcher uses of ``subprocess.Popen``.
+    """Child process that runs a module, with those methods of ``subprocess.Popen`` that the launcher uses.
 
     Args:
         command: ``python -m MODULE WORDS...``.
-        variables: added to those of this process.
-        shown: its standard output is this process's; otherwise nobody sees it.
-        first: is called in the worker before anything else.
+        variables: environment variables to add to the launcher's.
+        shown: True to share this process's standard output; False to drop it.
+        first: function to call in the worker before anything else; None for none.
     """
 
     def __init__(
@@ -63,19 +68,19 @@ class ForkedWorker:
         module, words = command[2], command[3:]
         assert command[1] == "-m"
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or the worker would write it once more
+            stream.flush()  # otherwise the worker writes buffered text a second time
         reading, writing = os.pipe()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             _run(module, words, variables, writing, shown=shown, first=first)
         os.close(writing)
-        with suppress(OSError):  # it has done so itself, or has ended
+        with suppress(OSError):  # the worker has done this already, or has ended
             os.setpgid(self.pid, self.pid)
         self.stderr: BinaryIO | None = os.fdopen(reading, "rb", buffering=0)
 
     def poll(self) -> int | None:
-        """The exit code, as of ``subprocess``; None while it runs."""
+        """Return the exit code, or -n if signal n ended the worker; None while it runs. Does not wait."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -83,10 +88,10 @@ class ForkedWorker:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit code, once there is one.
+        """Wait until the worker has ended, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: there is none after so many seconds.
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -105,10 +110,21 @@ def _run(
     shown: bool,
     first: Callable[[], None] | None,
 ) -> NoReturn:
-    """The life of a worker."""
+    """Run ``python -m module words`` in the forked worker, and exit with its code. Never returns.
+
+    First sets up a process group, default signal handlers, standard streams and environment variables.
+
+    Args:
+        module: name of the module.
+        words: command-line arguments of the module.
+        variables: environment variables to add.
+        errors: file descriptor for standard error.
+        shown: False to drop standard output.
+        first: function to call before anything else; None for none.
+    """
     code = 1
     try:
-        atexit._clear()  # what the launcher does when it ends is not for its workers
+        atexit._clear()  # exit handlers of the launcher must not run in workers
         if first is not None:
             first()
         os.setpgid(0, 0)

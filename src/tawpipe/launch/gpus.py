@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as far as they can be told without torch, which takes seconds to load."""
+"""GPUs of this machine, found without torch, which takes seconds to load."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that may be used.
+    """GPU that may be used.
 
     Args:
-        id: its name in CUDA_VISIBLE_DEVICES.
-        capability: CUDA compute capability, None where it is not known.
+        id: name of the GPU in CUDA_VISIBLE_DEVICES.
+        capability: CUDA compute capability; None if it is not known.
     """
 
     id: str
@@ -27,7 +27,9 @@ class Gpu:
 
 
 def find_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """GPUs of this machine that the installed torch can use and CUDA_VISIBLE_DEVICES allows."""
+    """Ask ``nvidia-smi`` for the GPUs of this machine; return those that CUDA_VISIBLE_DEVICES allows.
+
+    Returns ``()`` without this program, if it fails, or if torch is installed without CUDA."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").endswith("+cpu"):
             return ()

@@ -1,14 +1,14 @@
-"""Starts the workers of one machine, and ends all of them when one dies. Without torch.
+"""Start of the workers on one machine; if one dies, all others are ended. This module does not import torch.
 
-Workers find torchrun's variables in their environment, so that virtual nodes on one machine look to them as torchrun's
-nodes do; ``TAWPIPE_LOCAL_LAUNCHER`` says who started them. What keeps processes from being left behind:
+Workers find torchrun's variables in their environment, so that virtual nodes on one machine look like nodes of
+torchrun. ``TAWPIPE_LOCAL_LAUNCHER`` tells them who started them. Three rules keep processes from being left behind:
 
-* every worker is the head of a process group of its own, which is what gets signalled;
-* a worker that fails ends the run: the others get SIGTERM at once and SIGKILL after a grace;
-* the kernel kills a worker whose launcher is gone, however that went (Linux).
+* Every worker leads a process group of its own, and signals go to the group.
+* A worker that fails ends the run: the others get SIGTERM at once, and SIGKILL after a grace period.
+* The kernel kills a worker whose launcher has ended, for any reason (Linux).
 
-The port of the workers' rendezvous is reserved by a socket that is bound but does not listen: nobody else is given
-the port, and the store of rank 0, which sets SO_REUSEADDR as well, can listen on it.
+The port for the rendezvous of the workers is reserved by a socket that is bound but does not listen. So no other
+program gets the port, and the store of rank 0, which sets SO_REUSEADDR as well, can listen on it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tawpipe.streams import lossy
 
 THIS_LAUNCH = secrets.token_hex(8)
 ENDED_BY = {signal.SIGINT: "interrupted", signal.SIGHUP: "ended because the terminal was closed"}
-"""Words for the signals that people send; a scheduler's are named."""
+"""Words for signals that people send. Other signals, which a scheduler sends, are named."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Processes on this machine and the nodes that they are grouped into."""
+    """Processes on this machine, and the nodes that they are grouped into."""
 
     nodes: int
     nproc: int
@@ -70,14 +70,16 @@ class Shape:
 
 
 def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int, emulates: bool = True) -> Shape:
-    """The processes that ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
+    """Return the numbers of processes and nodes on this machine, for the values of ``--nodes`` and ``--nproc``.
 
     Args:
+        nodes: number of nodes; None for a default that suits ``nproc``.
+        nproc: number of processes; None for a default that suits ``nodes``.
         num_gpus: GPUs to use; 0 computes on the CPU.
-        emulates: without GPUs, emulate two machines of two processes each; else one machine of one process.
+        emulates: True to default to two nodes of two processes without GPUs; False for one node of one process.
 
     Raises:
-        UserError: the processes cannot be grouped so, or there are more of them than GPUs.
+        UserError: the processes cannot be grouped in this way, or there are more processes than GPUs.
     """
     if nproc is None:
         played = 4 if nodes is None or 4 % nodes == 0 else 2 * nodes
@@ -94,7 +96,15 @@ def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int, emulates
 def worker_environment(
     shape: Shape, rank: int, *, port: int, gpus: Sequence[Gpu] = (), restart: int = 0
 ) -> dict[str, str]:
-    """The variables that a worker derives its place from, to be added to those of the launcher."""
+    """Return the environment variables of the worker ``rank`` that are added to the launcher's own. Nothing is set.
+
+    Args:
+        shape: processes and nodes of the run.
+        rank: rank of the worker.
+        port: TCP port of the rendezvous.
+        gpus: one GPU for each worker; empty on CPUs.
+        restart: number of restarts before.
+    """
     variables = {
         "RANK": rank,
         "WORLD_SIZE": shape.nproc,
@@ -109,7 +119,7 @@ def worker_environment(
         LOCAL_LAUNCHER: 1,
         LAUNCH: THIS_LAUNCH,
     }
-    if sys.platform.startswith("linux"):  # nobody else is to be listened to
+    if sys.platform.startswith("linux"):  # listen on the loopback interface only
         variables |= {name: "lo" for name in INTERFACES if name not in os.environ}
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
@@ -118,13 +128,16 @@ def worker_environment(
 
 
 def _threads(shape: Shape) -> str:
-    """OMP_NUM_THREADS of every worker."""
+    """Return the launcher's OMP_NUM_THREADS, or an equal share of the processors for every worker."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, processors() // shape.nproc))
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free TCP port that stays ours without being listened on; see the head of this file."""
+    """Reserve a free TCP port on the loopback address within the context, and yield its number.
+
+    A bound socket that does not listen holds the port, so no other program gets it. A program that sets SO_REUSEADDR
+    can listen on it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((LOOPBACK, 0))
@@ -132,13 +145,19 @@ def reserved_port() -> Iterator[int]:
 
 
 def launched_here() -> bool:
-    """True in a process that is its own launcher, and has none that watches it."""
+    """Return True if this process is its own launcher, so that no launcher watches it."""
     return os.environ.get(LAUNCH) == THIS_LAUNCH
 
 
 @contextlib.contextmanager
 def in_this_process(*, gpus: Sequence[Gpu] = ()) -> Iterator[None]:
-    """A launch of one worker that is this process: its variables are set, and as they were before afterwards."""
+    """Make this process the only worker of a run within the context, by setting a worker's environment variables.
+
+    The earlier environment is restored at the end.
+
+    Args:
+        gpus: GPUs of this machine, of which the first is used; empty on a CPU.
+    """
     before = dict(os.environ)
     with reserved_port() as port:
         os.environ.update(worker_environment(Shape(1, 1), 0, port=port, gpus=gpus))
@@ -161,25 +180,29 @@ def launch(
     errors: TextIO | None = None,
     last_words: Callable[[], str] | None = None,
 ) -> int:
-    """Runs ``command`` once for each process of ``shape`` and returns the exit code of the run.
+    """Start ``command`` once for each process of ``shape``, wait until all have ended, and return the exit code.
 
-    The standard output of rank 0 is that of the run, the others' is dropped. Standard error of rank 0 is passed on as
-    it comes, that of the others is kept for the report on a failure, which says which rank failed first and why.
+    The standard output of rank 0 is shown, and that of other ranks is dropped. The standard error of rank 0 is shown as
+    it arrives. The standard error of other ranks is kept for the report on a failure, which names the rank that failed
+    first and its error.
 
     Args:
-        gpus: one for each process, or none.
-        grace_s: seconds from SIGTERM to SIGKILL for workers that do not end.
-        patience_s: seconds that ctrl-C (passed on as SIGTERM), SIGTERM and SIGUSR1 leave the workers to end in good
-            order; 0 to end them at once. A second signal, a second later or more, ends them at once.
-        max_restarts: how often all workers are started again after one of them has died.
-        imports: modules that take seconds to import. Where that is safe, on CPUs and in a process that has not loaded
-            torch, they are imported once and the workers forked (forked.py); ``command`` is ``python -m ...`` then.
-        errors: where reports go; standard error by default.
-        last_words: what else is to be said of a run that failed, or was ended before it could end in good order.
+        command: program and arguments.
+        shape: number of processes and nodes.
+        gpus: one GPU for each process, or none.
+        grace_s: seconds between SIGTERM and SIGKILL for workers that do not end.
+        patience_s: seconds that workers have to end in good order after ctrl-C (passed on as SIGTERM), SIGTERM or
+            SIGUSR1; 0 ends them at once. A second signal, one second later or more, ends them at once.
+        max_restarts: number of times that all workers are started again after one has died.
+        imports: modules that are slow to import. On CPUs, in a process that has not loaded torch, they are imported
+            once and the workers are forked (forked.py); ``command`` must then be ``python -m ...``.
+        errors: stream for reports; standard error by default.
+        last_words: returns a line to print about a run that has failed or was ended early.
 
     Returns:
-        0, the exit code of the worker that failed first (1 if a signal killed it), or 128 + n after signal n; 130 after
-        ctrl-C, although the workers have ended in good order: what was asked for is not done.
+        0 if all workers succeeded. Otherwise the exit code of the worker that failed first (1 if a signal killed it),
+        or 128 + n after signal n. After ctrl-C the code is 130 even if all workers have ended in good order, as the run
+        is not complete.
     """
     errors = lossy(errors or above_bar(sys.stderr))
     forks = None
@@ -204,7 +227,7 @@ def launch(
 
 @dataclass
 class _Run:
-    """The workers of one launch, watched by one thread."""
+    """Workers of one start, watched by one thread."""
 
     shape: Shape
     grace_s: float
@@ -222,7 +245,10 @@ class _Run:
 
     @contextlib.contextmanager
     def signals_noted(self) -> Iterator[None]:
-        """Signals that would end the launcher are put down in a list instead, and read where workers can be ended."""
+        """Return a context in which signals to the launcher are recorded in ``signals`` instead of ending it.
+
+        ``wait`` reads the list at places where workers can be ended.
+        """
         caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         if self.patience_s:
             caught.append(signal.SIGUSR1)
@@ -242,6 +268,7 @@ class _Run:
                 signal.signal(number, handler)
 
     def start(self, command: Sequence[str], port: int, gpus: Sequence[Gpu], restart: int, *, forks: bool) -> None:
+        """Start all workers, forked or as new processes, and begin to read their standard error."""
         die_with_launcher = _die_with(os.getpid())
         for rank in range(self.shape.nproc):
             variables = worker_environment(self.shape, rank, port=port, gpus=gpus, restart=restart)
@@ -265,6 +292,9 @@ class _Run:
             self.selector.register(worker.stderr, selectors.EVENT_READ, keeper)
 
     def wait(self) -> int:
+        """Wait until all workers have ended, and return the exit code. After a failure or a signal, end the rest.
+
+        The cause is then printed."""
         while not self._all_ended():
             self._watch(0.05)
             if self.signals and self._in_good_order():
@@ -276,8 +306,8 @@ class _Run:
                 print(f"tawpipe: {words}", file=self.errors, flush=True)
                 return 128 + self.signals[0]
             if self.failures:
-                # Workers that lost their peer fail as well: what they say tells who was first. One that has begun to
-                # fail may be the first, so it is given the time to end.
+                # Workers that lost a peer fail as well, and their output shows which was first. Wait for a worker that
+                # has begun to fail, as it may be the cause.
                 self._watch_until(self._all_ended, seconds=1.0)
                 self._watch_until(lambda: not self._failing_workers(), seconds=self.grace_s)
                 self._end_workers()
@@ -288,24 +318,28 @@ class _Run:
         return 0
 
     def _in_good_order(self) -> bool:
-        """True while the workers are given time to end after a signal, which they are told of once."""
+        """Send a signal of the user to all workers, once; return True while they may still end in good order.
+
+        Returns False without patience, after a second signal, after a failure, and for signals that are not passed on.
+        """
         number = signal.Signals(self.signals[0])
         if not self.patience_s or self.again or number not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             return False
         if self.asked_at is None:
             self.asked_at = time.monotonic()
-            # SIGTERM ends workers that do not listen yet without a traceback.
+            # SIGTERM, unlike SIGINT, ends workers that have no handler yet without a traceback.
             self._signal_groups(signal.SIGTERM if number == signal.SIGINT else number)
         return not self.failures and time.monotonic() - self.asked_at < self.patience_s
 
     def _failed_by_itself(self) -> bool:
-        """True if a worker has failed in the time that it was given to end, and not of the signal."""
+        """Return True if a worker has failed after a signal, for another reason than the signal."""
         if self.asked_at is None or self.again:
             return False
         asked = [-number for number in (*self.signals, signal.SIGTERM)]
         return any(failure.returncode not in asked for failure in self.failures)
 
     def end_all(self) -> None:
+        """End all workers, and close their pipes."""
         self._end_workers()
         for worker in self.workers:
             if worker.stderr is not None:
@@ -316,11 +350,11 @@ class _Run:
         return len(self.ended) == len(self.workers)
 
     def _failing_workers(self) -> list[int]:
-        """Ranks that have begun to say why they fail, but have not ended."""
+        """Return the ranks that have begun to report a failure and have not ended."""
         return [r for r, keeper in enumerate(self.keepers) if r not in self.ended and keeper.failing_since is not None]
 
     def _watch(self, seconds: float) -> None:
-        """Takes in what workers write and notes which of them have ended."""
+        """Wait up to ``seconds`` for output of workers and read it; record which workers have ended or failed."""
         for key, _ in self.selector.select(seconds):
             self._read(key)
         for rank, worker in enumerate(self.workers):
@@ -333,52 +367,58 @@ class _Run:
                 keeper.release(older_than_s=2.0)
 
     def _watch_until(self, done: Callable[[], bool], *, seconds: float) -> None:
+        """Call ``_watch`` until ``done()`` is True, ``seconds`` are over, or a second signal has arrived."""
         end = time.monotonic() + seconds
         while not done() and time.monotonic() < end and not self.again:
             self._watch(0.05)
 
     def _read(self, key: selectors.SelectorKey) -> None:
+        """Pass the output that is available in one pipe to its keeper; stop watching the pipe at its end."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(key.fd, 1 << 16):
                 key.data.feed(chunk)
             self.selector.unregister(key.fileobj)
 
     def _drain(self) -> None:
-        """Read what ended workers wrote last. A pipe that a stray grandchild holds open is not waited for."""
+        """Read the output that is left of ended workers. Does not wait for a pipe that a grandchild holds open."""
         for key in list(self.selector.get_map().values()):
             self._read(key)
 
     def _end_workers(self) -> None:
-        """SIGTERM to every group that is left, SIGKILL after the grace. A second Ctrl-C cuts the grace short."""
+        """Send SIGTERM to all process groups twice, later SIGKILL; wait until the workers have ended.
+
+        SIGKILL follows after the grace period; a second ctrl-C shortens it. Later calls do nothing. ``failures`` then
+        does not include the ended workers."""
         if self.over:
             return
         self.over = True
         failed = list(self.failures)
         self._signal_groups(signal.SIGTERM)
         self._watch_until(self._all_ended, seconds=1.2)
-        self._signal_groups(signal.SIGTERM)  # the first one asks for an end in good order, for which it is too late
+        self._signal_groups(signal.SIGTERM)  # the first one asks for an orderly end; the second one ends at once
         self._watch_until(self._all_ended, seconds=self.grace_s)
         self._signal_groups(signal.SIGKILL)
         for worker in self.workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even a killed process for long
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may delay the end of a killed process
                 worker.wait(timeout=self.grace_s)
         self._drain()
         self.ended = set(range(len(self.workers)))
         self.failures = failed
 
     def _signal_groups(self, number: signal.Signals) -> None:
-        """Signal whole groups: a worker that has ended may have left children behind."""
+        """Send a signal to the process group of every worker, as a worker that has ended may have left children."""
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, number)
 
     def _report(self) -> int:
+        """Print which worker failed first and why, and return the exit code of the run."""
         cause = first_cause(self.failures)
         if cause.returncode == USER_ERROR:
             print(cause.keeper.message(), file=self.errors, flush=True)
             return USER_ERROR
         stuck = [line for keeper in self.keepers[1:] for line in keeper.lines if line.startswith(STUCK)]
-        for line in stuck:  # rank 0 has said its own
+        for line in stuck:  # the line of rank 0 was shown already
             if not line.startswith(STUCK + EVERYONE):
                 print(line, file=self.errors)
         if cause.ended_stuck:
@@ -395,7 +435,13 @@ class _Run:
 
 
 def _die_with(launcher: int) -> Callable[[], None] | None:
-    """A function for a worker to call between fork and exec, so that it does not outlive ``launcher``."""
+    """Return a function that makes the kernel kill the process which calls it when ``launcher`` ends.
+
+    A worker calls it between fork and exec. Returns None unless on Linux.
+
+    Args:
+        launcher: process id of the launcher.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,8 +1,8 @@
-"""The last words of a process that torchrun has started.
+"""Error messages of a process that torchrun has started.
 
-When a process fails, torchrun prints a traceback of its own, behind which the words of the process are hard to find.
-At its end stands the text of a file that the first failed process has left: what is written there comes last on the
-screen. Without torch, because a wrong setting is refused before torch is loaded.
+When a process fails, torchrun prints a traceback of its own, which hides the message of the process. At the end of its
+report torchrun prints a file that the first failed process has written: this module writes the message there, so that
+it is the last text on the screen. It does not import torch, because wrong settings are refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tawpipe.environment import ERROR_PREFIX, restart_count, started_by_local_la
 from tawpipe.launch.workers import print_expected_error
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The variable with the name of that file."""
+"""Environment variable with the name of that file."""
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 PATIENCE_S = 5.0
-"""Seconds in which torchrun has ended the other processes of a machine after the first one has failed."""
+"""Seconds within which torchrun ends the other processes of a machine after the first one has failed."""
 
 
 def print_refusal(error: Exception) -> None:
-    """Say once on every machine what all its processes find wrong: under torchrun at the end of its report.
+    """Print an error that all processes of a machine have, once; under torchrun at the end of its report.
 
-    The first process of a machine speaks. The others wait until torchrun ends them, and speak where it does not:
-    then the fault is theirs alone.
+    The process of local rank 0 reports at once. Others wait ``PATIENCE_S`` seconds, in which torchrun usually ends
+    them. If not, the error is theirs only, and they report it.
     """
     if _file(os.environ) is None:
         print_expected_error(error)
@@ -36,11 +36,13 @@ def print_refusal(error: Exception) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(PATIENCE_S)
     if not leave_words(f"{ERROR_PREFIX}{error}") or restart_count() < _max_restarts(os.environ):
-        print_expected_error(error)  # torchrun reports the last of its starts alone
+        print_expected_error(error)  # torchrun prints the file after its last restart only
 
 
 def leave_words(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Write why this process fails where torchrun looks for it. False if there is no torchrun, or it cannot be."""
+    """Write ``text`` into torchrun's error file, as the reason why this process fails; return True if it was written.
+
+    Returns False if torchrun did not start this process, or if the file cannot be written."""
     if (file := _file(environ)) is None:
         return False
     more = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -51,10 +53,12 @@ def leave_words(text: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _file(environ: Mapping[str, str]) -> Path | None:
+    """Return the path of torchrun's error file; None if torchrun did not start this process."""
     name = "" if started_by_local_launcher(environ) else environ.get(ERROR_FILE)
     return Path(name) if name else None
 
 
 def _max_restarts(environ: Mapping[str, str]) -> int:
+    """Return the number of restarts that torchrun allows; 0 if not known."""
     text = environ.get(MAX_RESTARTS, "0")
     return int(text) if text.isdecimal() else 0

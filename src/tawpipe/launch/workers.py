@@ -1,7 +1,7 @@
-"""The ends of workers, as the launcher sees them: standard error and who failed first.
+"""Failures of workers, as the launcher sees them: their standard error, and which worker failed first.
 
-A rank that dies takes the others with it, because their connections break; so the first one to *exit* need not be the
-one to blame. A traceback is printed before connections close, which gives the order.
+A rank that dies breaks the connections of the others, which then fail as well. So the first worker to *exit* need not
+be the cause. A traceback is printed before connections close: the times of tracebacks give the order.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from tawpipe.environment import ENDS, ERROR_PREFIX, STUCK, USER_ERROR
 _FAILURE = re.compile(r"Traceback \(most recent call last\)|Fatal Python error|terminate called|" + ERROR_PREFIX)
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|[\w.]+Error$)")
 _CAUSES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTERM, signal.SIGINT}
-"""Signals of which a worker dies by itself or by somebody's hand. SIGABRT often follows a lost peer."""
+"""Signals that end a worker by a fault of its own or by a person's kill. SIGABRT often follows a lost peer."""
 
 
 @dataclass
 class StderrKeeper:
-    """The last lines of one worker's standard error, which are also passed on as they come if a stream is given.
+    """Last lines of one worker's standard error, which are also shown as they arrive if ``shown_on`` is a stream.
 
-    From a line on that looks like the beginning of a failure nothing is passed on, because the report will say it once
-    for all ranks; :meth:`release` lets it out if no failure came of it.
+    From a line on that looks like the beginning of a failure, lines are held back, because the report shows them once
+    for all ranks. :meth:`release` shows them if the worker did not fail.
     """
 
     shown_on: TextIO | None = None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=400))
     failing_since: float | None = None
     stuck_since: float | None = None
-    """Time of the line by which the worker said that it ends because a step took too long."""
+    """Time at which the worker reported that it ends because a step took too long."""
     _partial: str = ""
     _held: list[str] = field(default_factory=list)
 
     def feed(self, chunk: bytes) -> None:
+        """Take a part of the worker's standard error: keep its complete lines, and show them or hold them back."""
         # Progress bars end their lines with a carriage return.
         pieces = re.split(r"(?<=[\n\r])", self._partial + chunk.decode("utf-8", errors="replace"))
         self._partial = pieces.pop()
@@ -55,7 +56,10 @@ class StderrKeeper:
                 self._show([piece])
 
     def release(self, *, older_than_s: float = 0.0) -> None:
-        """Lets out what was held back longer ago than ``older_than_s``, and what has no end of line yet."""
+        """Show lines that were held back for at least ``older_than_s`` seconds.
+
+        With 0, all held lines and an incomplete last line are shown.
+        """
         if self.failing_since is not None and time.monotonic() - self.failing_since >= older_than_s:
             self._show(self._held)
             self._held, self.failing_since = [], None
@@ -72,19 +76,19 @@ class StderrKeeper:
         return [*self.lines, *([self._partial] if self._partial else [])]
 
     def message(self) -> str:
-        """An expected error as the worker printed it, without what was printed before."""
+        """Return the last expected error that the worker printed, without earlier output; else its last 20 lines."""
         lines = self._all_lines()
         starts = [index for index, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
         return "\n".join(lines[starts[-1] :] if starts else lines[-20:])
 
     def tail(self, count: int) -> list[str]:
-        """The last lines, from the last traceback on if there is one."""
+        """Return the last ``count`` lines that are not blank, from the first traceback on if there is one."""
         lines = [line for line in self._all_lines() if line.strip()]
         starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
         return lines[starts[0] if starts else 0 :][-count:]
 
     def exception(self) -> str:
-        """The line that says what went wrong, or an empty text."""
+        """Return the last line that names an error, else the last line that is not blank; ``""`` if there is none."""
         lines = self._all_lines()
         for line in reversed(lines):
             if line.startswith(ERROR_PREFIX):
@@ -96,11 +100,12 @@ class StderrKeeper:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that ended with an exit code other than 0.
+    """Worker that ended with an exit code other than 0.
 
     Args:
-        returncode: as subprocess has it: -n for signal n.
-        at_s: when the launcher saw it, by the monotonic clock.
+        returncode: exit code as in ``subprocess``: -n for signal n.
+        at_s: time at which the launcher noticed the end, by ``time.monotonic``.
+        keeper: standard error of the worker.
     """
 
     rank: int
@@ -110,16 +115,17 @@ class WorkerFailure:
 
     @property
     def began_s(self) -> float:
-        """The time when the worker began to fail: its first traceback or last report, else its end."""
+        """Time at which the worker began to fail: its first traceback or last report, else its end."""
         begun = [at for at in (self.keeper.failing_since, self.keeper.stuck_since) if at is not None]
         return min(begun, default=self.at_s)
 
     @property
     def ended_stuck(self) -> bool:
-        """True if nothing but its watchdog has ended the worker."""
+        """True if the worker ended only because of its watchdog."""
         return self.returncode > 0 and self.keeper.stuck_since == self.began_s
 
     def reason(self) -> str:
+        """Return text for the user about how the worker ended, and its error."""
         said = f": {text}" if (text := self.keeper.exception()) else ""
         if self.returncode >= 0:
             return f"ended with exit code {self.returncode}{said}"
@@ -132,7 +138,9 @@ class WorkerFailure:
 
 
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """The failure that brought the others about: a worker killed by a signal, a wrong setting, the first traceback."""
+    """Return the failure that probably caused the others. ``failures`` must not be empty.
+
+    A worker killed by a signal comes first, then a wrong setting, then the earliest traceback."""
 
     def order(failure: WorkerFailure) -> tuple[int, float, int]:
         if -failure.returncode in _CAUSES:
@@ -143,6 +151,6 @@ def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def print_expected_error(error: Exception) -> None:
-    """One message without a traceback, in the form that a launcher recognises, and the notes that the error has."""
+    """Print an error and its notes to standard error without a traceback, in the form that a launcher recognises."""
     lines = [f"{ERROR_PREFIX}{error}", *getattr(error, "__notes__", ())]
     print("\n".join(lines), file=sys.stderr, flush=True)
