@@ -1,6 +1,6 @@
-"""A Hugging Face causal language model, unchanged, as a chain of blocks whose weights come and go.
+"""A Hugging Face causal language model as a chain of blocks whose weights are loaded for one visit at a time.
 
-Import from the files: ``batch`` (what one rank computes at once), ``build`` (a name to a model on the meta device),
-``chain`` (blocks, and running them), ``units`` (what travels), ``weights`` (initial values), ``export`` (a Hugging Face
-folder). Nothing is imported here, so that the data pipeline can use ``batch`` without loading transformers.
-"""
+The model's own code is unchanged. Import from the files: ``batch`` (the tokens that one rank computes together),
+``build`` (from a name to a model on the meta device), ``chain`` (the blocks, and running them), ``units`` (the
+parameters that travel together), ``weights`` (initial values), ``export`` (a Hugging Face folder). This package imports
+nothing itself, so that the data pipeline can use ``batch`` without loading transformers."""

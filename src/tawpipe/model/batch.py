@@ -1,7 +1,6 @@
-"""Packed rows that one rank computes at once: the one form in which tokens pass from the data to a layer.
+"""Packed rows that one rank computes together: the only form in which tokens pass from the data to a layer.
 
-A row's borders, positions and shifted labels are derived here once; everything later only reads them.
-"""
+Document borders, positions and shifted labels are derived once, in this module. All later code only reads them."""
 
 from __future__ import annotations
 
@@ -17,33 +16,33 @@ from tawpipe.errors import UserError
 from tawpipe.model.kernels import Documents
 
 IGNORE = -100
-"""The label of a position that predicts nothing, as everywhere in the Hugging Face libraries."""
+"""Label of a position that does not count in the loss, as in all Hugging Face libraries."""
 TENSORS = ("input_ids", "labels", "position_ids")
 
 
 def tokens_of(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Those of [b, S, ...] that are in some ranges of a row, one after the other."""
+    """Return the tokens of ``tensor`` [b, S, ...] in ``ranges`` of each row, concatenated along dimension 1."""
     return torch.cat([tensor[:, :0], *(tensor[:, begin:end] for begin, end in ranges)], dim=1)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed rows that one rank computes at once."""
+    """Packed rows that one rank computes together."""
 
     input_ids: Tensor
     """[b, S] int64."""
     labels: Tensor
-    """[b, S] int64, already shifted: ``labels[:, t]`` is what position t must predict, -100 where nothing counts."""
+    """[b, S] int64, already shifted: ``labels[:, t]`` is the token that position t must predict, or -100 if it does not
+    count."""
     position_ids: Tensor
-    """[b, S] int64; restarts at 0 at each document's first token, unless ``positions_given``."""
+    """[b, S] int64. Positions restart at 0 at each document's first token, unless ``positions_given``."""
     lengths: tuple[int, ...]
-    """Document lengths over the flattened b x S tokens. No document crosses a row; padding is a document of its own."""
+    """Document lengths over the flattened b x S tokens. No document crosses a row. Padding is a document of its own."""
     positions_given: bool = False
-    """The model is given ``position_ids`` as they are. Otherwise it is given its own for each document: RoBERTa and its
-    kin do not start at 0.
-    """
+    """True if ``position_ids`` are passed to the model unchanged. Otherwise positions are counted in each document as
+    the model counts them: RoBERTa and similar models do not start at 0."""
     tokens: int = -1
-    """Number of labels that count; counted here when left out, which waits for the device if the labels are on one."""
+    """Number of labels that count. If omitted it is counted here, which waits for a device that holds the labels."""
 
     def __repr__(self) -> str:
         rows, tokens = self.input_ids.shape
@@ -60,20 +59,19 @@ class MicroBatch:
     def from_rows(
         cls, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> MicroBatch:
-        """Build from rows in the Hugging Face convention, on the CPU. What is given is copied.
+        """Build a micro-batch from rows in the Hugging Face convention, on the CPU.
+
+        All tensors are copied. Labels are shifted by one. A target in another document than its input is dropped.
 
         Args:
             input_ids: [b, S] token ids.
-            labels: [b, S], not shifted: the same positions as the inputs, -100 for what must not be learned.
-            position_ids: [b, S], given to the model as they are; a new document starts where they fall. Without them
-                every row is one document.
+            labels: [b, S], not shifted: at the same positions as the inputs, -100 for tokens that must not be learned.
+            position_ids: [b, S], passed to the model unchanged. A new document starts where positions do not increase.
+                Without them every row is one document.
             attention_mask: [b, S], 1 for tokens, 0 for padding on the right. Padding becomes a document of its own.
 
-        Labels are shifted by one, and a target in another document than its input is dropped.
-
         Raises:
-            UserError: an attention mask of something else than ones and then zeros, or positions that are negative or
-                leave some out.
+            UserError: the attention mask is not ones followed by zeros, or positions are negative or have gaps.
         """
         starts = torch.zeros(input_ids.shape, dtype=torch.bool, device="cpu")
         starts[:, 0] = True
@@ -84,7 +82,7 @@ class MicroBatch:
                 raise UserError("position_ids", int(position_ids.min()), "0 or more")
             step = position_ids.diff(dim=1)
             starts[:, 1:] |= step <= 0
-            # The same position twice can only be two documents of which the first is one token.
+            # A repeated position can only mean two documents, the first of one token.
             unclear = ((step > 1) | ((step == 0) & ~starts[:, :-1])) & real[:, 1:]
             if bool(unclear.any()):
                 row, at = unclear.nonzero()[0].tolist()
@@ -102,23 +100,29 @@ class MicroBatch:
                 )
             if bool((~real[:, :-1] & real[:, 1:]).any()):
                 raise UserError("attention_mask", "a 0 before a 1", "padding on the right of each row only")
-            starts &= real  # padding is one document, whatever the positions in it say
+            starts &= real  # padding is one document, regardless of its positions
             starts[:, 0] = True
             starts[:, 1:] |= real[:, :-1] & ~real[:, 1:]
             labels = labels.masked_fill(~real, IGNORE)
         first = starts.flatten().nonzero().flatten()
         lengths = first.diff(append=first.new_tensor([starts.numel()])).tolist()
         batch = cls.of_documents(input_ids, labels, lengths, position_ids)
-        # Padding needs no positions of its own, of which a model may have fewer than a row has tokens.
+        # Padding gets position 0: a model may have fewer positions than a row has tokens.
         return replace(batch, position_ids=batch.position_ids.masked_fill(~real, 0))
 
     @classmethod
     def of_documents(
         cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], position_ids: Tensor | None = None
     ) -> MicroBatch:
-        """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included.
+        """Build a micro-batch from rows and the lengths of their documents.
 
-        Here, and nowhere else, borders become positions and labels are shifted.
+        Only this method turns borders into positions and shifts labels.
+
+        Args:
+            input_ids: [b, S] token ids.
+            labels: [b, S], not shifted, -100 for tokens that must not be learned.
+            lengths: tokens of each document over the flattened tokens, padding included.
+            position_ids: [b, S], passed to the model unchanged; by default positions are counted in each document.
         """
         each = torch.tensor(lengths, device="cpu")
         ends = each.cumsum(0)
@@ -134,13 +138,15 @@ class MicroBatch:
         )
 
     def documents(self, device: torch.device) -> Documents:
-        """The documents, for attention on ``device``."""
+        """Return the borders of the documents, for attention on ``device``."""
         rows, length = self.input_ids.shape
         return Documents.of(self.lengths, (rows, length), device)
 
     @classmethod
     def cat(cls, parts: Sequence[MicroBatch], dim: int = 0) -> MicroBatch:
-        """The rows of several micro-batches, whose rows are of one length, in one; along dimension 1 their tokens."""
+        """Concatenate micro-batches: their rows, or with ``dim`` 1 the tokens of their rows.
+
+        Along dimension 0 all rows must have one length."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -151,12 +157,16 @@ class MicroBatch:
 
     @classmethod
     def padded(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
-        """The rows of several micro-batches in one, shorter ones with padding behind them, a document of its own."""
+        """Concatenate the rows of several micro-batches, padding each to the longest row.
+
+        A micro-batch that is padded must have one row. Padding is a separate document without labels."""
         longest = max(part.input_ids.shape[1] for part in parts)
         return cls.cat([part.longer(longest) for part in parts])
 
     def longer(self, length: int) -> MicroBatch:
-        """A row with padding behind it, a document of its own."""
+        """Return this micro-batch of one row padded to ``length`` tokens.
+
+        Padding is a separate document without labels."""
         rows, tokens = self.input_ids.shape
         if tokens == length:
             return self
@@ -167,11 +177,11 @@ class MicroBatch:
 
     @classmethod
     def in_a_row(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
-        """The documents of several micro-batches, one behind the other in one row."""
+        """Return one row with the documents of several micro-batches, one after the other."""
         return cls.cat([part.in_one_row() for part in parts], dim=1)
 
     def part(self, rows: range) -> MicroBatch:
-        """Some of the rows; views."""
+        """Return a micro-batch of the given ``rows``, as views."""
         length = self.input_ids.shape[1]
         borders = [0, *accumulate(self.lengths)]
         documents = slice(borders.index(rows.start * length), borders.index(rows.stop * length))
@@ -182,26 +192,31 @@ class MicroBatch:
         )
 
     def in_one_row(self) -> MicroBatch:
-        """The same documents one behind the other."""
+        """Return this micro-batch with all its rows concatenated into one row."""
         return self if self.input_ids.shape[0] == 1 else self._with(lambda tensor: tensor.reshape(1, -1))
 
     def tokens_at(self, ranges: Sequence[tuple[int, int]]) -> MicroBatch:
-        """Some tokens of a micro-batch of one row; they count as one document, and ``tokens`` stays that of all."""
+        """Return the tokens in ``ranges`` of this micro-batch of one row, as one document.
+
+        ``tokens`` stays the number of labels in the whole row."""
         changed: dict[str, Any] = {name: tokens_of(getattr(self, name), ranges) for name in TENSORS}
         return replace(self, **changed, lengths=(changed["input_ids"].shape[1],))
 
     def copy(self, *, pinned: bool = False) -> MicroBatch:
-        """The same micro-batch in tensors of its own, page-locked if that is asked for."""
+        """Return a copy with its own tensors, in page-locked memory if ``pinned``."""
         return self._with(lambda tensor: torch.empty_like(tensor, pin_memory=pinned).copy_(tensor))
 
     def pin_memory(self) -> MicroBatch:
-        """The same micro-batch in page-locked memory, from which ``to`` does not block."""
+        """Return a copy in page-locked memory, from which ``to`` copies without waiting."""
         return self._with(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch with its tensors on ``device``; copies from pinned memory do not block."""
+        """Return this micro-batch with its tensors on ``device``.
+
+        Copies from page-locked memory do not wait."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a copy in which every tensor is replaced by ``change(tensor)``."""
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
         return replace(self, **changed)

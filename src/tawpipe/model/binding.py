@@ -1,9 +1,8 @@
-"""The parameters of a model as units that come and go, so that a device holds the weights of a visit and no others.
+"""Binds a model's parameters to buffers, unit by unit, so that a device holds only the weights of units on a visit.
 
-Outside of its visit a parameter is a placeholder of its own shape, but with one element of storage, which is NaN:
-whatever reads it then shows in the loss. Gradients go into a buffer as autograd makes them, and no parameter keeps one.
-Calls come from one thread; only the gradient hooks may run on autograd's own.
-"""
+Outside its visit a parameter is a placeholder of its own shape with one element of storage, which is NaN. Code that
+reads it makes the loss NaN. Autograd's gradients go into a buffer at once, and no parameter keeps one. Calls come from
+one thread. Only the gradient hooks may run on autograd's own threads."""
 
 from __future__ import annotations
 
@@ -19,16 +18,19 @@ from tawpipe.model.units import ALIGNED_ELEMENTS, Unit
 
 NEED_WEIGHTS = (
     *("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"),
-    *("merge_and_unload", "merge_adapter", "unload"),  # of peft
+    *("merge_and_unload", "merge_adapter", "unload"),  # methods of peft
 )
 
 
 @dataclass(eq=False)
 class _Collection:
-    """The buffer that a unit's gradients go into, and the parameters whose gradient has come.
+    """Buffer for the gradients of one unit, and the parameters whose gradient has arrived.
 
     Args:
-        target: a narrower buffer that takes the sum in the end, with what it holds if the flag beside it says so.
+        flat: the buffer, in the unit's flat layout.
+        accumulate: True to add to the content of ``flat``, False to overwrite it.
+        target: a narrower buffer that receives the sum at the end, and True if the sum is added to its content.
+        arrived: indices of the parameters whose gradient has arrived.
     """
 
     flat: Tensor
@@ -38,7 +40,9 @@ class _Collection:
 
 
 class _Gone:
-    """Stand-in for a model's method that needs its weights; it refuses."""
+    """Replacement for a model's method that needs its weights.
+
+    Calling it raises UserError."""
 
     def __init__(self, model: str, method: str) -> None:
         self._model, self._method = model, method
@@ -60,7 +64,7 @@ def refuse_emptied(model: nn.Module) -> None:
 
 
 def refuse_use(*models: nn.Module) -> None:
-    """Replace the methods of emptied models that would work without weights by ones that refuse."""
+    """Replace methods of the models that need weights by ones that raise UserError."""
     for model in {id(emptied): emptied for emptied in models}.values():
         for method in NEED_WEIGHTS:
             if hasattr(model, method):
@@ -68,10 +72,10 @@ def refuse_use(*models: nn.Module) -> None:
 
 
 class UnitBinding:
-    """The units of a model, whose parameters are bound to a buffer for a visit.
+    """Binds the parameters of a model's units to a buffer for the time of a visit.
 
     Args:
-        units: all of the model's.
+        units: all units of the model.
     """
 
     def __init__(self, units: tuple[Unit, ...]) -> None:
@@ -80,20 +84,23 @@ class UnitBinding:
         self._parameters: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._placeholders: tuple[tuple[Tensor, ...], ...] = ()
         self._place_of: dict[nn.Parameter, tuple[int, int]] = {}
-        """Parameter -> its unit, and its slot in that."""
+        """Parameter -> (index of its unit, index of its slot in the unit)."""
         self._collections: dict[int, _Collection] = {}
         self._span_of: dict[int, tuple[int, int]] = {}
         self._unpacked: dict[int, Tensor] = {}
-        """Packed units whose numbers are there, and where. What is frozen changes with a load alone (``forget``)."""
+        """Packed unit -> its dequantised numbers, if they are in the buffer. Frozen units change only by loading (see
+        ``forget``)."""
         self._room = torch.empty(0)
 
     @property
     def unpacked_elements(self) -> int:
-        """Elements of the room for the numbers of all packed units of any one block."""
+        """Elements of the buffer for the dequantised numbers of all packed units of any one block."""
         return max((end for _, end in self._spans().values()), default=0)
 
     def _spans(self) -> dict[int, tuple[int, int]]:
-        """Every packed unit's place in that room: apart from those that the same blocks use."""
+        """Return (begin, end) of every packed unit in the buffer for dequantised numbers.
+
+        Units of the same block do not overlap. Others may."""
         spans: dict[int, tuple[int, int]] = {}
         for unit in self.units:
             if unit.packing is not None:
@@ -103,7 +110,9 @@ class UnitBinding:
         return spans
 
     def empty(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Make every parameter of ``model`` a placeholder on ``device``; values that it has go with the old ones."""
+        """Replace every parameter of ``model`` by a placeholder on ``device``, and drop its values.
+
+        This also allocates the buffer for dequantised numbers, and registers gradient hooks on trainable parameters."""
         self.device, self.dtype = device, dtype
         nan = torch.full((1,), float("nan"), dtype=dtype, device=self.device)
         fresh: dict[nn.Parameter, nn.Parameter] = {}
@@ -130,7 +139,7 @@ class UnitBinding:
                     parameter.register_post_accumulate_grad_hook(self._collector(unit.index, index))
 
     def check_frozen(self) -> None:
-        """Raise UserError if a parameter has been frozen, or is trained, only since the chain was made."""
+        """Raise UserError if ``requires_grad`` of a parameter has changed since the chain was made."""
         for unit, parameters in zip(self.units, self._parameters, strict=True):
             for slot, parameter in zip(unit.slots, parameters, strict=True):
                 if parameter.requires_grad != unit.trainable:
@@ -142,8 +151,14 @@ class UnitBinding:
                     )
 
     def bind(self, unit: int, flat: Tensor) -> Tensor:
-        """Make the unit's parameters views of what is returned: ``flat`` (of the device and dtype of ``empty``, as
-        long as the unit's spec says or longer), or the numbers of a packed unit.
+        """Make the parameters of ``unit`` views of ``flat`` until ``release``; return the tensor they are views of.
+
+        A packed unit is dequantised first, and its parameters are views of the dequantised numbers.
+
+        Args:
+            unit: index of the unit.
+            flat: buffer with the unit's weights or bytes, of the device and dtype of ``empty``, at least as long as the
+                unit's spec says.
         """
         assert flat.dtype == self.dtype and flat.device.type == self.device.type, (flat.dtype, flat.device)
         assert flat.numel() >= self.units[unit].spec.numel
@@ -153,11 +168,13 @@ class UnitBinding:
         return flat
 
     def hold(self, unit: int, flat: Tensor, *, without: Collection[str] = ()) -> None:
-        """Give the unit's parameters their values until ``release``, of numbers that are not packed.
+        """Set the values of the unit's parameters until ``release``, from plain numbers that are not packed.
 
         Args:
-            without: names of parameters that stay placeholders; those of the others are copied then, so that ``flat``
-                may go.
+            unit: index of the unit.
+            flat: flat layout of the unit.
+            without: names of parameters that stay placeholders. If there are some, the values of all others are copied,
+                so that ``flat`` may be freed. Otherwise the parameters are views of ``flat``.
         """
         shares = not any(slot.name in without for slot in self.units[unit].slots)
         for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
@@ -166,9 +183,10 @@ class UnitBinding:
 
     @torch.no_grad()
     def _numbers(self, unit: int, flat: Tensor) -> Tensor:
-        """The numbers of a unit: computed once for all micro-batches of a visit, and for a backward pass that comes
-        right after.
-        """
+        """Return the unit's numbers: ``flat`` itself, or the dequantised numbers of a packed unit.
+
+        Dequantised numbers stay in a buffer until another unit overwrites them, so that all micro-batches of a visit,
+        and a backward pass right after it, share one computation."""
         packing = self.units[unit].packing
         if packing is None:
             return flat
@@ -182,24 +200,24 @@ class UnitBinding:
         return self._unpacked[unit]
 
     def forget(self) -> None:
-        """Packed units have other bytes from now on."""
+        """Discard all dequantised numbers, because the bytes of packed units have changed."""
         self._unpacked.clear()
 
     def release(self, unit: int) -> None:
-        """End a visit: the parameters are placeholders again and hold no buffer."""
+        """End a visit of ``unit``: make its parameters placeholders again, so that they keep no buffer alive."""
         for parameter, placeholder in zip(self._parameters[unit], self._placeholders[unit], strict=True):
             parameter.data = placeholder
 
     def collect(self, unit: int, flat: Tensor, accumulate: bool, *, in_chunks: bool = False) -> None:
-        """Let gradients of the unit's parameters go into ``flat`` from now on, while autograd runs.
+        """Collect gradients of the unit's parameters in ``flat`` until ``finish_collect``, while autograd runs.
 
         Args:
-            unit: a trainable unit.
-            flat: [numel] or longer; its dtype may be wider than the parameters'.
-            accumulate: add to what ``flat`` holds. Otherwise its content counts for nothing: a parameter's first
-                gradient is copied, later ones (the head's chunks) are added.
-            in_chunks: every parameter gets many gradients. They are added up in fp32 even if ``flat`` is narrower, in a
-                buffer that lives until ``finish_collect``.
+            unit: index of a trainable unit.
+            flat: [numel] or longer. Its dtype may be wider than the dtype of the parameters.
+            accumulate: True to add to the content of ``flat``. Otherwise the content is ignored: a parameter's first
+                gradient is copied, later ones (from the head's chunks) are added.
+            in_chunks: True if every parameter gets many gradients. They are then summed in fp32, in a temporary buffer
+                that lives until ``finish_collect`` if ``flat`` is narrower.
         """
         assert self.units[unit].trainable and unit not in self._collections
         assert flat.numel() >= self.units[unit].numel
@@ -210,14 +228,15 @@ class UnitBinding:
             self._collections[unit] = _Collection(flat, accumulate)
 
     def parameters_of(self, units: Iterable[int]) -> Iterator[nn.Parameter]:
-        """The parameters of units."""
+        """Yield all parameters of ``units``."""
         for unit in units:
             yield from self._parameters[unit]
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        """The place of a parameter's gradient while ``collect`` is on, for sums that autograd does not make: what has
-        arrived, or zeros.
-        """
+        """Return a view of the parameter's gradient in the buffer of ``collect``, for code that adds to it.
+
+        Autograd does not make the gradient of such code. The view holds the sum collected so far, or zeros. From then
+        on the gradient counts as arrived."""
         unit, index = self._place_of[parameter]
         collection, slot = self._collections[unit], self.units[unit].slots[index]
         target = slot.view(collection.flat)
@@ -227,7 +246,9 @@ class UnitBinding:
         return target
 
     def finish_collect(self, unit: int) -> None:
-        """End ``collect``; without ``accumulate``, what no gradient reached, padding included, is set to zero."""
+        """End ``collect`` for ``unit``, and add or copy a temporary fp32 sum into its target.
+
+        Without ``accumulate``, elements that received no gradient are set to zero, padding included."""
         collection = self._collections.pop(unit)
         if not collection.accumulate:
             self._zero_the_rest(unit, collection)
@@ -239,6 +260,7 @@ class UnitBinding:
                 target.copy_(collection.flat)
 
     def _zero_the_rest(self, unit: int, collection: _Collection) -> None:
+        """Set the gradients of parameters that received none to zero, and the padding behind the unit."""
         slots = self.units[unit].slots
         if not collection.arrived:
             collection.flat.zero_()
@@ -249,13 +271,15 @@ class UnitBinding:
         collection.flat[self.units[unit].numel :].zero_()
 
     def _collector(self, unit: int, index: int) -> Callable[[Tensor], None]:
+        """Return the gradient hook of one parameter, which moves its gradient into the unit's buffer."""
         slot = self.units[unit].slots[index]
 
         def take(parameter: Tensor) -> None:
+            """Copy or add the gradient of ``parameter`` into the buffer, and set ``parameter.grad`` to None."""
             collection = self._collections.get(unit)
             assert collection is not None, f"a gradient of {slot.name} came while nobody collects it"
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None:  # autograd came by and had none: of keys whose gradients others add to first
+            if gradient is None:  # autograd calls the hook without a gradient
                 return
             target = slot.view(collection.flat)
             if collection.accumulate or index in collection.arrived:

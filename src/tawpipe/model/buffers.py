@@ -1,4 +1,4 @@
-"""Values for buffers that a model on the meta device has not, such as rotary frequencies."""
+"""Values for buffers that a model on the meta device lacks, such as rotary frequencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRICT = "_keep_in_fp32_modules_strict"
 
 
 def owners(model: nn.Module) -> dict[str, Any]:
-    """Module name -> the nearest transformers model at or above it, whose ``_init_weights`` is in charge of it."""
+    """Return module name -> the nearest transformers model at or above it, whose ``_init_weights`` initialises it."""
     from transformers import PreTrainedModel
 
     in_charge: dict[str, Any] = {}
@@ -27,7 +27,7 @@ def owners(model: nn.Module) -> dict[str, Any]:
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
-    """Names of the buffers that belong to a model's weights on disk."""
+    """Return the names of the buffers that are saved with a model's weights."""
     return {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
@@ -36,14 +36,14 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 
 def wide_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that the model's class asks to keep in fp32 (``_keep_in_fp32_modules_strict``)."""
+    """Return the names of parameters that the model's class wants in fp32 (``_keep_in_fp32_modules_strict``)."""
     wanted = "|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in getattr(model, _STRICT, None) or ())
     names = [name for name, _ in model.named_parameters()]
     return [name for name in names if wanted and re.search(wanted, name.replace(".base_layer.", "."))]
 
 
 def wide_words(names: Sequence[str], dtype: torch.dtype) -> str:
-    """Line about parameters that are kept in 32 bits and compute in ``dtype``, else ``""``."""
+    """Return a line about parameters that are kept in 32 bits but compute in ``dtype``, or ``""`` if there are none."""
     if not names or dtype.itemsize >= 4:
         return ""
     few = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})[:3])
@@ -52,14 +52,16 @@ def wide_words(names: Sequence[str], dtype: torch.dtype) -> str:
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fill with a value that no initialisation leaves behind."""
+    """Fill ``tensor`` in place with a value that no initialisation produces: NaN, True, or the smallest integer."""
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))
     return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
 
 
 def poisoned(tensor: Tensor) -> bool:
-    """True if any element is still what ``poison`` wrote. Booleans cannot tell."""
+    """Return True if any element still has the value that ``poison`` wrote.
+
+    For booleans always return False."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
@@ -67,10 +69,12 @@ def poisoned(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def materialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to ``device``; compute those on meta as ``from_pretrained`` does, by ``_init_weights``.
+    """Move all buffers to ``device``, after computing buffers that are on meta.
+
+    These are computed by the model's ``_init_weights``, as ``from_pretrained`` does.
 
     Raises:
-        UserError: for a buffer that the model's ``_init_weights`` does not set.
+        UserError: ``_init_weights`` does not set a buffer that is on meta.
     """
     in_charge = owners(model)
     for path, module in model.named_modules():
@@ -80,7 +84,7 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
             stand_in.__dict__["_buffers"] = {
                 name: poison(torch.empty_like(buffer, device="cpu")) for name, buffer in buffers.items()
             }
-            # Only buffers are wanted, and the parameters of a module on meta have nothing to initialise.
+            # Only buffers are needed. Parameters on meta have no values to initialise.
             in_charge[path]._init_weights(stand_in)
             buffers = {name: buffer for name, buffer in stand_in._buffers.items() if buffer is not None}
             if wrong := [name for name, buffer in buffers.items() if poisoned(buffer)]:
@@ -92,5 +96,5 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in buffers.items():
             module._buffers[name] = buffer.to(device)
         for name, value in list(vars(module).items()):
-            if name.endswith("long_inv_freq") and value.is_meta:  # a forward pass on meta has computed it: once more
+            if name.endswith("long_inv_freq") and value.is_meta:  # computed by a forward pass on meta: recompute
                 delattr(module, name)

@@ -1,7 +1,6 @@
-"""A causal LM run block by block, so that each block needs only its own weights, and only for its visit.
+"""Runs a causal LM block by block, so that each block needs only its own weights, and only during its visit.
 
-It knows nothing of processes, transfers or schedules. All calls of one chain happen on one thread.
-"""
+This module knows nothing of processes, transfers or schedules. All calls of one chain happen on one thread."""
 
 from __future__ import annotations
 
@@ -48,61 +47,62 @@ from tawpipe.schedule.spec import BlockSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
 PROBED_LENGTHS = 5, 7
-"""Of the rows for which the calls of layers are recorded, to see which arguments run along the tokens."""
+"""Lengths, in tokens, of two probe rows. Comparing the layers' calls for both shows which arguments have a token
+dimension."""
 
 
 def inner_model(given: nn.Module) -> Any:
-    """The transformers model in a ``peft`` model, or the model itself."""
+    """Return the transformers model inside a ``peft`` model, or ``given`` itself if it is not a ``peft`` model."""
     return given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
 
 
 def _row_of(length: int, device: torch.device) -> MicroBatch:
-    """A row of the first token."""
+    """Return a micro-batch of one row with ``length`` tokens, all of them token 0, on ``device``."""
     ids = torch.zeros(1, length, dtype=torch.long, device="cpu")
     return MicroBatch.from_rows(ids, ids).to(device)
 
 
 class Chain(UnitBinding):
-    """A Hugging Face causal LM as embedding, layers and head.
+    """A Hugging Face causal LM as a chain of blocks: embedding, layers and head.
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM``, usually on the meta device, or a ``peft`` model around one. Its
-            attention implementation is set to ours; nothing else of it changes before ``prepare``.
-        loss: instead of the cross-entropy over the vocabulary; see ``Loss``.
+            attention implementation is replaced by ours. Nothing else of it changes before ``prepare``.
+        loss: function used instead of the cross-entropy over the vocabulary; see ``Loss``.
 
     Raises:
-        UserError: for a model that cannot be run this way; it says why.
+        UserError: the model cannot be run this way. The message says why.
     """
 
     def __init__(self, model: nn.Module, *, loss: Loss | None = None) -> None:
         self._views: list[nn.Module] = []
         self.given = model
-        """The model that was given: the ``peft`` model, if it is one."""
+        """The model passed by the caller: the ``peft`` model, if it is one."""
         refuse_emptied(model)
         refuse_adapters(model)
         self.model = inner_model(model)
         refuse_unsupported(self.model)
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
-        """The attention implementation that the model used before."""
+        """Name of the attention implementation that the model used before."""
         self.in_turn = why_apart(self.model)
-        """The reason why documents are computed one after the other; empty where a row is computed as a whole."""
+        """Reason why the documents of a row are computed one by one, or ``""`` if a row is computed as a whole."""
 
-        # What it computes, and how it was given.
         self.config = self.model.config
         self.loss = loss
-        """What was given instead of the cross-entropy; None without."""
+        """Loss function passed by the caller, or None for the cross-entropy."""
         self._loss = loss or token_loss_sum
 
-        # Layers are computed again anyway; what a layer would compute again by itself would draw other random numbers.
+        # Layers are recomputed anyway. Checkpointing inside a layer would draw other random numbers in its
+        # recomputation.
         for module in self.model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
         given = {module: module.training for module in self.model.modules()}
         self._in_evaluation = [m for m, training in given.items() if self.model.training and not training]
-        """Modules that the caller has put into evaluation mode for good, such as frozen statistics."""
+        """Modules that the caller has put into evaluation mode permanently, such as frozen statistics."""
 
-        # What is found by following it once.
+        # Results of following one forward pass.
         self.set_training(True)
         try:
             discovery = self._discover()
@@ -111,7 +111,7 @@ class Chain(UnitBinding):
                 module.training = training
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
         self.mixing = discovery.mixing
-        """For every layer what mixes tokens in it, if some carry a state along a row; else empty."""
+        """Modules that mix tokens in each layer, if some layers carry a state along a row; otherwise empty."""
         for layer, mixing in zip(self.layers, self.mixing, strict=False):
             for mixer in mixing.mixers:
                 make_mixer(layer.get_submodule(mixer))
@@ -119,13 +119,13 @@ class Chain(UnitBinding):
         if self.in_turn:
             spare_indexers(self.model)
         self.width = discovery.width
-        """Elements of the hidden states of a token."""
+        """Elements of one token's hidden states."""
         self.why_not_staged = discovery.calls_need_weights
-        """The reason why layers cannot be called where the embedding's weights are not (``calls``); mostly empty."""
+        """Reason why layers cannot be called on a device without the embedding's weights (see ``calls``), or ``""``."""
         self._writes_input: dict[tuple[int, bool], bool] = {}
-        """(block, training) -> True if the layer changes its hidden states in place; known once it has run."""
+        """(block, training mode) -> True if the layer changes its hidden states in place. Filled when a layer first
+        runs."""
 
-        # Its units and blocks.
         count = len(self.layers)
         names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
         super().__init__(build_units(self.model, discovery.uses, names))
@@ -134,11 +134,10 @@ class Chain(UnitBinding):
         )
         self._block_names = names
         self.along_tokens: tuple[tuple[int | None, ...], ...] = ()
-        """For every layer, of each leaf of its arguments the dimension of a row's tokens, or None where it has none;
-        empty until ``find_tokens`` has looked.
-        """
+        """For every layer, the token dimension of each leaf of its arguments (None for a leaf without one).
+        ``find_tokens`` fills it; before, it is empty."""
 
-        # The model on either side of its layers.
+        # Views of the model for its code before and after the layers.
         self._tape, self._feed = Tape(discovery.returns), Feed(discovery.returns)
         recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(self.layers)]
         feeders = [Feeder(layer, self._feed) for layer in self.layers]
@@ -148,9 +147,11 @@ class Chain(UnitBinding):
         self._views = [*embedding_views, *head_views]
 
     def _discover(self) -> Discovery:
-        """Follow the model with documents that share a row; if it mixes them, with documents alone in theirs, by our
-        attention; and if there is anything else about its masks, by its own.
-        """
+        """Return the result of ``discover``, and set ``in_turn`` and the attention implementation.
+
+        Three options are tried in order: documents that share a row, with our attention; one document per row, with our
+        attention, if the model mixes documents; one document per row, with the model's own attention, if its masks
+        differ otherwise."""
         ways = [(False, attention.NAME), (True, attention.NAME), (True, "own")]
         if not self.model._can_set_attn_implementation():
             ways = ways[2:]
@@ -169,21 +170,24 @@ class Chain(UnitBinding):
         raise AssertionError("a model's own attention needs no mask of ours")
 
     def _set_attention(self, implementation: str) -> None:
+        """Set the attention implementation of the model, and of configs copied into its modules, if it can be set."""
         if self.model._can_set_attn_implementation():
             self.model.set_attn_implementation(implementation)
-            for module in self.model.modules():  # a layer that was copied has a copy of the config, too
+            for module in self.model.modules():  # a copied layer has its own copy of the config
                 if isinstance(getattr(module, "config", None), type(self.model.config)):
                     module.config._attn_implementation = implementation
 
     def quantise(self, form: str, dtype: torch.dtype) -> None:
-        """Let frozen matrices of layers live and travel in 4 or 8 bits; before ``spec`` is asked for.
+        """Quantise frozen matrices of layers to 4 or 8 bits for storage and transport.
+
+        Call it before reading ``spec``.
 
         Args:
-            form: ``nf4``, ``int8``, or ``none`` for nothing of the kind.
-            dtype: that ``prepare`` will be given.
+            form: ``nf4``, ``int8``, or ``none`` to do nothing.
+            dtype: compute dtype, as passed to ``prepare``.
 
         Raises:
-            UserError: no such form, or nothing that could have it.
+            UserError: ``form`` is unknown, or no matrix of a layer is frozen.
         """
         check_form(form)
         if form == NONE:
@@ -191,6 +195,7 @@ class Chain(UnitBinding):
         matrices, layers = matrices_of(self.model), range(1, len(self.blocks) - 1)
 
         def has_some(unit: Unit) -> bool:
+            """Return True if the unit is frozen, belongs to layers only, and has a matrix that can be quantised."""
             of_frozen_layers = not unit.trainable and all(block in layers for block in unit.blocks)
             return of_frozen_layers and any(slot.name in matrices for slot in unit.slots)
 
@@ -200,9 +205,14 @@ class Chain(UnitBinding):
         self.units = tuple(unit.packed(matrices, form, dtype) if has_some(unit) else unit for unit in self.units)
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Take the values out of the model: every parameter becomes a placeholder, every buffer moves to ``device``.
+        """Replace every parameter of the model by a placeholder without values, and move every buffer to ``device``.
 
-        Buffers that are still on meta (rotary frequencies) are computed.
+        Buffers on the meta device, such as rotary frequencies, are computed. In fp64 the experts switch to eager code,
+        because grouped matrix products have no fp64.
+
+        Args:
+            device: device on which blocks compute.
+            dtype: dtype in which blocks compute.
         """
         device = torch.device(device)
         if self._loss is not token_loss_sum:
@@ -215,9 +225,9 @@ class Chain(UnitBinding):
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """A context in which the chain may be quantised, prepared and run, to be measured. Afterwards it is as it was:
-        its parameters and buffers on the meta device, and nothing known of what ran.
-        """
+        """Return a context in which the chain may be quantised, prepared and run for measurements.
+
+        At its end all changes are undone: parameters and buffers are on the meta device again."""
         sides = self.model, self._embedding_side, self._head_side
         modules = {id(module): module for side in sides for module in side.modules()}
         attributes = [vars(owner) for owner in (self, *modules.values())]
@@ -231,57 +241,61 @@ class Chain(UnitBinding):
                 mapping.update(content)
 
     def hand_over(self) -> None:
-        """Let the model that was given say from now on where its weights are, instead of working without them."""
+        """Make methods of the caller's model that need weights raise an error which says where the weights are."""
         refuse_use(self.given, *modules_above(self.model, self.path))
 
     @property
     def why_not_chunks(self) -> str:
-        """The reason why rows cannot be computed in chunks; empty if they can."""
+        """Reason why rows cannot be computed in chunks, or ``""`` if they can."""
         return self.in_turn or next((mixing.why_not_chunks for mixing in self.mixing if mixing.why_not_chunks), "")
 
     @property
     def why_not_sets(self) -> str:
-        """The reason why ranks cannot compute a row together; empty if they can."""
+        """Reason why a context-parallel group cannot compute one row together, or ``""`` if it can."""
         instead = "" if self.why_not_chunks else "; chunks instead (schedule.sequence_chunk) let long rows fit"
         return self.in_turn or (f"its layers carry a state along a row{instead}" if self.mixing else "")
 
     @property
     def state_bytes(self) -> int:
-        """The most that mixers of a layer hand on for a row, from one chunk to the next; 0 without any."""
+        """Bytes of the largest state that one layer's mixers pass from one chunk of a row to the next, or 0."""
         return max((mixing.state_bytes for mixing in self.mixing), default=0)
 
     @property
     def own_code(self) -> bool:
-        """True if attention is the model's own: eager code of older models holds scores of S x S then."""
+        """True if the model's own attention code is used.
+
+        Eager code of older models holds S x S scores."""
         return self.config.get_text_config()._attn_implementation != attention.NAME
 
     def compile_layers(self) -> None:
-        """Compile the layers with ``torch.compile`` when they first run; those of one kind share the code.
+        """Mark the layers for ``torch.compile``, which compiles each when it first runs.
 
-        Attention stays outside: which kernel it takes depends on the documents of a micro-batch.
-        """
+        Layers of one kind share the compiled code. Attention is not compiled: its kernel depends on the documents of a
+        micro-batch."""
         for layer in self.layers:
             layer.compile()
 
     @property
     def name(self) -> str:
-        """The class of the model."""
+        """Class name of the model."""
         return type(self.model).__name__
 
     def block_name(self, block: int) -> str:
-        """A block in words, for messages."""
+        """Return the name of ``block`` for messages, for example ``layer 3``."""
         return self._block_names[block].replace(".", " ")
 
     @property
     def spec(self) -> ModelSpec:
-        """The sizes of the model: all that builders of schedules see of it."""
+        """Sizes of the model, as builders of schedules see them."""
         share = share_of_experts(self.config.get_text_config())
         met = [round(unit.met(share)) for unit in self.units]
         units = (replace(unit.spec, met=some * (some < unit.numel)) for unit, some in zip(self.units, met, strict=True))
         return ModelSpec(self.blocks, tuple(units))
 
     def set_training(self, mode: bool) -> None:
-        """Switch dropout and the like on or off."""
+        """Switch the model between training mode (with dropout) and evaluation mode.
+
+        Modules that the caller has put into evaluation mode stay there."""
         self.model.train(mode)
         for module in self._views:
             module.training = mode
@@ -289,18 +303,17 @@ class Chain(UnitBinding):
             module.training = False
 
     def embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
-        """Block 0: hidden states [b, S, H], and the layers' calls with all that they need besides for this micro-batch:
-        position embeddings and masks.
+        """Run block 0: return the hidden states [b, S, H] and the calls of all layers for this micro-batch.
 
-        Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
-        """
+        A call holds all other arguments of a layer, such as position embeddings and masks. Under ``torch.enable_grad``
+        the hidden states carry the graph of the embedding block."""
         return embed_in_turn(batch, self._embed) if self.in_turn else self._embed(batch)
 
     def _embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
-        ids = batch.input_ids.clone()  # the model may change it; the recomputation needs it again
+        """Run the model's code before its layers on whole rows; return hidden states and the layers' calls."""
+        ids = batch.input_ids.clone()  # a copy, because the model may change it and the recomputation reads it again
         documents = batch.documents(ids.device)
-        # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
-        # the device.
+        # A mask without padding keeps the model from searching for packed documents, which would wait for the device.
         unpadded = torch.ones_like(ids)
         self._tape.rewind()
         try:
@@ -320,32 +333,35 @@ class Chain(UnitBinding):
 
     @torch.no_grad()
     def calls(self, batch: MicroBatch) -> tuple[LayerCall, ...]:
-        """The layers' calls that ``embed`` gives, where the embedding's weights are not: no value of them is in what
-        layers are given besides the hidden states, which come from elsewhere (``why_not_staged`` is empty).
+        """Return the layers' calls for ``batch`` on a device without the embedding's weights.
 
-        The parameters of the embedding side are placeholders; what is computed of them goes, and would be NaN.
-        """
+        The hidden states come from another device. The layers' other arguments must not depend on the embedding's
+        weights (``why_not_staged`` is empty). Parameters of the embedding block are NaN placeholders, and hidden states
+        computed from them are discarded."""
         return self.embed(batch)[1]
 
     def _call(self, view: nn.Module, arguments: dict[str, Any]) -> Any:
+        """Call a view of the model with ``arguments``, without a key-value cache."""
         return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.in_turn)))
 
     def _position_ids(self, batch: MicroBatch) -> Tensor:
-        """The positions as the model would count them in every document by itself, unless the caller has given them."""
+        """Return the position ids [b, S] for the model: given ones, or positions counted in every document."""
         first, positions = self.positions.first, batch.position_ids.clone()
         if batch.positions_given or not first:
             return positions
-        # RoBERTa and its kin count the tokens that are no padding, which has the position first - 1.
+        # RoBERTa and similar models count only tokens that are not padding. Padding has the position first - 1.
         counted = batch.input_ids.ne(first - 1).long()
         total = counted.cumsum(1)
         before = (total - counted).masked_fill(positions != 0, 0).cummax(1).values
         return (total - before) * counted + first - 1
 
     def find_tokens(self) -> None:
-        """Find ``along_tokens``, by recording the layers' calls for two lengths; the embedding's weights are bound.
+        """Set ``along_tokens`` by recording the layers' calls for two row lengths.
+
+        The embedding's weights must be bound.
 
         Raises:
-            UserError: an argument that has the tokens of a row in two dimensions, or depends on their number otherwise.
+            UserError: rows cannot be cut, or an argument depends on the row length other than by one token dimension.
         """
         if self.why_not_chunks:
             raise unsupported(self.name, f"rows cannot be cut, because {self.why_not_chunks}")
@@ -359,7 +375,15 @@ class Chain(UnitBinding):
         self.along_tokens = tuple(along_tokens)
 
     def _tokens_of(self, index: int, short: Any, long: Any) -> int | None:
-        """The dimension of the tokens of an argument of a layer, which was recorded for two lengths."""
+        """Return the token dimension of one argument of a layer, or None if it has none.
+
+        Args:
+            index: number of the layer, for messages.
+            short, long: the argument as recorded for the shorter and for the longer row.
+
+        Raises:
+            UserError: the argument depends on the row length in another way.
+        """
         where = f"an argument of layer {index} of {self.name}"
         if isinstance(short, Tensor) and isinstance(long, Tensor) and short.ndim == long.ndim:
             changed = [dim for dim in range(short.ndim) if short.shape[dim] != long.shape[dim]]
@@ -374,7 +398,19 @@ class Chain(UnitBinding):
         )
 
     def layer(self, block: int, hidden: Tensor, calls: Sequence[LayerCall] | Mapping[int, LayerCall]) -> Tensor:
-        """Blocks 1 to N: the model's own layer, called as its model calls it. [b, S, H] -> [b, S, H]."""
+        """Run one of blocks 1 to N: the model's own layer, on hidden states [b, S, H].
+
+        Args:
+            block: index of the block; block 1 is layer 0.
+            hidden: input of the layer. It is never changed in place.
+            calls: the layers' calls from ``embed``, by layer number.
+
+        Returns:
+            The layer's output [b, S, H].
+
+        Raises:
+            UserError: the layer changes tensors that it must not change.
+        """
         call, layer = calls[block - 1], self.layers[block - 1]
         state = block, self.model.training
         if state not in self._writes_input:
@@ -392,13 +428,16 @@ class Chain(UnitBinding):
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
+        """Return logits [b, c, V] of hidden states [b, c, H], by the model's own code after its last layer.
+
+        This code includes the final norm, the head, scales and caps."""
         rows, length = hidden.shape[:2]
-        if self.in_turn and length > (most := self.positions.limit or length):  # positions that the model counts itself
+        if self.in_turn and length > (most := self.positions.limit or length):  # limit of its own positions
             return torch.cat([self.logits(part) for part in hidden.split(most, dim=1)], dim=1)
         nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
         documents = Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
-        # The embedding side runs as well; what it gives is thrown away by the feeders, and would show in the loss.
+        # The code before the layers runs as well. Feeders discard its result. It is NaN, so that a use would show in
+        # the loss.
         unused = hidden.new_full((rows, length, embedding_width(self.model)), float("nan"), requires_grad=False)
         self._feed.hidden = hidden
         try:
@@ -411,13 +450,16 @@ class Chain(UnitBinding):
 
     @torch.no_grad()
     def check_head(self, like: Tensor) -> None:
-        """Check that every position's logits depend on that position alone, because the head runs in chunks.
+        """Check that the logits of every position depend on that position alone, because the head runs in chunks.
+
+        Runs the head up to four times on a few random hidden states. Positions are not compared if the logits are not
+        finite, or differ between two equal runs.
 
         Args:
-            like: hidden states; their device, dtype and width count. The head's weights must be bound.
+            like: hidden states whose device, dtype and width are used. The head's weights must be bound.
 
         Raises:
-            UserError: the logits of one position change with the hidden states of another.
+            UserError: the logits of one position change with the hidden states of another, or the head changes weights.
         """
         held = ValuesBefore(self.model)
         drawn = torch.Generator().manual_seed(0)
@@ -425,7 +467,7 @@ class Chain(UnitBinding):
         whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
         held.check(self.name)
         if not whole.isfinite().all() or not torch.equal(whole, self.logits(hidden.clone())):
-            return  # weights that are no numbers: the loss will tell; or a head that draws, whose results differ
+            return  # NaN weights, which the loss will show, or a head that draws random numbers
         hidden[range(3), range(3)] = float("nan")
         spoiled = self.logits(hidden).isnan().any(dim=-1)
         alone = torch.equal(spoiled, torch.eye(3, dtype=torch.bool, device=spoiled.device))
@@ -440,19 +482,30 @@ class Chain(UnitBinding):
             )
 
     def head(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Block N + 1 for some positions: hidden states [b, c, H] and shifted labels [b, c] -> the sum of the loss."""
+        """Run block N + 1 for some positions and return the sum of their losses, a tensor of one number.
+
+        Args:
+            hidden: hidden states [b, c, H].
+            labels: labels [b, c], already shifted.
+        """
         return self.heads(hidden, [labels])[0]
 
     def heads(self, hidden: Tensor, choices: Sequence[Tensor]) -> list[Tensor]:
-        """``head`` for several choices of labels from the same logits."""
+        """Run the head once and return the loss sum for every tensor of labels [b, c] in ``choices``."""
         logits = self.logits(hidden)
         return [sum_of_loss(self._loss, logits, labels) for labels in choices]
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
-        """Set persistent buffers, by name, to values that came with the weights. After ``prepare``.
+        """Set persistent buffers to values that were loaded with the weights.
 
-        A buffer that has 32 bits on disk has 32 bits here, whatever the dtype of the model's config: transformers makes
-        empty buffers in that dtype.
+        Call it after ``prepare``. A buffer with 32 bits in the file gets 32 bits here, whatever the dtype of the
+        model's config: transformers creates empty buffers in that dtype.
+
+        Args:
+            values: name of a buffer -> its value.
+
+        Raises:
+            UserError: the model lacks a buffer of this name and shape.
         """
         buffers = dict(self.model.named_buffers())
         for name, value in values.items():

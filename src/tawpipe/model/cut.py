@@ -1,9 +1,7 @@
-"""A small copy of a model, so that a model of any size can be compared with its own forward pass: its first layers, a
-part of its vocabulary, values of its own on the CPU.
+"""Small copies of a model on the CPU, so that a model of any size can be compared with its own forward pass.
 
-The values are the model's, each a little disturbed, because zeros (an adapter's) and ones (a norm's) would hide much of
-what the copy is compared for.
-"""
+A copy has the model's first layers and a part of its vocabulary. Its values are the model's values plus a small random
+disturbance. Without it, zeros (in an adapter) and ones (in a norm) would hide errors that the comparison is for."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tawpipe.model.weights import WeightSource
 MOST_LAYERS = 8
 SMALL_VOCABULARY = 1024
 LARGE_TABLE = 20_000_000
-"""Elements of an embedding from which on the vocabulary is cut."""
+"""Elements of an embedding above which the vocabulary is cut."""
 DISTURBANCE = 0.02
 
 
@@ -31,9 +29,10 @@ class Cut:
     """Size of a small copy.
 
     Args:
-        layers: how many first layers of the model it has.
-        vocabulary, tokens: sizes of the model's vocabulary and of the copy's.
-        parameters: elements of all its parameters.
+        layers: number of layers in the copy: the first ones of the model.
+        vocabulary: tokens in the model's vocabulary.
+        tokens: tokens in the copy's vocabulary.
+        parameters: elements of all parameters of the copy.
     """
 
     layers: int
@@ -43,9 +42,10 @@ class Cut:
 
 
 def plan_cut(chain: Chain) -> Cut:
-    """The smallest cut with a layer of every kind, of at least two and at most ``MOST_LAYERS`` layers, and with as many
-    tokens as the size of the embedding allows.
-    """
+    """Return the size of the smallest copy that has a layer of every kind, between 2 and ``MOST_LAYERS`` layers.
+
+    A model with fewer layers keeps all of them. The vocabulary is cut to ``SMALL_VOCABULARY`` tokens if the embedding
+    has more than ``LARGE_TABLE`` elements."""
     text = chain.config.get_text_config()
     types = getattr(text, "layer_types", None) or []
     seen, wanted = set(), 0
@@ -65,15 +65,26 @@ def plan_cut(chain: Chain) -> Cut:
 
 
 def _is_kept(blocks: tuple[int, ...], chain: Chain, cut: Cut) -> bool:
+    """Return True if the copy has a unit used by these ``blocks``: the embedding, kept layers or the head."""
     return any(block <= cut.layers or block > len(chain.layers) for block in blocks)
 
 
 def _shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+    """Return the shape of a parameter in the copy: a first dimension of vocabulary size becomes ``cut.tokens``."""
     return (cut.tokens, *shape[1:]) if shape and shape[0] == cut.vocabulary else shape
 
 
 def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype) -> nn.Module:
-    """The copy of ``chain``'s model as it was given, wrapper included, without dropout and noise."""
+    """Return a copy of the chain's model with the first layers only, on the CPU, without dropout and noise.
+
+    A ``peft`` wrapper is copied as well. Every value is disturbed by noise with a fixed seed.
+
+    Args:
+        chain: the model.
+        source: gives the values, one unit at a time.
+        cut: size of the copy, from ``plan_cut``.
+        dtype: dtype of the copy's parameters.
+    """
     originals = dict(chain.model.named_parameters())
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(0, device="meta", dtype=dtype), p.requires_grad) for p in originals.values()
@@ -105,6 +116,15 @@ def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype)
 
 
 def _cut_vocabulary(model: nn.Module, text: Any, cut: Cut) -> None:
+    """Set the vocabulary size in the config, and in the attributes of the embeddings and the head, to ``cut.tokens``.
+
+    Their weights must have this size already. A padding token beyond it is removed.
+
+    Args:
+        model: the copy, changed in place.
+        text: its text config, changed in place.
+        cut: sizes of the copy.
+    """
     text.vocab_size = cut.tokens
     if (text.pad_token_id or 0) >= cut.tokens:
         text.pad_token_id = None
@@ -118,7 +138,9 @@ def _cut_vocabulary(model: nn.Module, text: Any, cut: Cut) -> None:
 
 
 def _silence(copy: nn.Module) -> None:
-    """Switch dropout and noise off: two runs of different shapes cannot draw the same numbers."""
+    """Set every dropout, jitter and noise setting of the model to 0, in place.
+
+    Two runs of different shapes cannot draw the same random numbers."""
     model = inner_model(copy)
     for owner in (*copy.modules(), model.config, model.config.get_text_config()):
         for key, value in list(vars(owner).items()):

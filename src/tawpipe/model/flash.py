@@ -1,12 +1,11 @@
-"""Torch's flash kernels on parts of the keys, merged by their log-sum-exp in fp32 (fp64 for fp64).
+"""Torch's flash kernels on parts of the keys, whose outputs are merged by log-sum-exp in fp32 (fp64 for fp64).
 
-CUDA's hides keys by their distance, so that one part is enough for a chunk and all keys before it, within a window or
-not. Sinks are one more key whose value is 0: they change the log-sum-exp, and the output by a factor.
+The CUDA kernel hides keys by distance. So one part is enough for a chunk and all keys before it, with or without a
+window. A sink is one more key whose value is 0: it changes the log-sum-exp, and scales the output by a factor.
 
-Query heads that share keys are folded into the queries where no mask tells these apart, so that keys are never repeated
-and their gradients need no sum over heads; elsewhere the heads look at the same memory. Values narrower than the keys
-are padded, as much as the kernel wants, for some heads at one time.
-"""
+Query heads that share keys are folded into the query dimension if no mask depends on the query's position. Then keys
+need not be repeated, and their gradients need no sum over heads. Otherwise the heads read the same key memory. Values
+narrower than keys are padded to the keys' size, for some heads at one time."""
 
 from __future__ import annotations
 
@@ -19,19 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PADDED = 2**22
-"""Elements of padded values that exist at one time, unless those of one head are more."""
+"""Largest number of elements of padded values that exist at one time. One head may exceed it."""
 ops = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some queries and keys that they see. The last query stands at the last key.
+    """Some queries and some of the keys that they see.
+
+    The last query is at the position of the last key.
 
     Args:
-        queries: within those that are given.
-        keys: in the row.
-        left: how many keys before its own place a query sees, -1 for all. It sees one at least.
-        right: the same behind its place. Every query is in one part where this is 0, which comes before its others.
+        queries: slice of the given queries.
+        keys: slice of the row's keys.
+        left: number of keys before its own position that a query sees, -1 for all. Every query sees at least one key.
+        right: number of keys behind its own position that a query sees, -1 for all. Every query is in exactly one part
+            with ``right`` 0, and this part comes before the query's other parts.
     """
 
     queries: slice
@@ -41,7 +43,7 @@ class Part:
 
     @property
     def folds(self) -> bool:
-        """True if no mask tells queries apart."""
+        """True if every query sees every key of the part, so that query heads can be folded."""
         return self.left < 0 and self.right < 0
 
     @property
@@ -51,7 +53,11 @@ class Part:
         return same and self.left < 0 and self.right == 0
 
     def hidden(self, like: Tensor) -> Tensor | None:
-        """What is added to the scores, [queries, keys] in the type of ``like``. For the CPU."""
+        """Return the additive mask [queries, keys] of the scores for the CPU kernel, or None if it needs none.
+
+        Args:
+            like: tensor whose dtype and device the mask gets.
+        """
         if self.folds or self.is_square:
             return None
         count, keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
@@ -61,12 +67,12 @@ class Part:
 
 
 def on_cuda(tensor: Tensor) -> bool:
-    """True where CUDA's kernel computes, which hides keys by their distance."""
+    """Return True if the CUDA kernel computes, which hides keys by distance."""
     return tensor.is_cuda
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """True if the kernel of this device computes heads [..., d] of these."""
+    """Return True if this device's flash kernel can compute queries and values [..., d] of these shapes and dtype."""
     dim = query.shape[-1]
     if on_cuda(query):
         known = query.dtype in (torch.float16, torch.bfloat16) and dim % 8 == 0 and dim <= 256
@@ -79,12 +85,17 @@ def takes(query: Tensor, value: Tensor) -> bool:
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part], scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [b, heads, n, d_v] and log-sum-exp [b, heads, n] of queries [b, heads, n, d].
+    """Compute attention of queries over parts of the keys, and merge the parts.
 
     Args:
+        query: [b, heads, n, d].
         keys, values: [b, key-value heads, S, ...], of the whole row.
-        parts: of the queries' keys, all of them.
-        sinks: [heads] logits of one more key of each head, whose value is 0. The log-sum-exp has them in it.
+        parts: parts that together cover all keys that the queries see.
+        scale: factor on the scores.
+        sinks: [heads] logits of one more key per head, whose value is 0. The log-sum-exp includes them.
+
+    Returns:
+        The output [b, heads, n, d of values] and the log-sum-exp [b, heads, n].
     """
     rows, heads, length, _ = query.shape
     queries, keys, values = _folded(query, keys), keys.flatten(0, 1), values.flatten(0, 1)
@@ -112,13 +123,19 @@ def attention(
 
 
 def sink_gradient(gradient: Tensor, output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """[heads] of fp32 (fp64 for fp64), of what ``attention`` has given."""
+    """Return the gradient of ``sinks``, [heads] in fp32 (fp64 for fp64).
+
+    Args:
+        gradient: gradient of the output.
+        output, sums: output and log-sum-exp, as ``attention`` returned them.
+        sinks: [heads] logits.
+    """
     share = torch.exp(sinks.to(sums.dtype)[:, None] - sums)
     return -(share * (gradient.to(sums.dtype) * output).sum(-1)).sum((0, 2))
 
 
 def _merge(output: Tensor, sums: Tensor, one: Tensor, lse: Tensor) -> None:
-    """Add a part's [b, 1 or more, ..., d] output to what is there, by the share that it has in the softmax over all."""
+    """Merge a part's output and log-sum-exp into ``output`` and ``sums`` in place, weighted by their softmax shares."""
     lse = lse.reshape(sums.shape)
     output.lerp_(one.reshape(output.shape).to(output.dtype), torch.sigmoid(lse - sums).unsqueeze(-1))
     sums.copy_(torch.logaddexp(sums, lse))
@@ -134,14 +151,20 @@ def gradients(
     parts: Sequence[Part],
     scale: float,
 ) -> Tensor:
-    """The gradient of queries; those of the keys and values, of which ``seen`` has the rows', are added to ``targets``,
-    which may be of a wider type.
+    """Return the gradient of ``query``, and add the gradients of keys and values to ``targets``.
+
+    Args:
+        gradient: gradient of the output [b, heads, n, d of values].
+        query, output, sums: the queries, and what ``attention`` returned for them.
+        seen: keys and values of the rows.
+        targets: sums of the gradients of keys and values, possibly of a wider dtype.
+        parts, scale: as passed to ``attention``.
     """
     folded = [_folded(tensor, seen[0]) for tensor in (query, gradient, output)]
     total = torch.empty_like(folded[0], dtype=targets[0].dtype)
     log_sums = sums.reshape(total.shape[:3])
     keys, values = (tensor.flatten(0, 1) for tensor in seen)
-    totals = [tensor.view(keys.shape[0], *tensor.shape[2:]) for tensor in targets]  # of the same memory
+    totals = [tensor.view(keys.shape[0], *tensor.shape[2:]) for tensor in targets]  # views of ``targets``
     for some in _at_one_time(folded[0], values, parts):
         for part in parts:
             key, value = _part_of(keys, values, some, part.keys, folded[0])
@@ -156,22 +179,24 @@ def gradients(
             for target, addend in zip(totals, of_seen, strict=True):
                 addend = addend[..., : target.shape[-1]]
                 target[some, part.keys] += addend[:, 0] if addend.shape[1] == 1 else addend.sum(1, dtype=target.dtype)
-            del of_query, of_seen, addend  # or they would be there beside those of the next part
+            del of_query, of_seen, addend  # frees their memory before the next part
     return total.view(query.shape).to(query.dtype)
 
 
 def _folded(tensor: Tensor, keys: Tensor) -> Tensor:
-    """[b, heads, n, d] -> [b x key-value heads, heads that share keys, n, d], contiguous."""
+    """Group query heads by the key head that they share; the result is contiguous.
+
+    [b, heads, n, d] -> [b x key-value heads, heads that share keys, n, d]."""
     rows, heads, length, dim = tensor.shape
     groups = keys.shape[1]
     return tensor.contiguous().view(rows * groups, heads // groups, length, dim)
 
 
 def _for(part: Part, tensor: Tensor) -> Tensor:
-    """[b, heads that share keys, n, ...] -> [b, some, the others x n, ...] where no mask tells queries apart.
+    """Fold query heads into the query dimension if ``part.folds``; otherwise return ``tensor`` unchanged.
 
-    The CPU's kernel runs on as many threads as there are heads in its backward pass, so that some may be left.
-    """
+    [b, heads that share keys, n, ...] becomes [b, heads left, folded heads x n, ...]. On CUDA one head is left. The CPU
+    kernel's backward pass runs one thread per head, so that there enough heads are left to use all threads."""
     if not part.folds:
         return tensor
     groups, heads = tensor.shape[:2]
@@ -183,7 +208,7 @@ def _for(part: Part, tensor: Tensor) -> Tensor:
 
 
 def _at_one_time(query: Tensor, values: Tensor, parts: Sequence[Part]) -> Iterator[slice]:
-    """Key-value heads of all rows, as many as may be padded at one time."""
+    """Yield slices of the key-value heads of all rows, each small enough to be padded at one time."""
     count, dim = values.shape[0], query.shape[-1]
     longest = max(part.keys.stop - part.keys.start for part in parts)
     size = count if values.shape[-1] == dim else max(1, PADDED // (longest * dim))
@@ -192,17 +217,19 @@ def _at_one_time(query: Tensor, values: Tensor, parts: Sequence[Part]) -> Iterat
 
 
 def _part_of(keys: Tensor, values: Tensor, some: slice, at: slice, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [b, 1, ..., d] as the kernel takes them."""
+    """Return keys and padded values [b, 1, ..., d] of heads ``some`` at key positions ``at``."""
     return keys[some, None, at], _padded(values[some, None, at], query)
 
 
 def _padded(tensor: Tensor, like: Tensor) -> Tensor:
+    """Pad the last dimension of ``tensor`` with zeros to the size that ``like`` has."""
     missing = like.shape[-1] - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    if on_cuda(query):  # it takes fewer heads of keys
+    """Call this device's flash kernel for one part; return the output and the log-sum-exp."""
+    if on_cuda(query):  # the CUDA kernel takes fewer key heads than query heads
         given = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         output, sums, *_ = ops._flash_attention_forward(
             *given, *_of_cuda(part, query, key), False, **_seen(part, scale)
@@ -216,25 +243,27 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float)
 def _kernel_gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, part: Part, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = sums.contiguous()  # CUDA's kernel asks for no strides: it reads on from the first element
+    """Call the backward pass of this device's flash kernel; return the gradients of query, key and value."""
+    sums = sums.contiguous()  # CUDA's kernel ignores strides: it reads consecutive elements
     if not on_cuda(query):
         key, value = (tensor.expand(-1, query.shape[1], -1, -1) for tensor in (key, value))
         backward: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu_backward
-        # The kernel keeps sums of half precision in fp32, and of fp64 in fp64.
+        # The kernel returns sums in fp32 for half precision, and in fp64 for fp64.
         options = {"attn_mask": part.hidden(query), "scale": scale}
         return backward(gradient, query, key, value, output, sums, 0.0, part.is_square, **options)
     given = [tensor.transpose(1, 2) for tensor in (gradient, query, key, value, output)]
-    state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)  # random state of dropout, which is unused
     more = *_of_cuda(part, query, key), state, torch.empty_like(state)
     of_query, of_key, of_value = ops._flash_attention_backward(*given, sums, *more, **_seen(part, scale))
     return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
 
 
 def _of_cuda(part: Part, query: Tensor, key: Tensor) -> tuple[object, ...]:
-    """No documents, lengths, no dropout, and whether no more than what is behind a query is hidden."""
+    """Return positional arguments of the CUDA kernel: no packed documents, lengths, no dropout, and if it is causal."""
     return None, None, query.shape[2], key.shape[2], 0.0, part.left < 0 and part.right == 0
 
 
 def _seen(part: Part, scale: float) -> dict[str, float]:
+    """Return keyword arguments of the CUDA kernel: the scale, and the window if the part has one."""
     window = {"window_size_left": part.left, "window_size_right": part.right} if part.left >= 0 else {}
     return {"scale": scale, **window}

@@ -1,4 +1,4 @@
-"""FLOPs that a model needs and that devices can do, for the utilisation that a run reports."""
+"""FLOPs that a model needs and that devices can reach, for the utilisation that a run reports."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from tawpipe.model.chain import Chain
 
 _UNEVEN = (*EXPERTS, "sliding_window")
-"""Names in the configs of models whose tokens do not all meet all weights, or all tokens before them."""
+"""Config keys of models in which a token does not use all weights, or does not see all tokens before it."""
 
 PER_WEIGHT, PER_PAIR = 4.0, 4.5
-"""Forward passes in a layer's visits, its recomputation among them: of matrix products, and of attention."""
+"""Cost of a layer's visits, recomputation included, in forward passes: of matrix products (``PER_WEIGHT``), and of
+attention (``PER_PAIR``)."""
 IN_HEAD = 3.0
-"""The same in the head's, which computes nothing twice."""
+"""Cost of the head's visit in forward passes; the head recomputes nothing."""
 
-# Dense bf16 FLOP/s with fp32 accumulation (half of what is stated with sparsity), and bytes per second of the memory,
-# from the vendors' data sheets. The first entry whose words all occur in a device's name counts.
+# Dense bf16 FLOP/s with fp32 accumulation (half of the number stated with sparsity), and memory bandwidth in bytes per
+# second, from the vendors' data sheets. The first entry whose words all occur in a device's name counts.
 _PEAKS: tuple[tuple[str, float, float], ...] = (
     ("GB200", 2.5e15, 8e12),
     ("B200", 2.25e15, 8e12),
@@ -49,11 +50,13 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
 
 
 KNOWN_DEVICES = tuple(name for name, *_ in _PEAKS)
-"""Devices whose peak is known."""
+"""Devices with a known peak."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s that a device could reach in ``dtype``, None where that is not known (CPUs, other types).
+    """Return the dense peak FLOP/s of a device in ``dtype``, or None if it is unknown.
+
+    It is known for bfloat16 on the GPUs in ``KNOWN_DEVICES``.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989400000000000.0
@@ -62,7 +65,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def memory_rate(device_name: str) -> float | None:
-    """Bytes per second of a device's memory, None where that is not known.
+    """Return the memory bandwidth of a device in bytes per second, or None if it is unknown.
 
     >>> memory_rate("NVIDIA A100-SXM4-80GB")
     2039000000000.0
@@ -71,6 +74,9 @@ def memory_rate(device_name: str) -> float | None:
 
 
 def _known(device_name: str, place: int) -> float | None:
+    """Return the FLOP/s (``place`` 0) or the memory bandwidth (``place`` 1) of a device, or None.
+
+    The first entry whose words all occur in ``device_name`` counts."""
     words = device_name.upper().replace("-", " ").split()
     numbers = (entry[1:] for entry in _PEAKS if all(word in words for word in entry[0].upper().split()))
     return next((of[place] for of in numbers), None)
@@ -84,18 +90,19 @@ def training_flops(
     lengths: Iterable[int],
     window: int | None = None,
 ) -> float:
-    """FLOPs of one forward and backward pass over documents, as the model needs them.
+    """Return the FLOPs that a model needs for one forward and backward pass over documents, without recomputation.
 
     After Chowdhery et al., PaLM, appendix B: 6 for each parameter and token, and 12 L H Q T for each token's attention.
-    T is the document's length here, since packed documents do not see each other, and half of it, since a token sees
-    only those before it. Recomputation is not counted, so that the quotient is a model FLOPs utilisation.
+    Here T is half the document's length: packed documents do not see each other, and a token sees only tokens before
+    it. Recomputation is not counted, so that dividing by time and peak gives the model FLOPs utilisation.
 
     Args:
-        matmul_parameters: parameters that a token is multiplied with: all but the input embedding; of a mixture of
-            experts those of the experts that a token is sent to.
+        matmul_parameters: parameters that a token is multiplied with: all except the input embedding. In a mixture of
+            experts only the experts that a token is sent to count.
+        num_layers: number of layers; layers that cost less may count by a fraction.
         attention_width: number of query heads times their size.
         lengths: tokens of each document.
-        window: tokens that a token sees at most, for sliding attention in all layers.
+        window: largest number of tokens that a token sees, for sliding attention in all layers.
     """
     tokens, pairs = 0, 0.0
     for length in lengths:
@@ -106,37 +113,43 @@ def training_flops(
 
 
 def attention_width(config: Any) -> int:
-    """Number of query heads times their size, of a model's text config."""
+    """Return the number of query heads times their size, from a model's text config."""
     return num_heads(config) * head_size(config)
 
 
 def key_elements(config: Any) -> int:
-    """Elements of a layer's keys and values for one token, of a model's text config. Latent attention (MLA) hands every
-    head its own.
-    """
+    """Return the elements of one layer's keys and values for one token, from a model's text config.
+
+    In latent attention (MLA) every head has its own keys and values."""
     heads = setting_of(config, "num_key_value_heads") or num_heads(config)
     return heads * sum(_pair(config))
 
 
 def key_bytes(config: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a layer's keys and values for one token, and of their gradients, which are summed in fp32."""
+    """Return the bytes of one layer's keys and values for one token, and the bytes of their gradients.
+
+    Gradients are summed in fp32 or wider."""
     elements = key_elements(config)
     return elements * dtype.itemsize, elements * max(4, dtype.itemsize)
 
 
 def _pair(config: Any) -> tuple[int, int]:
-    """Elements of a key and of a value, which differ in latent attention (MLA)."""
+    """Return the elements of one key and of one value, which differ in latent attention (MLA)."""
     keys = (setting_of(config, "qk_nope_head_dim") or 0) + (setting_of(config, "qk_rope_head_dim") or 0)
     return keys or head_size(config), setting_of(config, "v_head_dim") or head_size(config)
 
 
 def key_width(config: Any) -> int:
-    """Number of key heads times their size, of a model's text config."""
+    """Return the number of key heads times their size, from a model's text config."""
     return head_size(config) * (setting_of(config, "num_key_value_heads") or num_heads(config))
 
 
 def windows(config: Any) -> list[int | None]:
-    """Tokens that a token sees at most, of every layer of a model's text config; None for all before it."""
+    """Return for every layer the largest number of tokens that a token sees, or None for all tokens before it.
+
+    Args:
+        config: a model's text config.
+    """
     window, types = setting_of(config, "sliding_window"), getattr(config, "layer_types", None)
     if types:
         chunk = getattr(config, "attention_chunk_size", None)
@@ -145,11 +158,15 @@ def windows(config: Any) -> list[int | None]:
 
 
 def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained: bool = False) -> float:
-    """Elements of a block's weights that a token meets: of a mixture's experts the share that it is sent to.
+    """Return the elements of a block's weights that are used in computing one token.
+
+    Experts count by the share of them that a token is sent to.
 
     Args:
-        least_dimensions: of the parameters that count; 2 for matrices.
-        trained: only those that are.
+        chain: the model.
+        block: index of the block.
+        least_dimensions: parameters with fewer dimensions do not count; 2 counts matrices only.
+        trained: count trainable parameters only.
     """
     share = share_of_experts(chain.config.get_text_config())
     units = [chain.units[unit] for unit in chain.blocks[block].units]
@@ -158,9 +175,10 @@ def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained
 
 
 def work_of(chain: Chain) -> LayerTime:
-    """FLOPs of a document in a step, forward and backward with the recomputation: what documents are dealt by where
-    nothing was measured. Experts count as far as a token meets them.
-    """
+    """Return the FLOPs of one document in a training step as a function of its length, recomputation included.
+
+    Documents are assigned to ranks by this work if nothing was measured. Experts count by the share of them that a
+    token is sent to."""
     config = chain.config.get_text_config()
     per_pair = num_heads(config) * sum(_pair(config))
     kinds: Counter[tuple[float, float, int | None]] = Counter()
@@ -169,7 +187,7 @@ def work_of(chain: Chain) -> LayerTime:
             continue
         passes = IN_HEAD if block.kind == "head" else PER_WEIGHT if block.needs_backward else 1.0
         matrices, trained = (met_elements(chain, number, least_dimensions=2, trained=only) for only in (False, True))
-        # Frozen weights have no gradients.
+        # Frozen weights need no gradients.
         flops = 2 * (matrices * passes - (matrices - trained) * (passes > 1))
         if block.kind == "head":
             kinds[flops, 0.0, None] += 1
@@ -180,11 +198,13 @@ def work_of(chain: Chain) -> LayerTime:
 
 
 def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) -> float | None:
-    """``training_flops`` of a model, less what is not computed for frozen weights; None for those whose FLOPs are not
-    known here: mixtures of experts, and sliding attention.
+    """Return ``training_flops`` of a model, less the gradients of frozen weights, which are not computed.
 
     Args:
-        at_most: count every expert and every token for those, which they do not exceed.
+        chain: the model.
+        lengths: tokens of each document.
+        at_most: return an upper bound for mixtures of experts and sliding attention, which counts every expert and
+            every token. Otherwise the result for such models is None.
     """
     config = chain.config.get_text_config()
     if not at_most and any(getattr(config, name, None) for name in _UNEVEN):
@@ -203,5 +223,12 @@ def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) 
 
 
 def mfu(flops: float, seconds: float, *, peak: float | None, num_devices: int) -> float | None:
-    """Model FLOPs utilisation from 0 to 1, None where the peak of the device is not known."""
+    """Return the model FLOPs utilisation, from 0 to 1, or None if ``peak`` is unknown.
+
+    Args:
+        flops: FLOPs of the model, on all devices together.
+        seconds: time in which they were computed.
+        peak: FLOP/s that one device can reach.
+        num_devices: number of devices.
+    """
     return None if peak is None else flops / (seconds * peak * num_devices)

@@ -1,6 +1,7 @@
-"""Kernels for attention inside packed documents: torch's varlen kernel, its fused kernels document by document, or
-slices of explicit scores. None of them ever holds a matrix of S x S.
-"""
+"""Attention kernels for packed documents. None of them ever holds an S x S matrix.
+
+There are three: torch's varlen kernel for all documents, torch's fused kernels document by document, and explicit
+scores for slices of queries."""
 
 from __future__ import annotations
 
@@ -21,25 +22,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tawpipe.model import flash
 
 FLASH_WINDOW = 128
-"""Narrower windows go through explicit scores on the CPU: its kernel would be called for a few queries at a time."""
+"""Window, in tokens, below which the CPU uses explicit scores: its flash kernel would be called for few queries at a
+time."""
 Place = tuple[slice, slice, slice]
-"""Rows, heads and tokens of a tensor [b, heads, S, d]."""
+"""Slices of rows, heads and tokens in a tensor [b, heads, S, d]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents among the b x S tokens of a micro-batch, on the host and, for CUDA, on the device."""
+    """Borders of the documents among the b x S tokens of a micro-batch, on the host and, for CUDA, on the device."""
 
     rows: int
     spans: tuple[tuple[int, int, int], ...]
     """(row, first token in the row, length) of every document, in the order of the flattened tokens."""
     max_length: int
     cumulative: Tensor | None = None
-    """[documents + 1] int32 on the device: where each document starts in the flattened tokens. None on the CPU."""
+    """[documents + 1] int32 on the device: start of each document in the flattened tokens, and the end. None on the
+    CPU."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], shape: tuple[int, int], device: torch.device) -> Documents:
-        """The documents of lengths over the flattened tokens of rows [b, S], for attention on ``device``."""
+        """Build the borders from the documents' lengths.
+
+        Args:
+            lengths: tokens of each document, in the order of the flattened tokens. They add up to all tokens, and no
+                document crosses a row.
+            shape: rows and tokens per row.
+            device: device on which attention computes. A CUDA device gets a copy of the borders.
+        """
         rows, row_length = shape
         starts = (0, *accumulate(lengths))
         assert starts[-1] == rows * row_length, "document lengths must add up to the tokens of the rows"
@@ -49,6 +59,7 @@ class Documents:
 
     @classmethod
     def _of(cls, rows: int, spans: Sequence[tuple[int, int, int]], device: torch.device | None) -> Documents:
+        """Build the borders from ``spans``, with ``cumulative`` on ``device`` unless that is None."""
         lengths, cumulative = [length for _, _, length in spans], None
         if device is not None:
             starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
@@ -56,7 +67,7 @@ class Documents:
         return cls(rows, tuple(spans), max(lengths), cumulative)
 
     def cut(self, length: int) -> Documents:
-        """Every document cut into pieces of so many tokens, from its beginning on, each a document of its own."""
+        """Return these documents cut into documents of at most ``length`` tokens, counted from each beginning."""
         if self.max_length <= length:
             return self
         pieces = [
@@ -67,7 +78,9 @@ class Documents:
         return Documents._of(self.rows, pieces, None if self.cumulative is None else self.cumulative.device)
 
     def regions(self) -> Iterator[tuple[slice, slice]]:
-        """Regions (rows, tokens) that are computed at once: every document, or all rows if each is one document."""
+        """Yield regions (rows, tokens) that one kernel call computes.
+
+        A region is one document, or all rows if each row is one document."""
         if len(self.spans) == self.rows:
             yield slice(0, self.rows), slice(0, self.max_length)
         else:
@@ -77,7 +90,9 @@ class Documents:
 
 @cache
 def varlen_function() -> tuple[Callable[..., Any] | None, frozenset[str]]:
-    """torch's kernel for packed documents and the names of its arguments, which differ between releases."""
+    """Return torch's kernel for packed documents and the names of its arguments, or (None, empty) if torch has none.
+
+    The arguments differ between releases of torch."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -88,7 +103,16 @@ def varlen_function() -> tuple[Callable[..., Any] | None, frozenset[str]]:
 def why_not_varlen(
     head_dim: int, value_dim: int, dropout: float, softcap: float | None, sinks: Tensor | None, window: int | None
 ) -> str | None:
-    """The reason why torch's varlen kernel cannot compute this; None if it can."""
+    """Return the reason why torch's varlen kernel cannot compute this attention, or None if it can.
+
+    Args:
+        head_dim: elements of a query head.
+        value_dim: elements of a value head.
+        dropout: dropout probability.
+        softcap: cap of the scores, or None.
+        sinks: attention sinks, or None.
+        window: tokens in the sliding window, or None.
+    """
     function, arguments = varlen_function()
     if function is None or "scale" not in arguments:
         return f"torch {torch.__version__} has no varlen attention with a scale"
@@ -104,7 +128,17 @@ def why_not_varlen(
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None, scale: float) -> Tensor:
-    """Attention of all documents at once by torch's flash kernel; [b, heads, S, d] in, [b, S, heads, d] out."""
+    """Compute causal attention of all documents with one call of torch's varlen flash kernel.
+
+    Args:
+        query, key, value: [b, heads, S, d] on CUDA. Keys and values may have fewer heads.
+        documents: borders of the documents.
+        window: tokens that a query sees, itself included, or None for all before it.
+        scale: factor on the scores.
+
+    Returns:
+        The output [b, S, heads, d].
+    """
     function, arguments = varlen_function()
     assert function is not None and documents.cumulative is not None
     options: dict[str, object] = {"scale": scale}
@@ -124,7 +158,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, wind
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
-    """[b, key-value heads, L, d] -> [b, heads, L, d]."""
+    """Repeat key or value heads for all query heads that share them: [b, key-value heads, L, d] -> [b, heads, L, d]."""
     rows, kv_heads, length, dim = tensor.shape
     if kv_heads == heads:
         return tensor
@@ -132,15 +166,16 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
 
 
 def flash_in_use() -> str:
-    """The flash attention that torch calls: FA2, or what ``activate_flash_attention_impl`` was given."""
+    """Return the name of the flash attention that torch calls: ``FA2`` unless another implementation was activated."""
     current = getattr(library, "current_flash_attention_impl", None)
     return (current and current()) or "FA2"
 
 
 def _kernels_with(dropout: float, head_dim: int) -> AbstractContextManager[object]:
-    """A context without kernels that have no dropout (what stands in for flash attention 2 fails if it is given one),
-    or that some devices take for such heads without gradients alone: a layer's recomputation would draw another mask.
-    """
+    """Return a context without SDPA kernels that fail with dropout or would draw another mask in a recomputation.
+
+    Replacements of flash attention 2 fail if dropout is not 0. For heads of more than 128 elements, some devices choose
+    a kernel only if no gradients are needed, so that a layer's recomputation would draw another mask."""
     if dropout > 0 and head_dim > 128:
         return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     if dropout == 0 or flash_in_use() == "FA2":
@@ -149,22 +184,29 @@ def _kernels_with(dropout: float, head_dim: int) -> AbstractContextManager[objec
 
 
 def whole_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of one document per row by cuDNN, which torch prefers where it is faster, or by flash attention.
+    """Compute causal attention of one document per row by cuDNN or flash attention.
 
-    [b, heads, S, d] in and out; fewer heads of keys and values are not copied.
-    """
+    torch chooses cuDNN where it is faster. Tensors are [b, heads, S, d], input and output. Keys and values with fewer
+    heads are not copied."""
     grouped = key.shape[1] != query.shape[1]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
-    """Attention of one document per row by torch's fused kernels; with a window in slices of queries, each against the
-    keys it sees.
+    """Compute causal attention of one document per row by torch's fused kernels.
 
-    [b, heads, L, d] in and out.
+    Args:
+        query, key, value: [b, heads, L, d]. Keys and values may have fewer heads.
+        window: tokens that a query sees, itself included, or None. With a window, slices of queries are computed one
+            after another, each with the keys that it sees.
+        scale: factor on the scores.
+        dropout: dropout probability.
+
+    Returns:
+        The output [b, heads, L, d].
     """
-    if query.device.type == "cpu" and value.shape[-1] < query.shape[-1]:  # or its kernel would hold S x S scores
+    if query.device.type == "cpu" and value.shape[-1] < query.shape[-1]:  # else its kernel holds S x S scores
         padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
         return fused(query, key, padded, window, scale, dropout)[..., : value.shape[-1]]
     key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
@@ -197,10 +239,10 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
 
 
 class Parts(torch.autograd.Function):
-    """Parts of a tensor [b, heads, S, d], whose gradients are added up in fp32 (fp64 for fp64) where they overlap.
+    """Parts of a tensor [b, heads, S, d] whose gradients are added up in fp32 (fp64 for fp64) where parts overlap.
 
-    Slicing instead would make a gradient of the whole tensor's size for every part, and add them in its own dtype.
-    """
+    Plain slicing would make a gradient of the whole tensor's size for every part, and add them in the tensor's own
+    dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, places: tuple[Place, ...]) -> tuple[Tensor, ...]:
@@ -219,13 +261,22 @@ class Parts(torch.autograd.Function):
 
 
 def parts(tensor: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
-    """Parts of a tensor [b, heads, S, d], as ``Parts`` says."""
+    """Return the parts of ``tensor`` [b, heads, S, d] at ``places``.
+
+    Gradients are summed in fp32 where parts overlap; see ``Parts``."""
     return Parts.apply(tensor, tuple(places))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a model wants of attention besides causality."""
+    """Options of a model's causal attention.
+
+    Args:
+        window: tokens that a query sees, itself included, or None for all before it.
+        scale: factor on the scores.
+        dropout: dropout probability.
+        softcap: cap of the scores, or None.
+    """
 
     window: int | None
     scale: float
@@ -233,18 +284,17 @@ class AttentionOptions:
     softcap: float | None
 
     def is_plain(self, query: Tensor, value: Tensor) -> bool:
-        """True if the flash kernel computes it."""
+        """Return True if the flash kernel can compute this attention for queries and values of these shapes."""
         wide = self.window is None or self.window >= FLASH_WINDOW or flash.on_cuda(query)
         return wide and self.dropout == 0 and self.softcap is None and flash.takes(query, value)
 
 
 class SlicedScores(torch.autograd.Function):
-    """Attention with explicit scores, for one slice of queries at a time; the backward pass computes them again.
+    """Attention with explicit scores, one slice of queries at a time.
 
-    [b, heads, S, d] in and out. One function for all slices of all documents, instead of a checkpoint per slice,
-    because what checkpoints keep between the slices fragments the heap, until it holds as much as the scores would; and
-    because the gradients of keys, values and sinks are sums over slices, which are added up in fp32 (fp64 for fp64).
-    """
+    The backward pass computes the scores again. Tensors are [b, heads, S, d], input and output. One autograd function
+    handles all slices of all documents. A checkpoint per slice would fragment the heap, until it holds as many bytes as
+    all scores would. Gradients of keys, values and sinks are sums over slices, added up in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(
@@ -288,9 +338,9 @@ class SlicedScores(torch.autograd.Function):
 
 
 def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:
-    """Slices of queries whose scores fit a budget: the queries, the keys that they see, and at which of these keys the
-    first query stands.
-    """
+    """Yield slices of queries whose scores fit a memory budget, for all documents.
+
+    Each item is (queries, keys that they see, index of the first query among these keys)."""
     every = slice(None)
     for rows, tokens in documents.regions():
         for first, last, oldest in slices_of(query, rows, range(tokens.start, tokens.stop), tokens.start, window):
@@ -300,11 +350,14 @@ def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator
 def slices_of(
     query: Tensor, rows: slice, tokens: range, begin: int, window: int | None
 ) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of the queries, oldest key) of slices whose scores fit a budget.
+    """Yield (first query, end of the queries, oldest key) of slices whose scores fit a memory budget.
 
     Args:
-        tokens: the queries in their row, of one document.
-        begin: the document's oldest key that counts.
+        query: all queries [b, heads, S, d], for its device and number of heads.
+        rows: rows that are computed together.
+        tokens: positions of the queries in their row, within one document.
+        begin: position of the document's oldest key that counts.
+        window: tokens that a query sees, itself included, or None.
     """
     budget = 2**26 if query.is_cuda else 2**22
     first = tokens.start
@@ -317,7 +370,9 @@ def slices_of(
 
 
 def generator_for(query: Tensor, seed: int, dropout: float) -> torch.Generator | None:
-    """What dropout is drawn from, on the device of queries; None if there is none: making one takes CUDA's time."""
+    """Return a random generator with this ``seed`` on the device of ``query``, or None if ``dropout`` is 0.
+
+    Creating a generator costs time on CUDA."""
     device = "cpu" if query.is_meta else query.device
     return torch.Generator(device).manual_seed(seed) if dropout > 0 else None
 
@@ -331,7 +386,15 @@ def explicit_gradients(
     options: AttentionOptions,
     **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of all that ``explicit_scores`` is given, which is computed again."""
+    """Return the gradients of query, key, value and sinks (None without sinks) of ``explicit_scores``.
+
+    The forward pass is computed again for this. Nothing is added to ``grad`` of the given tensors.
+
+    Args:
+        gradient: gradient of the output.
+        query, key, value, sinks, options: as passed to ``explicit_scores``.
+        given: further arguments of ``explicit_scores``.
+    """
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
@@ -352,11 +415,20 @@ def explicit_scores(
     generator: torch.Generator | None,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Scores, cap, causal window, sinks and softmax of some queries; query i stands at key ``offset + i``.
+    """Compute attention of some queries with explicit scores: cap, causal window, sinks, softmax and dropout.
 
     Args:
-        hidden: True where a query does not see a key, of every [rows, groups, heads of a group, queries, keys]; by
-            default what ``offset`` and the window say.
+        query: [rows, heads, queries, d].
+        key, value: [rows, key-value heads, keys, d].
+        sinks: [heads] logits of one more key per head, whose value is 0, or None.
+        options: window, scale, dropout and cap.
+        offset: index of the key at the position of the first query.
+        generator: random numbers for dropout.
+        hidden: True where a query does not see a key, [rows, groups, heads of a group, queries, keys] or broadcastable.
+            By default it follows from ``offset`` and the window.
+
+    Returns:
+        The output [rows, heads, queries, d of values].
     """
     window, dropout, softcap = options.window, options.dropout, options.softcap
     rows, heads, queries, dim = query.shape

@@ -1,6 +1,6 @@
-"""The loss of some positions: cross-entropy, or the user's own function, which must be a sum over positions because the
-head runs in chunks.
-"""
+"""Losses of some positions: cross-entropy, or the user's own function.
+
+A loss function must be a sum over positions, because the head runs in chunks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,35 @@ from tawpipe.model.batch import IGNORE
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(logits [b, c, V], labels [b, c], already shifted) -> the sum, not the mean, over the labels that count."""
+"""Function of logits [b, c, V] and labels [b, c], already shifted, that returns the sum (not the mean) of the loss over
+the labels that count."""
 
 
 CHUNK = 1024, 8192
-"""Positions in a chunk, at least and at most, that ``loss_chunk`` chooses: each chunk writes a gradient of the whole
-head, which costs more than the chunk's own products where it is short."""
+"""Smallest and largest number of positions that ``loss_chunk`` chooses. Each chunk writes a gradient of the whole head,
+and for short chunks this costs more than the chunk's own matrix products."""
 LOGITS_BYTES = {"cpu": 2**30, "cuda": 2**32}
-"""Bytes for logits that ``loss_chunk`` does not exceed; processes on a CPU share its memory."""
+"""Device type -> largest number of bytes for logits that ``loss_chunk`` allows. Processes on a CPU share its memory."""
 
 
 def logits_bytes(vocabulary: int, dtype: torch.dtype) -> int:
-    """Bytes that the loss of one position takes: log-probabilities, their gradient and that of the logits, in fp32 or
-    wider.
-    """
+    """Return the bytes that the loss of one position takes.
+
+    They hold log-probabilities, their gradient and the gradient of the logits, in fp32 or wider."""
     return 3 * vocabulary * torch.promote_types(dtype, torch.float32).itemsize
 
 
 def loss_chunk(setting: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
-    """Positions whose logits exist at one time: what ``ScheduleSettings.loss_chunk_tokens`` says, or for 0 what fits.
+    """Return the number of positions whose logits exist at one time.
 
     >>> loss_chunk(0, 128256, torch.bfloat16, "cuda"), loss_chunk(0, 32000, torch.bfloat16, "cuda")
     (2688, 8192)
 
     Args:
-        device: its type, cpu or cuda.
+        setting: ``ScheduleSettings.loss_chunk_tokens``, which is returned unless it is 0; 0 chooses a number that fits.
+        vocabulary: tokens in the vocabulary.
+        dtype: dtype of the logits.
+        device: device type, cpu or cuda.
     """
     least, most = CHUNK
     fitting = LOGITS_BYTES[device] // logits_bytes(vocabulary, dtype) // 128 * 128
@@ -50,18 +54,22 @@ def loss_chunk(setting: int, vocabulary: int, dtype: torch.dtype, device: str) -
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross-entropies over the labels that count, in fp32, or in fp64 for fp64 logits."""
+    """Return the sum of cross-entropies over the labels that count, in fp32 (fp64 for fp64 logits)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def sum_of_loss(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
-    """Value of a loss function, if that can be a sum over positions.
+    """Call a loss function, and check that its value can be a sum over positions.
+
+    Returns:
+        The value of ``loss``.
 
     Raises:
-        UserError: it is no single number, or one in a dtype that cannot hold a sum over thousands of tokens.
+        UserError: the value is not a single number, has no gradient, or has a dtype too narrow for a sum over thousands
+            of tokens.
     """
-    value = loss(logits, labels.clone())  # many a loss replaces -100 in place
+    value = loss(logits, labels.clone())  # some loss functions replace -100 in place
     if not isinstance(value, Tensor):
         raise UserError("loss", f"a {type(value).__name__}", "it must return the sum as a tensor of one number")
     if logits.requires_grad and not value.requires_grad:
@@ -76,10 +84,12 @@ def sum_of_loss(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_loss(loss: Loss, vocabulary: int, device: torch.device) -> None:
-    """Try a loss function on a few random logits: it must be a sum over the labels that count.
+    """Check, on a few random logits, that a loss function is a sum over the labels that count.
+
+    If the function raises an exception, a warning is logged instead.
 
     Raises:
-        UserError: it is a mean, or no number where no label counts.
+        UserError: the function is a mean, is not 0 if no label counts, or has parameters that would not be trained.
     """
     if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise UserError(
@@ -109,4 +119,4 @@ def check_loss(loss: Loss, vocabulary: int, device: torch.device) -> None:
 
 
 _PARTS = (slice(0, 2), slice(0, 6)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(2, 6)), (slice(1, 2), slice(0, 6))
-"""Rows and positions: all, and three parts of them."""
+"""Slices (rows, positions) of the random logits: all of them, and three parts that cover all."""

@@ -1,7 +1,6 @@
-"""Models that the chain would compute wrongly, refused by name before anything is built.
+"""Refuses models that the chain would compute wrongly, before anything is built.
 
-What can only be seen by following a forward pass (masks, layers that hand something on besides hidden states) is
-refused by ``discovery``.
+Problems that only a forward pass shows (masks, layers that pass on more than hidden states) are found by ``discovery``.
 """
 
 from __future__ import annotations
@@ -19,37 +18,41 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 MTP = "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"
-"""Names in configs for the number of multi-token-prediction heads."""
+"""Config keys for the number of multi-token-prediction heads."""
 
 
 NOT_CAUSAL = "a causal language model: in this one a token sees those after it, which it is to predict"
 
 
 class ApartError(UserError):
-    """The documents of a row would not be kept apart by a model; it may be right where a row holds one document."""
+    """Raised if a model would mix the documents of a row.
+
+    It may still be right with one document per row."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(SETTING, name, why)
 
 
 def unsupported(name: str, why: str) -> UserError:
-    """The error for a model that cannot be trained here.
+    """Return the error for a model that cannot be trained.
 
     Args:
-        name: the model, or the part of it, that is refused.
-        why: the reason, or what would work.
+        name: the refused model, or the refused part of it.
+        why: the reason, or the change that would help.
     """
     return UserError(SETTING, name, why)
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise UserError for a model that is no decoder-only causal LM, or whose training needs what a chain has not."""
+    """Raise UserError if a model is no decoder-only causal LM, or if its training needs features that a chain lacks."""
     for why in _problems(model):
         raise unsupported(type(model).__name__, why)
 
 
 def _problems(model: Any) -> Iterator[str]:
-    """The reasons why a model is refused; the first counts, since later ones may not be looked for without it."""
+    """Yield the reasons why a model is refused.
+
+    The caller stops at the first one, since later checks may fail without it."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -79,11 +82,16 @@ def _problems(model: Any) -> Iterator[str]:
 
 
 def settle_mtp(model: Any, *, without: bool) -> None:
-    """Let the config of a model say that it has no multi-token-prediction heads, if it is to be ``without``:
-    transformers builds none, and what is exported has none.
+    """Set the number of multi-token-prediction heads in a model's config to 0, if ``without`` is True.
+
+    Transformers then builds none, and the exported model has none.
+
+    Args:
+        model: the model, whose config is changed in place.
+        without: True if the user has agreed to train without these heads.
 
     Raises:
-        UserError: it has some otherwise.
+        UserError: the model has such heads and ``without`` is False.
     """
     text = model.config.get_text_config()
     for key in MTP:
@@ -101,7 +109,7 @@ def settle_mtp(model: Any, *, without: bool) -> None:
 
 
 def why_apart(model: Any) -> str:
-    """The reason why a model would mix the documents of a row, by its config and code; empty if there is none."""
+    """Return the reason why a model would mix the documents of a row, according to its config and code, or ``""``."""
     foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES)
     if foreign or getattr(model, "_is_stateful", False):
         return f"layers of type {', '.join(foreign) or 'state space'} carry a state across the documents of a row"
@@ -111,9 +119,9 @@ def why_apart(model: Any) -> str:
 
 
 def refuse_not_causal(model: Any, layers: Sequence[nn.Module]) -> None:
-    """Raise UserError for a model whose config asks for attention in both directions, where its layers heed that: some
-    configs have such a field that no code reads.
-    """
+    """Raise UserError for a model whose config asks for attention in both directions, if its layers use it.
+
+    Some configs have such a setting that no code reads."""
     text = model.config.get_text_config()
     parts = [part for layer in layers for part in layer.modules()]
     causal = {"is_decoder": True, "is_causal": True, "use_bidirectional_attention": False}
@@ -129,8 +137,7 @@ def refuse_not_causal(model: Any, layers: Sequence[nn.Module]) -> None:
 def refuse_adapters(given: nn.Module) -> None:
     """Raise UserError for a ``peft`` wrapper that does more than replace modules inside the model.
 
-    What the wrapper itself computes (virtual tokens in front, a loss of its own) is not run: only the model inside is.
-    """
+    Only the inner model is run. Computations of the wrapper (virtual tokens, its own loss) would be left out."""
     configs = getattr(given, "peft_config", None)
     if configs is None:
         return
@@ -163,7 +170,10 @@ def refuse_adapters(given: nn.Module) -> None:
 
 
 def refuse_parameters(model: nn.Module) -> None:
-    """Raise UserError for parameters that are more than values which an optimizer changes."""
+    """Raise UserError for parameters that are not plain values changed only by an optimizer.
+
+    Refused are embeddings with special options, merged adapters, hooks on parameters, and two parameters that share
+    memory."""
     kind = type(model).__name__
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -190,7 +200,7 @@ def refuse_parameters(model: nn.Module) -> None:
 
 
 def rope_settings(parameters: object) -> Iterator[dict[str, Any]]:
-    """The settings of rotary embeddings in a config's ``rope_parameters``: flat, or one dictionary per layer type."""
+    """Yield the rotary settings in a config's ``rope_parameters``: one dictionary, or one for each layer type."""
     if isinstance(parameters, dict):
         if isinstance(parameters.get("rope_type"), str):
             yield parameters

@@ -1,7 +1,6 @@
-"""Rotary positions as the user wants them, in a model's config before the model is made.
+"""Applies the user's rotary positions to a model's config, before the model is built.
 
-So the frequencies are right from the first step on, and the config that is exported has them.
-"""
+So the frequencies are right from the first step, and the exported config contains them."""
 
 from __future__ import annotations
 
@@ -18,30 +17,34 @@ from tawpipe.options.names import option_of
 
 FULL = "full_attention"
 _KEYS = {"theta": "rope_theta", "original_length": "original_max_position_embeddings"}
-"""Settings that transformers calls otherwise."""
+"""Settings whose name differs in transformers -> that name."""
 _OTHER_THETAS = ("rotary_emb_base", "global_rope_theta")
-"""Names that older configs of some families have for ``rope_theta``."""
+"""Names of ``rope_theta`` in older configs of some families."""
 _NEEDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 _OF_A_KIND = {
     *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
 }
-"""Keys that mean something to a kind of scaling, and nothing to another one."""
+"""Config keys that belong to one kind of scaling and have no meaning for another kind."""
 _REPLACED = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
-"""Kinds that differ in their frequencies alone, so that one can take the place of another."""
+"""Kinds of scaling that differ only in their frequencies, so that one can replace another."""
 
 
 def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest: int) -> None:
-    """Change the rotary positions in a model's config, and the number of positions with them.
+    """Change the rotary positions in a model's config, and its number of positions.
 
-    Where kinds of layers have their own, those with full attention are changed: a window sees no further than before.
+    If kinds of layers have their own rotary positions, only layers with full attention are changed: a sliding window
+    does not grow.
 
     Args:
+        spec: the model's name, for messages.
+        config: the model's config, changed in place.
+        rope: the user's settings. Nothing is changed if all have their defaults.
         row: tokens in a row.
-        longest: tokens of the longest document in one.
+        longest: tokens of the longest document in a row.
 
     Raises:
-        UserError: the model has no such positions, or its config and the settings contradict each other.
+        UserError: the model has no rotary positions, or its config contradicts the settings.
     """
     if not rope.changes:
         return
@@ -51,7 +54,7 @@ def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest:
     positions = getattr(text, "max_position_embeddings", None) or 0
     if rope.scaling == "none":
         after: dict[str, Any] = {**before, "rope_theta": rope.theta}
-        if after["rope_type"] == "longrope" and after.get("factor") is None:  # or it would grow with the positions
+        if after["rope_type"] == "longrope" and after.get("factor") is None:  # keeps the factor fixed
             after["factor"] = positions / after["original_max_position_embeddings"]
         positions = max(positions, row)
     else:
@@ -66,25 +69,29 @@ def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest:
 
 
 def check_rope(spec: str, model: nn.Module, rope: RopeSettings) -> None:
-    """Refuse settings that a model, made of a config that has them, does not look at.
+    """Raise UserError if a model ignores rotary settings, because it has no rotary frequencies.
 
-    Raises:
-        UserError: it has no rotary frequencies.
+    Args:
+        spec: the model's name, for messages.
+        model: a model built from a config with these settings.
+        rope: the user's settings.
     """
     if rope.changes and not any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
         raise _without(spec, rope)
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The rotary positions in a model's config, in a run's state; empty without any."""
+    """Return a copy of the rotary positions in a model's config, to save in a run's state; empty without any."""
     return deepcopy(dict(getattr(config.get_text_config(), "rope_parameters", None) or {}))
 
 
 def refuse_other_rope(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    """Refuse to go on from a state whose model had other rotary positions.
+    """Raise UserError if a run resumes from a checkpoint whose model had other rotary positions.
 
     Args:
-        before: ``rope_of`` the model in the state; empty in states of earlier versions, of which it is not known.
+        before: ``rope_of`` the model in the checkpoint; empty in checkpoints of earlier versions, which are accepted.
+        now: ``rope_of`` the present model.
+        where: name of the checkpoint, for the message.
     """
     if not before or before == now:
         return
@@ -98,7 +105,7 @@ def refuse_other_rope(before: dict[str, Any], now: dict[str, Any], where: str) -
 
 
 def rope_words(config: Any) -> str:
-    """The rotary positions in a model's config, for the console."""
+    """Return the rotary positions in a model's config as a line for the console."""
     text = config.get_text_config()
     said = [
         ", ".join(f"{key} {value}" for key, value in settings.items() if not isinstance(value, list | dict | None))
@@ -108,13 +115,16 @@ def rope_words(config: Any) -> str:
 
 
 def write_both_forms(content: dict[str, Any], rope: dict[str, Any] | None, *, changed: bool) -> None:
-    """Write rotary settings into the content of a config for readers of both forms: ``rope_parameters``, and
-    ``rope_theta`` with ``rope_scaling``, which is all that transformers 4 and many other programs look at.
+    """Write rotary settings into the content of a config in two forms: the present one and the one of transformers 4.
+
+    The present form is ``rope_parameters``. The older form is ``rope_theta`` with ``rope_scaling``. Transformers 4 and
+    many other programs read only this.
 
     Args:
-        rope: the settings; where kinds of layers have their own, the older form has no names for them, and only keys
-            that are there already are kept right.
-        changed: they are other ones than in the content, which then gets new values for keys that it has.
+        content: content of config.json, changed in place.
+        rope: the settings. If kinds of layers have their own, the older form has no names for them, and only keys that
+            already exist are updated.
+        changed: True if the settings differ from the content, whose keys then get new values.
     """
     if not rope:
         return
@@ -126,7 +136,7 @@ def write_both_forms(content: dict[str, Any], rope: dict[str, Any] | None, *, ch
     if changed:
         older |= {key: older["rope_theta"] for key in _OTHER_THETAS if "rope_theta" in older and key in content}
         content |= {key: value for key, value in older.items() if key in content or not nested}
-    elif scaling.get("rope_type") == "longrope":  # of which transformers 4 takes three keys alone
+    elif scaling.get("rope_type") == "longrope":  # transformers 4 accepts only three of its keys
         content.setdefault("rope_parameters", rope)
     elif not nested and "rope_theta" in older:
         for key, value in {"rope_parameters": rope, **older}.items():
@@ -135,12 +145,17 @@ def write_both_forms(content: dict[str, Any], rope: dict[str, Any] | None, *, ch
 
 
 def _without(spec: str, rope: RopeSettings) -> UserError:
+    """Return the error for rotary settings of a model whose config has no rotary positions."""
     name, value = next(iter(rope.given.items())) if rope.scaling == "none" else ("scaling", rope.scaling)
     return UserError(key_of(name), value, f"unset for {spec}, whose config has no rotary positions (rope_parameters)")
 
 
 def _own(spec: str, text: Any, rope: RopeSettings) -> dict[str, Any]:
-    """The rotary positions that a config has, of layers with full attention where kinds of layers have their own."""
+    """Return a copy of the rotary positions in a config; if kinds of layers have their own, those for full attention.
+
+    Raises:
+        UserError: the config has none.
+    """
     parameters = getattr(text, "rope_parameters", None)
     if isinstance(parameters, dict) and FULL in parameters:
         parameters = parameters[FULL]
@@ -152,7 +167,20 @@ def _own(spec: str, text: Any, rope: RopeSettings) -> dict[str, Any]:
 def _scaled(
     spec: str, text: Any, before: dict[str, Any], rope: RopeSettings, positions: int, row: int, longest: int
 ) -> tuple[dict[str, Any], int]:
-    """The rotary positions with a scaling, and how many there are."""
+    """Return the rotary positions with the user's scaling, and the number of positions that they cover.
+
+    Args:
+        spec: the model's name, for messages.
+        text: the model's text config.
+        before: rotary positions in the config.
+        rope: the user's settings.
+        positions: number of positions in the config.
+        row: tokens in a row.
+        longest: tokens of the longest document in a row.
+
+    Raises:
+        UserError: the model's scaling cannot be replaced, or the factor is missing or too small.
+    """
     kind = before["rope_type"]
     if kind not in _REPLACED:
         raise UserError("rope.scaling", rope.scaling, f"none: the frequencies of {spec} are of its own kind, {kind}")
@@ -180,7 +208,7 @@ def _scaled(
 
 
 def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> None:
-    """Refuse a scaling that lacks a value, or whose values do not go together or with the model's heads."""
+    """Raise UserError if a scaling lacks a value, or if values contradict each other or the size of heads."""
     for name in _NEEDS.get(scaling, ()):
         if made.get(name) is None:
             raise UserError(key_of(name), "nothing", f"given, as {scaling} needs it")
@@ -196,7 +224,11 @@ def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> N
 
 
 def _original_length(spec: str, text: Any, before: dict[str, Any], rope: RopeSettings, positions: int) -> int:
-    """Tokens of the context before it was scaled."""
+    """Return the context length in tokens before scaling, from the settings or the config.
+
+    Raises:
+        UserError: it is unknown, or settings and config contradict each other.
+    """
     known = getattr(text, "original_max_position_embeddings", None) or before.get("original_max_position_embeddings")
     given = rope.original_length
     if given is not None:

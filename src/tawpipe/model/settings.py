@@ -1,6 +1,6 @@
-"""The settings of a model, rotary positions and adapters, as dataclasses that the command line shows as options without
-loading torch.
-"""
+"""Settings of a model, its rotary positions and its adapter, as dataclasses.
+
+The command line shows them as options without loading torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tawpipe.errors import UserError
 from tawpipe.options import bounded
 
 PRESET_NAMES = ("tiny", "small-125m", "llama-1b", "llama-8b")
-"""Models with random values, by their names; see ``build.PRESETS``."""
+"""Names of the models that start with random values; ``build.PRESETS`` has their sizes."""
 TAKES: dict[str, tuple[str, ...]] = {
     "none": ("theta",),
     "linear": ("theta", "factor", "original_length"),
@@ -20,53 +20,58 @@ TAKES: dict[str, tuple[str, ...]] = {
     "llama3": ("theta", "factor", "original_length", "low_freq_factor", "high_freq_factor"),
     "longrope": ("theta", "factor", "original_length", "short_factor", "long_factor", "attention_factor"),
 }
-"""Scaling -> the settings that it takes."""
+"""Scaling of the rotary positions -> names of the settings that can be set with it."""
 
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """Rotary positions other than in the model's config, to extend its context. A setting that is null or empty stays
-    as the model's config has it, if that is scaled in the same way."""
+    """Rotary positions that replace those in the model's config, for example to extend its context.
+
+    A setting that is null or empty keeps the value of the model's config, if the config uses the same scaling."""
 
     theta: float | None = bounded(None, above=1)
-    """Base of the wavelengths."""
+    """Base of the wavelengths (rope_theta)."""
     scaling: Literal["none", "linear", "yarn", "llama3", "longrope"] = "none"
-    """Scaling of the frequencies: none leaves the model's own. The others are those of transformers."""
+    """Scaling of the frequencies: none keeps the scaling of the model's config. linear, yarn, llama3 and longrope are
+    the kinds of transformers."""
     factor: float | None = bounded(None, minimum=1)
-    """The context times so much. max_position_embeddings becomes factor x original_length."""
+    """Factor by which the context grows. max_position_embeddings becomes factor x original_length."""
     original_length: int | None = bounded(None, minimum=2)
-    """Tokens of the context before it was scaled. null takes what the model's config says."""
+    """Context length in tokens before scaling. null takes the length in the model's config."""
     low_freq_factor: float | None = bounded(None, above=0)
     """llama3: wavelengths above original_length / low_freq_factor are scaled (1 in Llama 3.1)."""
     high_freq_factor: float | None = bounded(None, above=0)
     """llama3: wavelengths below original_length / high_freq_factor are not scaled (4 in Llama 3.1)."""
     beta_fast: float | None = bounded(None, above=0)
-    """yarn: what turns more often than this in original_length is not scaled. null keeps the
-    model's own, else 32."""
+    """yarn: frequencies with more turns than this in original_length tokens are not scaled. null keeps the value of the
+    model's config, or takes 32 if there is none."""
     beta_slow: float | None = bounded(None, above=0)
-    """yarn: what turns less often than this in original_length is scaled by the whole factor. null keeps
-    the model's own, else 1."""
+    """yarn: frequencies with fewer turns than this in original_length tokens are scaled by the whole factor. null keeps
+    the value of the model's config, or takes 1 if there is none."""
     attention_factor: float | None = bounded(None, above=0)
-    """yarn, longrope: multiplies cosines and sines. null keeps the number that the model's config gives under the same
-    scaling, whatever the new factor is; without such a number it follows from the factor."""
+    """yarn, longrope: factor on cosines and sines. null keeps the number in the model's config if the scaling is the
+    same, also with a new factor. Without such a number it is computed from the factor."""
     short_factor: list[float] = field(default_factory=list)
-    """longrope: divisor of every frequency in documents up to original_length."""
+    """longrope: one divisor for each frequency, in documents of up to original_length tokens."""
     long_factor: list[float] = field(default_factory=list)
-    """longrope: divisor of every frequency in longer documents."""
+    """longrope: one divisor for each frequency, in documents longer than original_length tokens."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that say something, besides ``scaling``."""
+        """Settings that have a value (neither None nor empty), by name, without ``scaling``."""
         values = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name != "scaling"}
         return {name: value for name, value in values.items() if value not in (None, [])}
 
     @property
     def changes(self) -> bool:
-        """True if anything is to be other than in the model's config."""
+        """True if any setting differs from its default, so that the model's config must be changed."""
         return self != RopeSettings()
 
     def check(self) -> None:
-        """Raise UserError for values that cannot work with any model."""
+        """Raise UserError for settings that cannot work with any model.
+
+        A setting must belong to the chosen ``scaling`` (see ``TAKES``), and numbers in lists must be finite and above
+        0."""
         for name, value in self.given.items():
             if name not in TAKES[self.scaling]:
                 kinds = " or ".join(kind for kind, names in TAKES.items() if name in names)
@@ -76,7 +81,7 @@ class RopeSettings:
 
 
 def key_of(name: str) -> str:
-    """A field of ``RopeSettings`` as a setting."""
+    """Return the full setting name of the field ``name`` of ``RopeSettings``, for example ``rope.factor``."""
     return f"rope.{name}"
 
 
@@ -85,31 +90,36 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """A LoRA adapter (peft) on weights that are frozen, so that it alone is trained."""
+    """A LoRA adapter (peft): the model's own weights are frozen, and only the adapter is trained."""
 
     rank: int | None = bounded(None, minimum=1)
-    """Rank of the adapter's matrices. null for no adapter, or for that of lora.adapter."""
+    """Rank of the adapter's matrices. null trains without an adapter, or keeps the rank of lora.adapter."""
     alpha: int | None = bounded(None, minimum=1)
-    """What the adapter adds is scaled by alpha / rank. null for twice the rank, or for that of lora.adapter."""
+    """Scale of the adapter: its output is multiplied by alpha / rank. null takes twice the rank, or keeps the alpha of
+    lora.adapter."""
     dropout: float | None = bounded(None, minimum=0, below=1)
-    """Share of the adapter's inputs that is dropped in training. null for 0, or for that of lora.adapter."""
+    """Dropout probability of the adapter's inputs in training. null takes 0, or keeps the dropout of lora.adapter."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Modules that get an adapter, by the ends of their names (target_modules of peft): q_proj v_proj. all-linear means
-    all linear layers but the head, or those of lora.adapter; experts that are one tensor are no linear layers."""
+    """Modules that get an adapter, by the ends of their names (target_modules of peft), for example q_proj v_proj.
+    all-linear means all linear layers except the head, or the targets of lora.adapter. Experts stacked in one tensor
+    are not linear layers."""
     dora: bool = False
-    """DoRA: the norms of the adapted weights are trained besides."""
+    """Use DoRA: also train the norms of the adapted weights."""
     rslora: bool = False
-    """rsLoRA: scale by alpha / sqrt(rank)."""
+    """Use rsLoRA: scale the adapter's output by alpha / sqrt(rank)."""
     adapter: str = ""
-    """A folder with a LoRA adapter of peft to go on from, with its values and its settings. Empty for a new one."""
+    """Folder with a LoRA adapter of peft whose training is continued, with its values and its settings. Empty starts a
+    new adapter."""
 
     @property
     def active(self) -> bool:
-        """True if there is an adapter."""
+        """True if an adapter is trained: ``rank`` or ``adapter`` is set."""
         return self.rank is not None or bool(self.adapter)
 
     def check(self) -> None:
-        """Raise UserError for values that cannot work with any model."""
+        """Raise UserError for settings that cannot work with any model.
+
+        ``targets`` must not be empty, and ``all-linear`` stands alone. Other settings need ``rank`` or ``adapter``."""
         if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
             raise UserError("lora.targets", self.targets, f"names of modules, or {ALL_LINEAR} alone")
         if self.active:

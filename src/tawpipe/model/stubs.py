@@ -1,9 +1,7 @@
-"""A model seen without its layers, so that its own code runs before and after them: what stands in their place, and
-views of the model that hold it.
+"""Stand-ins for layers, and views of a model with them, to run the model's own code before and after its layers.
 
-A view shares every module, parameter and buffer with the model except the layer list and the modules above it, so the
-model itself is never changed, not even for the time of a call, and its parameters keep their names.
-"""
+A view shares every module, parameter and buffer with the model, except the layer list and the modules above it. So the
+model itself never changes, not even during a call, and its parameters keep their names."""
 
 from __future__ import annotations
 
@@ -24,34 +22,36 @@ HIDDEN = "hidden_states"
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """The arguments of one layer's call, without the hidden states."""
+    """Arguments of one call of a layer, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def take(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerCall]:
-        """Split a call into its hidden states and the rest."""
+        """Split the arguments of a call into the hidden states and a ``LayerCall`` with all other arguments."""
         if args:
             return args[0], cls((None, *args[1:]), kwargs)
         return kwargs[HIDDEN], cls((), {**kwargs, HIDDEN: None})
 
     def __call__(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Call ``layer`` as it was called, with other hidden states; the first result if it gives several."""
+        """Call ``layer`` with ``hidden`` and the stored arguments; return its output (the first item of a tuple)."""
         args, kwargs = ((hidden, *self.args[1:]), self.kwargs) if self.args else ((), {**self.kwargs, HIDDEN: hidden})
         output = layer(*args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, at any depth."""
+        """All tensors among the arguments, at any nesting depth."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     def cut(self, along: Sequence[int | None], chunk: Chunk) -> LayerCall:
-        """The call for some tokens of every row.
+        """Return the call for the tokens of ``chunk`` only: every argument is cut along its token dimension.
 
         Args:
-            along: the dimension of the tokens of every leaf of the arguments, as ``Chain.along_tokens`` has it.
+            along: token dimension of each leaf of the arguments, or None if a leaf has none; one entry of
+                ``Chain.along_tokens``.
+            chunk: the tokens of every row. A packed mask is replaced by one for this chunk.
         """
         leaves, form = tree_flatten((self.args, self.kwargs))
         for place, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
@@ -64,17 +64,24 @@ class LayerCall:
 
 
 NOTHING = object()
-"""In the place of what a layer returns besides hidden states, which no other layer may be given."""
+"""Placeholder for results of a layer other than hidden states. No other layer may receive it."""
 
 
 def as_returned(hidden: Tensor | None, length: int) -> Any:
-    """Hidden states as a layer returns them: in a tuple of so many if that is not 0."""
+    """Return ``hidden`` as a layer returns it: in a tuple of ``length`` items, or alone if ``length`` is 0.
+
+    The other items of the tuple are ``NOTHING``."""
     return (hidden, *[NOTHING] * (length - 1)) if length else hidden
 
 
 def taken_by(model: nn.Module, arguments: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-    """Arguments of a model's forward pass; if documents are ``alone``, without those that it does not take: it counts
-    positions by itself then, or needs no mask.
+    """Return the arguments for a model's forward pass.
+
+    Args:
+        model: the model that is called.
+        arguments: all arguments that can be passed.
+        alone: True if each row holds one document. Arguments that ``model.forward`` does not accept are then left out:
+            the model counts positions itself, or needs no mask.
     """
     if not alone:
         return arguments
@@ -86,18 +93,18 @@ def taken_by(model: nn.Module, arguments: dict[str, Any], *, alone: bool) -> dic
 
 
 class Stub(nn.Module):
-    """Stand-in for a layer; answers for it when the model reads an attribute."""
+    """Stand-in for a layer that returns the layer's attributes when the model reads them."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a submodule: its parameters must not show up here
+        self.__dict__["layer"] = layer  # not a submodule, so that the view does not list the layer's parameters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
 
 
 class LayersReached(Exception):
-    """Raised by the last recorder: what the model does after its layers is not wanted."""
+    """Raised by the last recorder to stop the model's forward pass: code after the layers need not run."""
 
 
 class Tape:
@@ -108,18 +115,21 @@ class Tape:
         self.calls: list[LayerCall] = []
         self.hidden: Tensor | None = None
         self.version = 0
-        """Version of ``hidden``, which nobody may change in place."""
+        """Version counter of ``hidden``, by which an in-place change is noticed."""
 
     def rewind(self) -> None:
+        """Forget the calls and the hidden states, before or after a forward pass."""
         self.calls, self.hidden = [], None
 
     def take(self, hidden: Tensor) -> None:
-        """Set the hidden states that the next layer must be given."""
+        """Store ``hidden`` as the hidden states that the next layer must receive unchanged."""
         self.hidden, self.version = hidden, hidden._version
 
 
 class Recorder(Stub):
-    """Stub that notes the arguments of its layer's call and returns the hidden states unchanged."""
+    """Stub that records the arguments of its layer's call on a tape and returns the hidden states unchanged.
+
+    The last of the ``count`` recorders raises ``LayersReached`` instead."""
 
     def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape) -> None:
         super().__init__(layer)
@@ -130,7 +140,7 @@ class Recorder(Stub):
         tape: Tape = self.__dict__["tape"]
         hidden, call = LayerCall.take(args, kwargs)
         assert len(tape.calls) == self.index, "the layers are not called in their order"
-        if tape.returns > 1:  # the only place that ``NOTHING`` comes from; looking for it takes long
+        if tape.returns > 1:  # ``NOTHING`` exists only in this case, and searching for it is slow
             assert all(leaf is not NOTHING for leaf in tree_leaves((call.args, call.kwargs))), (
                 "a layer is given more of the one before it than hidden states"
             )
@@ -145,14 +155,14 @@ class Recorder(Stub):
 
 
 class Feed:
-    """The hidden states that the layers are to have computed."""
+    """Container of the hidden states that feeders return in place of the layers."""
 
     def __init__(self, returns: int, hidden: Tensor | None = None) -> None:
         self.returns, self.hidden = returns, hidden
 
 
 class Feeder(Stub):
-    """Stub that returns the hidden states of its feed, whatever it is called with."""
+    """Stub that returns the hidden states of its feed and ignores its arguments."""
 
     def __init__(self, layer: nn.Module, feed: Feed) -> None:
         super().__init__(layer)
@@ -164,11 +174,11 @@ class Feeder(Stub):
 
 
 class Remembered(Stub):
-    """Stub that computes once for every shape of input and gives the same again, for results that nobody reads.
+    """Stub that calls its module once for each input shape and then returns the stored result for this shape.
 
-    The head runs for each chunk of positions, with the code before the layers as well: rotary angles would be computed
-    for every chunk, and where they depend on the longest document so far the host waits for the device.
-    """
+    Use it only if the results do not affect the output. The head runs once for each chunk of positions, together with
+    the model's code before the layers. Without this stub, rotary angles would be computed for every chunk. If they
+    depend on the longest document so far, the host would wait for the device each time."""
 
     MOST = 8
 
@@ -191,7 +201,14 @@ class Remembered(Stub):
 
 
 def remember_angles(view: Sequence[nn.Module]) -> None:
-    """Let the modules of a view, each with its own list of children, compute rotary angles once for every shape."""
+    """Wrap the modules of a view that compute rotary angles in ``Remembered``, in place.
+
+    Their results then depend on input shapes only, not on the positions. Use it only for a view whose angles are not
+    read.
+
+    Args:
+        view: modules of a view, each with its own list of children.
+    """
     for module in view:
         for name, child in module._modules.items():
             if child is not None and any(key.endswith("inv_freq") for key in child._buffers):
@@ -199,16 +216,16 @@ def remember_angles(view: Sequence[nn.Module]) -> None:
 
 
 def modules_above(model: nn.Module, path: str) -> list[nn.Module]:
-    """The model, and the modules between it and the layer list at ``path``."""
+    """Return the model, and the modules between it and the layer list at ``path``."""
     ends = (end for end, letter in enumerate(path) if letter == ".")
     return [model, *(model.get_submodule(path[:end]) for end in ends)]
 
 
 def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """A view of ``model`` with other modules in the layer list at ``path``.
+    """Return a view of ``model`` with ``layers`` in place of the layer list at ``path``.
 
     Returns:
-        The view of the model, and all modules that are not shared with it (their ``training`` flags are their own).
+        The view, and all modules that it does not share with the model. Each of them has its own ``training`` flag.
     """
     root = _shallow(model)
     unshared, at = [root], root
@@ -223,7 +240,7 @@ def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module of the same class with the same attributes, parameters and buffers, but its own list of children."""
+    """Return a module with the attributes, parameters and buffers of ``module``, but its own list of children."""
     copy = module.__class__.__new__(module.__class__)
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)

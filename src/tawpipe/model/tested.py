@@ -1,9 +1,9 @@
-"""Families that train as the plain model does; written by every_family.py."""
+"""Model families that were trained and compared with the plain model. ``every_family.py`` writes this file."""
 
 from __future__ import annotations
 
 TESTED_TRANSFORMERS = "5.23"
-"""The release with which they were compared."""
+"""Version of transformers that they were compared with."""
 _NAMES = """
 afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird bigbird_pegasus
 biogpt bitnet blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm

@@ -1,4 +1,4 @@
-"""Units: parameters that travel as one, and their places in a unit's flat layout."""
+"""Units: parameters that travel together, and the position of each in the unit's flat layout."""
 
 from __future__ import annotations
 
@@ -13,37 +13,43 @@ from tawpipe.model.roles import roles_of
 from tawpipe.schedule.spec import BlockSpec, UnitSpec
 
 ALIGNED_ELEMENTS = 8
-"""Parameters whose size is a multiple of this come first in a unit, so that one odd scalar does not take the 16-byte
-alignment (of bf16) that grouped and vectorised kernels want from all that follow."""
+"""Number of elements: parameters whose size is a multiple of it come first in a unit. So one scalar of odd size does
+not take the 16-byte alignment (in bf16), which grouped and vectorised kernels want, from the parameters behind it."""
 ALIGNED_BYTES = 16
-"""Of the places of parameters in a packed unit: any dtype can be read there."""
+"""Alignment in bytes of every parameter in a packed unit, so that any dtype can be read there."""
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """One parameter's place in its unit."""
+    """Position of one parameter in the flat layout of its unit."""
 
     name: str
-    """Canonical name, the first one in ``model.named_parameters()``."""
+    """Canonical name: the first one in ``model.named_parameters()``."""
     shape: tuple[int, ...]
     offset: int
-    """First element in the unit's flat layout."""
+    """Index of the parameter's first element in the unit's flat layout."""
     numel: int
     role: str = ""
-    """``model.roles`` has it; empty if nothing is known but the shape."""
+    """Role of the parameter (see ``model.roles``), or ``""`` if only its shape is known."""
 
     def part(self, flat: Tensor) -> Tensor:
-        """Its elements in its unit's flat layout."""
+        """Return the elements of this parameter in ``flat``, its unit's flat layout, as a view ``[numel]``."""
         return flat[self.offset : self.offset + self.numel]
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter in its unit's flat layout."""
+        """Return this parameter in ``flat``, its unit's flat layout, as a view of the parameter's shape."""
         return self.part(flat).view(self.shape)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter's place in its packed unit: first byte, bytes of its codes or of itself, and of its scales."""
+    """Byte positions of one parameter in a packed unit.
+
+    Args:
+        begin: the first byte.
+        codes: bytes of the codes, or of the parameter's numbers if it is not quantised.
+        scales: bytes of the scales, which follow the codes; 0 if it is not quantised.
+    """
 
     begin: int
     codes: int
@@ -51,23 +57,23 @@ class _Place:
 
     @property
     def end(self) -> int:
+        """Byte after the scales."""
         return self.begin + self.codes + self.scales
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The bytes in which a frozen unit lives and travels: of every matrix its codes and its scales, of the rest, which
-    is small, its numbers.
+    """Byte layout in which a frozen unit is stored and sent: matrices are quantised, other parameters stay exact.
 
-    To schedules, homes and transport they are a buffer of so many elements of the compute dtype, which are no numbers:
-    nothing may compute with them.
+    For schedules, homes and transport it is a buffer of ``elements`` elements of the compute dtype. Its content is
+    bytes (codes and scales of each matrix, and the numbers of other parameters), so nothing may compute with it.
 
     Args:
-        form: of the matrices.
-        slots: the unit's.
-        places: of the same.
-        compute_dtype: in which the unit travels, as far as transport knows, and in which blocks compute.
-        exact_dtype: of the numbers that are kept as they are.
+        form: format of the quantised matrices, ``nf4`` or ``int8``.
+        slots: parameters of the unit.
+        places: byte positions of these parameters, in the same order.
+        compute_dtype: dtype of the buffer as transport sees it, and dtype in which blocks compute.
+        exact_dtype: dtype of the parameters that are not quantised.
     """
 
     form: str
@@ -80,7 +86,14 @@ class Packing:
     def of(
         cls, slots: Sequence[ParameterSlot], matrices: Collection[str], form: str, compute_dtype: torch.dtype
     ) -> Packing:
-        """The packing of a unit with these slots, of which ``matrices`` are quantised."""
+        """Build the byte layout of a unit.
+
+        Args:
+            slots: parameters of the unit.
+            matrices: names of the parameters to quantise. All others keep their numbers in fp32 (fp64 for fp64).
+            form: ``nf4`` or ``int8``.
+            compute_dtype: dtype in which blocks compute.
+        """
         exact, places, begin = torch.promote_types(compute_dtype, torch.float32), list[_Place](), 0
         for slot in slots:
             blocks = -(-slot.numel // BLOCK)
@@ -94,18 +107,20 @@ class Packing:
 
     @property
     def elements(self) -> int:
-        """Elements of the compute dtype in as many bytes."""
+        """Number of elements of ``compute_dtype`` that the packed unit occupies."""
         last = self.places[-1]
         return -(-last.end // ALIGNED_BYTES) * ALIGNED_BYTES // self.compute_dtype.itemsize
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes that ``unpack`` takes on CUDA for a while."""
+        """Temporary bytes that ``unpack`` takes on CUDA, or 0 if no parameter is quantised."""
         of_matrices = zip(self.slots, self.places, strict=True)
         return max((passing_bytes(self.form, slot.numel) for slot, place in of_matrices if place.scales), default=0)
 
     def _parts(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, Tensor, Tensor | None]]:
-        """Every slot with its codes and its scales, or with its numbers and None, as views."""
+        """Yield every slot with views of its bytes in ``packed``.
+
+        Each item is (slot, codes, scales), or (slot, numbers, None) for a parameter that is not quantised."""
         raw = packed.view(torch.uint8)
         for slot, place in zip(self.slots, self.places, strict=True):
             stored = raw[place.begin : place.begin + place.codes]
@@ -115,10 +130,11 @@ class Packing:
                 yield slot, stored.view(self.exact_dtype), None
 
     def pack(self, values: Tensor, out: Tensor) -> None:
-        """Write the flat layout of a unit [numel] as bytes.
+        """Quantise the numbers of a unit and write them as bytes into ``out``.
 
         Args:
-            out: [elements] or longer, of the compute dtype.
+            values: flat layout of the unit, ``[numel]``.
+            out: the packed buffer, ``[elements]`` or longer, of the compute dtype.
         """
         for slot, stored, scales in self._parts(out):
             given = slot.part(values)
@@ -128,9 +144,10 @@ class Packing:
                 quantise(self.form, given, stored, scales)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """The opposite of ``pack``; where ``out`` has another dtype than blocks compute in, matrices are rounded to
-        that first: they are what computes.
-        """
+        """Write the numbers of the packed unit ``packed`` into ``out``, the unit's flat layout.
+
+        If ``out`` has a wider dtype than the compute dtype, quantised matrices are first rounded to the compute dtype,
+        because blocks compute with the rounded values."""
         rounds = torch.promote_types(out.dtype, self.compute_dtype) != self.compute_dtype
         for slot, stored, scales in self._parts(packed):
             target = slot.part(out)
@@ -144,7 +161,12 @@ class Packing:
                 dequantise(self.form, stored, scales, target)
 
     def as_computed(self, name: str, values: Tensor) -> Tensor:
-        """A parameter of the unit as blocks compute with it, in the dtype of ``values``."""
+        """Return the values of one parameter after quantisation and back: the values that blocks compute with.
+
+        Args:
+            name: canonical name of the parameter. If it is not quantised, ``values`` is returned unchanged.
+            values: exact values of the parameter, on the CPU. The result has their dtype.
+        """
         slot, place = next(pair for pair in zip(self.slots, self.places, strict=True) if pair[0].name == name)
         if not place.scales:
             return values
@@ -158,38 +180,45 @@ class Packing:
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters that the same blocks use and that are alike trainable or frozen, laid end to end without gaps."""
+    """Parameters used by the same blocks, all trainable or all frozen, laid end to end without gaps."""
 
     index: int
     name: str
     trainable: bool
     slots: tuple[ParameterSlot, ...]
     blocks: tuple[int, ...]
-    """The blocks that use it, ascending. A tied embedding is used by the first and the last."""
+    """Indices of the blocks that use the unit, ascending. A tied embedding is used by the first and the last block."""
     numel: int
     """Elements of all slots, without any padding."""
     packing: Packing | None = None
-    """The form in which it lives and travels, if not in that of its numbers."""
+    """Byte layout in which the unit is stored and sent, or None if it is sent as plain numbers."""
 
     @property
     def spec(self) -> UnitSpec:
-        """All that schedules see of it, if a token meets all of it."""
+        """Sizes of the unit as schedules see them, for a unit whose elements all take part in computing every token."""
         if self.packing is None:
             return UnitSpec(self.numel, self.trainable, self.blocks)
         return UnitSpec(self.packing.elements, self.trainable, self.blocks, packed=self.numel)
 
     def met(self, share: float, *, least_dimensions: int = 0) -> float:
-        """Elements that a token meets.
+        """Return the number of elements that take part in computing one token.
 
         Args:
-            share: of a layer's experts, those that it is sent to.
-            least_dimensions: of the parameters that count; 2 for matrices.
+            share: part of a layer's experts that one token is sent to, from 0 to 1. Parameters of experts count by this
+                share.
+            least_dimensions: parameters with fewer dimensions do not count; 2 counts matrices only.
         """
         counted = [slot for slot in self.slots if len(slot.shape) >= least_dimensions]
         return sum(slot.numel * (share if ".experts." in slot.name else 1) for slot in counted)
 
     def packed(self, matrices: Collection[str], form: str, compute_dtype: torch.dtype) -> Unit:
-        """The same in bytes, of which those of ``matrices`` are quantised."""
+        """Return a copy of this unit that is stored and sent as bytes, with ``.{form}`` behind its name.
+
+        Args:
+            matrices: names of the parameters to quantise.
+            form: ``nf4`` or ``int8``.
+            compute_dtype: dtype in which blocks compute.
+        """
         packing = Packing.of(self.slots, matrices, form, compute_dtype)
         return replace(self, name=f"{self.name}.{form}", packing=packing)
 
@@ -197,12 +226,12 @@ class Unit:
 def build_units(
     model: nn.Module, uses: Mapping[str, tuple[int, ...]], block_names: tuple[str, ...]
 ) -> tuple[Unit, ...]:
-    """Group every parameter of ``model`` into units.
+    """Group every parameter of ``model`` into units: one for each combination of blocks and of trainable or frozen.
 
     Args:
-        model: its ``named_parameters()`` give names, shapes, order and ``requires_grad``; a tied one counts once.
-        uses: canonical parameter name to the ascending indices of the blocks that use it.
-        block_names: one name per block, for the names of the units.
+        model: its ``named_parameters()`` give names, shapes, order and ``requires_grad``. A tied parameter counts once.
+        uses: canonical parameter name -> ascending indices of the blocks that use the parameter.
+        block_names: one name per block. Units are named after their blocks.
     """
     roles = roles_of(model)
     groups: dict[tuple[tuple[int, ...], bool], list[tuple[str, nn.Parameter]]] = {}
@@ -225,7 +254,13 @@ def build_units(
 def build_blocks(
     units: tuple[Unit, ...], count: int, *, embedding_backward_reads_weights: bool
 ) -> tuple[BlockSpec, ...]:
-    """The ``count`` blocks of the chain in order, each with the units that it needs."""
+    """Return the ``count`` blocks of the chain in order, each with the indices of the units that it needs.
+
+    Args:
+        units: all units of the model.
+        count: number of blocks: embedding, layers and head.
+        embedding_backward_reads_weights: True if the backward pass of the embedding block reads its weights.
+    """
     blocks: list[BlockSpec] = []
     for index in range(count):
         needed = tuple(unit for unit in units if index in unit.blocks)

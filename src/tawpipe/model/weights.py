@@ -1,6 +1,7 @@
-"""Sources of first values: the model's own initialisation, or a model that has them; ``pretrained`` adds folders of
-safetensors. Every source gives one unit at a time, because the whole model may not fit into a process.
-"""
+"""Sources of initial weights: the model's own initialisation, or a model that holds values.
+
+``pretrained`` adds folders with safetensors files. Every source returns one unit at a time, because the whole model may
+not fit into the memory of one process."""
 
 from __future__ import annotations
 
@@ -23,33 +24,42 @@ from tawpipe.model.units import Unit
 
 
 class WeightSource(Protocol):
-    """Source of initial values, the same on every rank."""
+    """Interface of sources of initial values.
+
+    Every rank gets equal values."""
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The unit's flat layout, [numel] on the CPU."""
+        """Return the values of ``unit`` in its flat layout, [numel] on the CPU."""
         ...
 
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers that come with the weights, by name, for ``Chain.load_buffers``."""
+        """Return persistent buffers stored with the weights, by name, for ``Chain.load_buffers``."""
         ...
 
 
 def flatten(unit: Unit, values: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-    """Lay the parameters of a unit end to end, each converted as it comes.
+    """Lay the parameters of a unit end to end, and convert each to ``dtype``.
+
+    Args:
+        unit: the unit.
+        values: values of its parameters, in the order of its slots.
+        dtype: dtype of the result.
 
     Raises:
-        UserError: a parameter holds NaN, with its name; no loss could be a number.
+        UserError: a parameter contains NaN. The message names it.
     """
     flat = torch.empty(unit.numel, dtype=dtype, device="cpu")
     for slot, value in zip(unit.slots, values, strict=True):
         slot.view(flat).copy_(value)
-        if bool(slot.part(flat).sum().isnan()) and bool(value.isnan().any()):  # infinities may add up to NaN, too
+        if bool(slot.part(flat).sum().isnan()) and bool(value.isnan().any()):  # a sum of infinities may be NaN, too
             raise unsupported(slot.name, "its values must be numbers; there is NaN among those that are given")
     return flat
 
 
 class ModuleSource:
-    """Source of the values that the chain's model holds; made before ``Chain.prepare``, which takes them away."""
+    """Source of the values that the chain's model holds.
+
+    Create it before ``Chain.prepare``, which removes them."""
 
     def __init__(self, chain: Chain) -> None:
         self._values = {name: parameter.detach() for name, parameter in chain.model.named_parameters()}
@@ -61,28 +71,32 @@ class ModuleSource:
         return flatten(unit, (self._values[slot.name] for slot in unit.slots), dtype)
 
     def buffers(self) -> dict[str, Tensor]:
-        return {}  # the chain's model has them itself
+        return {}  # the chain's model already holds them
 
     def facts(self) -> Facts:
+        """Return a fact about every tensor in the model's state dict."""
         return value_facts(
             {name: value for name, value in self._state.items() if isinstance(value, Tensor) and not value.is_meta}
         )
 
 
 class InitSource:
-    """Source of random values as the model itself initialises them, drawn per parameter from (seed, name).
+    """Source of random values as the model itself initialises them.
 
-    So the values depend neither on the topology nor on what is frozen. The model's own ``_init_weights`` runs on a copy
-    of the module tree in which everything but one parameter is on the meta device. Initialised in fp32 and then
-    converted. LoRA adapters are initialised by ``peft``.
+    Each parameter is drawn from (seed, name). So the values do not depend on the number of machines or on frozen
+    parameters. The model's own ``_init_weights`` runs on a copy of the module tree in which all tensors except one
+    parameter are on the meta device. Values are initialised in fp32 and then converted. LoRA adapters are initialised
+    by ``peft``.
 
     Args:
-        base: gives the weights that adapters are put on, by name; by default they are drawn, too.
+        chain: the model.
+        seed: seed of the random values.
+        base: function from a name to the weights under adapters; by default these are drawn as well.
     """
 
     def __init__(self, chain: Chain, seed: int, *, base: Callable[[str], Tensor] | None = None) -> None:
         self._chain, self._seed, self._base = chain, seed, base or self.parameter
-        # The memo makes deepcopy put these in the place of the tensors, with ties kept.
+        # The memo makes deepcopy use these instead of the tensors, and keeps ties.
         memo: dict[int, Any] = {}
         for parameter in chain.model.parameters():
             memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
@@ -92,23 +106,28 @@ class InitSource:
         self._owners = owners(self._model)
         self._peft = getattr(chain.given, "peft_config", {})
         for thing in (*self._model.modules(), *self._model.parameters(), *self._model.buffers()):
-            thing._is_hf_initialized = True  # transformers' mark for "leave it alone"
+            thing._is_hf_initialized = True  # makes transformers skip it
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
         return flatten(unit, (self.parameter(slot.name, dtype) for slot in unit.slots), dtype)
 
     def buffers(self) -> dict[str, Tensor]:
-        return {}  # computed by Chain.prepare
+        return {}  # Chain.prepare computes them
 
     def facts(self) -> Facts:
+        """Return the seed as the only fact, because it determines all values."""
         return {"the seed": Fact("", str(self._seed))}
 
     @torch.no_grad()
     def parameter(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The initial value of one parameter, fp32 on the CPU.
+        """Return the initial value of one parameter, in fp32 on the CPU.
 
         Args:
-            dtype: in which what follows from other parameters is computed.
+            name: canonical name of the parameter.
+            dtype: dtype for values computed from other parameters (the magnitudes of DoRA).
+
+        Raises:
+            UserError: the model's ``_init_weights`` does not initialise the parameter.
         """
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
@@ -122,7 +141,9 @@ class InitSource:
         return value
 
     def _own(self, name: str) -> Tensor:
-        """Value by ``_init_weights`` of the module that holds the parameter and of those above, innermost first."""
+        """Return a parameter's value, set by ``_init_weights`` of the module that holds it and of all modules above it.
+
+        The innermost module runs first. Afterwards the parameter of the copied model is on the meta device again."""
         path, _, leaf = name.rpartition(".")
         holder = self._model.get_submodule(path)
         on_meta = holder._parameters[leaf]
@@ -139,11 +160,16 @@ class InitSource:
             holder._parameters[leaf] = on_meta
 
     def _adapter(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the initial value of a LoRA parameter, by the method that ``peft`` uses for it.
+
+        Raises:
+            UserError: ``init_lora_weights`` needs the values of the model.
+        """
         path = next(p for p in _prefixes(name) if hasattr(self._model.get_submodule(p), "reset_lora_parameters"))
         layer: Any = self._model.get_submodule(path)
         part, adapter = name.removeprefix(f"{path}.").split(".")[:2]
         how = self._peft[adapter].init_lora_weights
-        if part == "lora_magnitude_vector" and how is not False:  # norms of the base: nothing is added yet
+        if part == "lora_magnitude_vector" and how is not False:  # norms of the base: the adapter is still 0
             base = canonical_names(self._model)[f"{path}.base_layer.weight"]
             unit = next(unit for unit in self._chain.units if any(slot.name == base for slot in unit.slots))
             weight = self._base(base).to(dtype)
@@ -161,7 +187,7 @@ class InitSource:
         for parameter in stand_in.parameters():
             if not parameter.is_meta:
                 poison(parameter.data)
-        # init_lora_weights=False asks for adapters that are not zero, as the constructors of nn.Linear leave them.
+        # init_lora_weights=False means adapters that are not zero, but initialised like nn.Linear.
         stand_in.reset_lora_parameters(adapter, True)
         leaf = stand_in.get_submodule(name.removeprefix(f"{path}.").rpartition(".")[0])
         value = leaf._parameters[name.rpartition(".")[2]]
@@ -172,12 +198,12 @@ class InitSource:
 
 @dataclass
 class Conversion:
-    """Tensors that transformers stores in another form than its model has them, and the rule between the two forms.
+    """Rule that converts tensors from the form in which transformers stores them to the form in the model, or back.
 
     Args:
         rule: a transformers WeightConverter or WeightRenaming, without tensors.
-        target: name of the first tensor that it gives.
-        sources: (name, source pattern of the rule) of the tensors that it is given, in order.
+        target: name of the first tensor that the rule returns.
+        sources: (name, source pattern of the rule) of its input tensors, in order.
     """
 
     rule: Any
@@ -185,10 +211,11 @@ class Conversion:
     sources: list[tuple[str, str]]
 
     def apply(self, values: Iterable[Any], model: Any) -> dict[str, Tensor]:
-        """The converted tensors by their names.
+        """Return the converted tensors by name.
 
         Args:
-            values: in the order of ``sources``.
+            values: input tensors, in the order of ``sources``.
+            model: the transformers model, with its config.
         """
         rule = deepcopy(self.rule)
         for (name, pattern), value in zip(self.sources, values, strict=True):
@@ -198,28 +225,31 @@ class Conversion:
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter has without ``peft`` around its module."""
+    """Return the name that a parameter has without ``peft`` around its module."""
     return name.replace(".base_layer.", ".")
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> its first name; tied ones have several."""
+    """Return every name of every parameter -> its first name.
+
+    Tied parameters have several names."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: canonical[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The dotted prefixes of a parameter's name, longest first, down to the model itself."""
+    """Yield the dotted prefixes of a parameter's name, longest first, down to ``""`` for the model itself."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def is_adapter(model: nn.Module, name: str) -> bool:
-    """True if a parameter was added by ``peft`` and so is in no checkpoint of the model.
+    """Return True if ``peft`` has added the parameter ``name``, so that no checkpoint of the base model contains it.
 
     Raises:
-        UserError: for adapters other than LoRA, whose values only a model that holds them can give.
+        UserError: the parameter belongs to an adapter other than LoRA. It needs a model that holds values, not
+            one on the meta device.
     """
     for path in _prefixes(name):
         module: Any = model.get_submodule(path)

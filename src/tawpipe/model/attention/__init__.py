@@ -1,1 +1,1 @@
-"""Attention through kernels, in chunks and in slots."""
+"""Attention of packed documents: by kernels, in chunks of a row, and in slots of a key-value cache."""

@@ -1,9 +1,8 @@
-"""Attention inside documents that are packed into rows, without a mask of S x S: long rows have no room for one.
+"""Attention inside documents packed into rows, without an S x S mask, which would not fit into memory for long rows.
 
-``register()`` puts both functions under the name ``tawpipe`` into transformers' own interfaces. The mask function
-builds no mask: it returns a ``PackedMask``, which the model hands on to its layers where a mask would go, and so it
-survives in the recorded arguments of a layer until the recomputation. Which documents it means is set by ``packing``.
-"""
+``register()`` adds two functions under the name ``tawpipe`` to transformers' own interfaces. The mask function builds
+no mask. It returns a ``PackedMask``, which the model passes to its layers in place of a mask, so that it is kept in the
+recorded arguments of a layer until the recomputation. ``packing`` sets the documents that it refers to."""
 
 from __future__ import annotations
 
@@ -31,35 +30,35 @@ from tawpipe.model.refuse import ApartError, unsupported
 logger = logging.getLogger(__name__)
 
 NAME = "tawpipe"
-"""Value of ``config._attn_implementation`` when the functions of this file are in use."""
+"""Value of ``config._attn_implementation`` if the functions of this file are used."""
 
 
 UNUSED = "position_ids", "cache_position"
-"""Tensors that attention may be given and does not compute with."""
+"""Tensors that a model may pass to attention although it does not compute with them."""
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""transformers' description of a mask: (batch, head, query, key positions) -> True if the query sees the key."""
+"""Mask description of transformers: (batch, head, query, key positions) -> True if the query sees the key."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Stand-in for the attention mask: causal inside each document, nothing across, perhaps within a window.
+    """Stand-in for the attention mask: causal inside each document, optionally within a window.
 
-    It holds no values: a layer that looks into its mask, instead of handing it to the attention function, is refused.
-    """
+    A token sees no token of another document. The mask has no values: a layer that reads its mask, instead of passing
+    it to the attention function, is refused."""
 
     documents: Documents
     window: int | None
     """A token sees itself and the ``window - 1`` tokens before it; None for all before it."""
     function: MaskFunction | None = None
-    """The mask that the model asked for, which ``check`` compares with the above."""
+    """Mask that the model asked for, which ``check`` compares with this one."""
     chunk: Chunk | None = None
-    """The part of every row that the layer is called for; None for all."""
+    """Part of every row that the layer is called for; None for whole rows."""
 
     def check(self) -> None:
         """Compare the model's mask with a causal one (within the window) at the positions where they could differ.
 
         Raises:
-            ApartError: for bidirectional or otherwise special masks.
+            ApartError: the mask is bidirectional, or special in another way.
         """
         if self.function is None:
             return
@@ -75,18 +74,23 @@ class PackedMask:
 
     @property
     def looks_ahead(self) -> bool:
-        """True if a token is known to see some after it."""
+        """True if the mask that the model asked for lets some token see a later one.
+
+        It is evaluated at sample positions. False if there is no such mask, or if it is not a function of positions."""
         if self.function is None:
             return False
         query, key, seen = self._seen(self.function)
         return any(bool((head & (key > query)).any()) for head in seen)
 
     def _seen(self, function: Callable[..., Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Positions of queries and keys, and for two heads True where the query sees the key in the model's mask; no
-        heads where the mask is not a function of positions.
+        """Evaluate the model's mask at sample positions.
+
+        Returns:
+            Positions of queries and of keys, and for two heads a tensor that is True where the query sees the key. The
+            list of heads is empty if the mask is not a function of positions.
         """
         edge = 16 if self.window is None else max(self.window, 1)
-        # Also where blocks or spans of any usual size would show.
+        # Positions at which blocks or spans of usual sizes would show.
         nears = (0, edge, 2 * edge, 100, 1000, *(2**power for power in range(5, 18)))
         places = sorted({place for near in nears for place in range(max(0, near - 2), near + 3)})
         positions = torch.tensor(places, device="cpu")
@@ -94,10 +98,10 @@ class PackedMask:
         zero = torch.zeros((), dtype=torch.long, device="cpu")
         shape = len(places), len(places)
         try:
-            with torch.device("cpu"):  # wherever new tensors go by default, as where a model is made on meta
+            with torch.device("cpu"):  # the default device may be another one, such as meta
                 heads = [torch.as_tensor(function(zero, zero + head, query, key)).expand(shape) for head in (0, 1)]
         except Exception:
-            heads = []  # it reads tensors of its own: not a function of the distance between two tokens
+            heads = []  # it reads its own tensors: not a function of positions alone
         return query, key, heads
 
     def __getattr__(self, name: str) -> Any:
@@ -111,12 +115,15 @@ class PackedMask:
 
 
 def _looked_at(how: str) -> UserError:
+    """Return the ApartError for a layer that reads its attention mask by the operation ``how``."""
     return ApartError(
         how, "a layer computes with its attention mask instead of handing it to transformers' attention interface"
     )
 
 
 def _refuse_operator(name: str) -> Callable[..., Any]:
+    """Return a method for the operator ``name`` of ``PackedMask``, which raises ApartError."""
+
     def refuse(*_: object) -> Any:
         raise _looked_at(name)
 
@@ -133,7 +140,7 @@ _packing: ContextVar[Documents | None] = ContextVar("tawpipe_packing", default=N
 
 @contextlib.contextmanager
 def packing(documents: Documents) -> Iterator[None]:
-    """Let the mask function answer for these documents, within the ``with`` block."""
+    """Return a context in which the mask function uses ``documents``."""
     token = _packing.set(documents)
     try:
         yield
@@ -142,10 +149,12 @@ def packing(documents: Documents) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make ``attn_implementation="tawpipe"`` known to transformers. Doing it again changes nothing."""
+    """Make ``attn_implementation="tawpipe"`` known to transformers.
+
+    A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Which kernel runs depends on the documents of a micro-batch: compiled layers call it as it is.
+    # The kernel depends on the documents of a micro-batch, so attention is not compiled.
     AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(NAME, packed_mask)
 
@@ -153,7 +162,16 @@ def register() -> None:
 def packed_mask(
     *, q_length: int, kv_length: int, mask_function: MaskFunction, local_size: int | None = None, **_: object
 ) -> PackedMask:
-    """The mask function: the packing in force, with the window of the layer type that asks."""
+    """Return the mask for the documents set by ``packing``; the mask function in transformers' interface.
+
+    Args:
+        q_length, kv_length: tokens of queries and of keys; they must be equal.
+        mask_function: mask that the model asks for.
+        local_size: window or chunk size of the layer's type, or None.
+
+    Raises:
+        RuntimeError: no documents are set, because the model runs outside a ``Chain``.
+    """
     documents = _packing.get()
     if documents is None:
         raise RuntimeError(
@@ -167,9 +185,9 @@ def packed_mask(
 
 
 def _is_chunked(function: MaskFunction, size: int) -> bool:
-    """True for transformers' mask of causal attention in chunks. It reads a tensor of the device, its left padding, so
-    that it is known by what it is made of.
-    """
+    """Return True for transformers' mask of causal attention in chunks of ``size`` tokens.
+
+    This mask reads a tensor on the device (left padding), so it is recognised by the functions that it consists of."""
     parts = getclosurevars(function).nonlocals.get("mask_functions", ())
     names = [part.__qualname__.partition(".")[0] for part in parts]
     return (
@@ -190,20 +208,25 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' interface.
+    """Compute attention inside packed documents; the attention function in transformers' interface.
 
     Args:
+        module: the attention module, for messages.
         query: [b, heads, S, d].
         key, value: [b, key-value heads, S, d].
-        attention_mask: what ``packed_mask`` returned for this layer's type. Its window counts, as it does in the eager
-            and sdpa functions; a ``sliding_window`` among the other arguments is for functions that see no mask.
+        attention_mask: result of ``packed_mask`` for this layer's type. Its window is used, as in the eager and sdpa
+            functions. A ``sliding_window`` among the other arguments is for functions without a mask.
         dropout: probability of dropping an attention weight.
-        scaling: factor of the scores, 1/sqrt(d) if None.
+        scaling: factor on the scores, 1/sqrt(d) if None.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         s_aux: [heads] logits of attention sinks, one more column in each head's softmax.
+        kwargs: other arguments. Unknown tensors among them are refused.
 
     Returns:
-        [b, S, heads, d], and None where other functions return the attention weights.
+        The output [b, S, heads, d], and None in place of attention weights.
+
+    Raises:
+        ApartError, UserError: the model's attention has features that are not supported.
     """
     if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
         raise ApartError(type(module).__name__, "its attention has a position bias (ALiBi, T5)")
@@ -249,7 +272,7 @@ def packed_attention(
             return kernels.whole_rows(query, key, value, scale).transpose(1, 2).contiguous(), None
         _warn_once(f"{type(module).__name__}: slower attention, one document at a time, because {why}")
 
-    # The CPU's fused kernel has no dropout, and no kernel has caps or sinks: those compute their scores in slices.
+    # The CPU's fused kernel has no dropout, and no fused kernel has caps or sinks. These compute scores in slices.
     if softcap is not None or s_aux is not None or (dropout > 0 and offer.capability is None):
         output: Tensor = kernels.SlicedScores.apply(  # type: ignore[assignment]
             query, key, value, s_aux, documents, options
@@ -269,4 +292,5 @@ def packed_attention(
 
 @cache
 def _warn_once(message: str) -> None:
+    """Log a warning, once for each message."""
     logger.warning(message)

@@ -1,10 +1,10 @@
-"""The kernel that attention is computed with: the fastest that the device and the installed software have.
+"""Choice of the attention kernel: the fastest one that the device and the installed software provide.
 
-* Flash attention 3 on Hopper, where its package is installed and computes the model's heads (``activate_flash``); torch
-  puts it under its own name of flash attention 2, so that the call for packed documents stays the same.
-* cuDNN on Hopper and Blackwell for rows of one document whose length recurs (``recurs``), where torch itself takes it
-  first: it is faster there than flash attention 2, and on Ampere slower.
-* Flash attention 2 otherwise, and torch's fused kernels document by document for what it cannot do.
+* Flash attention 3 on Hopper, if its package is installed and supports the model's heads (``activate_flash``). torch
+  calls it under the name of flash attention 2, so that the call for packed documents stays the same.
+* cuDNN on Hopper and Blackwell for rows of one document whose length recurs (``recurs``). torch prefers it there as
+  well: it is faster than flash attention 2. On Ampere it is slower.
+* Flash attention 2 otherwise. torch's fused kernels, document by document, for attention that it does not support.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 HALF = (torch.bfloat16, torch.float16)
 Kernel = Literal["varlen", "cudnn", "documents"]
 FIXED = 1024
-"""Lengths of rows that are set are multiples of it, as a rule; those of rows that are filled seldom."""
+"""Row lengths that are set by the user are usually multiples of it. Lengths of filled rows seldom are."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a device and the software offer for attention.
+    """Attention kernels that the device and the software provide.
 
     Args:
         capability: CUDA compute capability; None on the CPU.
-        flash: the flash attention that torch calls, FA2 unless it was told otherwise.
-        cudnn: torch takes cuDNN before flash attention.
+        flash: flash attention that torch calls, FA2 unless another one was activated.
+        cudnn: True if torch prefers cuDNN to flash attention.
     """
 
     capability: tuple[int, int] | None = None
@@ -47,7 +47,7 @@ class Offer:
 
     @classmethod
     def of(cls, device: torch.device) -> Offer:
-        """The offer of this process's device, as it is now."""
+        """Return the kernels available on ``device`` in this process, in its present state."""
         if device.type != "cuda":
             return cls()
         capability, cudnn = _fixed(device)
@@ -57,20 +57,25 @@ class Offer:
 
 @cache
 def _fixed(device: torch.device) -> tuple[tuple[int, int], bool]:
-    """Compute capability, and whether torch prefers cuDNN on it: from cuDNN 9.15.1 on, on Hopper and Blackwell."""
+    """Return the compute capability of ``device``, and True if torch prefers cuDNN on it.
+
+    It does so from cuDNN 9.15.1 on, on Hopper and Blackwell."""
     capability = torch.cuda.get_device_capability(device)
     version = 0 if torch.version.hip else torch.backends.cudnn.version() or 0
     return capability, capability[0] in (9, 10) and version > 91500
 
 
 def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callable[[], Any]) -> None:
-    """Let torch use flash attention 3 in this process: on Hopper, where its package is installed and has what the model
-    needs; packages are built without some sizes of heads, without windows, or without a backward pass.
+    """Make torch use flash attention 3 in this process, if the device is a Hopper and the package supports the model.
 
-    For processes that are ours: it replaces a kernel for everything in the process, and has no dropout.
+    Packages are built without some head sizes, without windows, or without a backward pass. If a trial run fails, flash
+    attention 2 is restored and a warning is logged. Call it only in processes that this library started: it replaces a
+    kernel for the whole process, and the new kernel has no dropout.
 
     Args:
-        text_config: the model's, which is asked for only if it matters.
+        device: device of this process.
+        dtype: dtype in which attention computes.
+        text_config: function that returns the model's text config. It is called only if needed.
     """
     activate = getattr(library, "activate_flash_attention_impl", None)
     if device.type != "cuda" or torch.version.hip or activate is None or flash_in_use() != "FA2" or dtype not in HALF:
@@ -87,7 +92,7 @@ def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callab
     try:
         for tried_window in {None, window or None}:
             try_kernels(device, dtype, head_dim, tried_window)
-    except Exception as problem:  # whatever a package raises that was built without it
+    except Exception as problem:  # a package built without it may raise any exception
         library.restore_flash_attention_impl()
         words = f"heads of size {head_dim}" + (f" and a window of {window}" if window else "")
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
@@ -95,9 +100,9 @@ def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callab
 
 
 def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
-    """Run the kernel for packed documents forward and backward on two small ones, and that for chunks on a row's last
-    tokens. Raises what they raise.
-    """
+    """Run the attention kernels forward and backward on small inputs, and raise the exceptions that they raise.
+
+    The kernel for packed documents runs on two documents, the kernel for chunks on the last tokens of a row."""
     query = torch.zeros(1, 2, 256, head_dim, dtype=dtype, device=device, requires_grad=True)
     documents, window = Documents.of((100, 156), (1, 256), device), window and min(window, 64)
     with torch.enable_grad():
@@ -110,15 +115,21 @@ def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, window:
     targets = torch.zeros_like(seen[0], dtype=torch.float32), torch.zeros_like(seen[1], dtype=torch.float32)
     flash.gradients(last, last, output, sums, seen, targets, [part], 1.0)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # or a fault of the device would be another kernel's
+        torch.cuda.synchronize(device)  # otherwise a device error would appear in a later kernel
 
 
 def choose_kernel(offer: Offer, dtype: torch.dtype, problem: str | None, *, whole_rows: bool) -> tuple[Kernel, str]:
-    """The kernel for some documents, and why it is not the one for packed documents.
+    """Return the kernel for some documents, and the reason for ``documents`` (``""`` for other kernels).
+
+    ``varlen`` computes packed documents, ``cudnn`` whole rows, and ``documents`` one document after another, which is
+    slower.
 
     Args:
-        problem: what the kernel for packed documents lacks (``kernels.why_not_varlen``).
-        whole_rows: every row is one document of a length that recurs, without a window, and cuDNN takes the heads.
+        offer: kernels that the device provides.
+        dtype: dtype of the queries.
+        problem: reason why the kernel for packed documents cannot be used (``kernels.why_not_varlen``), or None.
+        whole_rows: True if every row is one document of a recurring length, without a window, and cuDNN supports the
+            heads.
     """
     if offer.capability is None:
         return "documents", "on the CPU"
@@ -140,7 +151,16 @@ def attention_kernel(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> str:
-    """The kernel's name for the reader, before anything has run."""
+    """Return a description of the attention kernel that a model will use. Nothing is run.
+
+    Args:
+        offer: kernels that the device provides.
+        dtype: dtype of the queries.
+        head_dim: elements of a head.
+        dropout: dropout probability.
+        softcap: cap of the scores, or None.
+        sinks: True if the model has attention sinks.
+    """
     problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
     kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
     if sinks and softcap is None and kernel == "varlen":
@@ -159,19 +179,26 @@ def attention_kernel(
 
 
 def cudnn_takes(head_dim: int) -> bool:
-    """True for sizes of heads that cuDNN computes forward and backward in every release."""
+    """Return True for head sizes that cuDNN supports, forward and backward, in every release."""
     return head_dim <= 128 and head_dim % 8 == 0
 
 
 def recurs(tokens: int) -> bool:
-    """True for lengths of rows that come again and again. cuDNN makes a plan for every other length, forward and
-    backward, which takes up to a second; unless it is told to round lengths.
-    """
+    """Return True for row lengths in tokens that recur, or if cuDNN is set to round lengths.
+
+    For every new length cuDNN makes a plan, forward and backward, which takes up to a second."""
     return tokens % FIXED == 0 or os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 
 def kernel_of_model(config: Any, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> str:
-    """``attention_kernel`` of a model, by its text config and the names of its parameters."""
+    """Return ``attention_kernel`` of a model.
+
+    Args:
+        config: the model's text config.
+        names: names of the model's parameters.
+        device: device on which it runs.
+        dtype: dtype in which it computes.
+    """
     head_dim = head_size(config)
     dropouts = [
         getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")

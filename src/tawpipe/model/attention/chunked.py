@@ -1,17 +1,16 @@
-"""Attention of one chunk of a row: its queries against all keys of its documents so far, which are in one buffer.
+"""Attention of one chunk of a row: its queries see all keys of their documents so far, which are kept in one buffer.
 
-A layer that is called chunk by chunk is exact if every query meets the keys before it. So the attention function of a
-chunk puts its keys and values into the row's buffers (``KeyStore``) and takes those of earlier chunks from there.
-In the backward pass chunks come in reverse: each adds to the gradients of the keys that it has seen, in fp32, and
-finds those of its own complete, because only chunks behind it have seen them, and these are done. Where several ranks
-compute a row together, its keys and values are gathered before, and their gradients propagated after that
-(runtime/compute/sets.py): a chunk then neither puts its own there nor gives their gradients.
+A layer that is called chunk by chunk is exact if every query sees the keys before it. So the attention function of a
+chunk writes its keys and values into the row's buffers (``KeyStore``), and reads keys of earlier chunks from there. In
+the backward pass chunks run in reverse order. Each adds to the gradients of the keys that it has seen, in fp32. The
+gradients of its own keys are complete, because only later chunks have seen these keys, and they have already run. In a
+context-parallel group, keys and values of the row are gathered before, and their gradients propagated afterwards
+(runtime/compute/sets.py). A chunk then neither writes its own keys nor returns their gradients.
 
-Causal attention, within a window or not, with sinks or not, is torch's flash kernel: CUDA's once, that of the CPU for
-the chunk's own square and for its past, merged by their log-sum-exp in fp32. The backward kernel takes the merged
-output and log-sum-exp, one part of the keys after another. Everything else (soft caps, dropout) goes through explicit
-scores in slices of queries.
-"""
+Causal attention, with or without a window or sinks, uses torch's flash kernel. CUDA's kernel runs once. The CPU's
+kernel runs for the chunk's own square and for its past, merged by log-sum-exp in fp32. The backward kernel takes the
+merged output and log-sum-exp, for one part of the keys after another. All other attention (soft caps, dropout) uses
+explicit scores for slices of queries."""
 
 from __future__ import annotations
 
@@ -37,21 +36,26 @@ from tawpipe.model.kernels import (
 )
 
 PAST_KEYS = 4096
-"""Keys of the past that a backward pass looks at at one time: the kernel's gradients of keys exist for no more."""
+"""Number of past keys that a backward pass processes at one time. The kernel's gradients of keys exist for no more."""
 WINDOW_QUERIES = 1024
-"""Queries in a window that are looked at at one time."""
+"""Number of queries of windowed attention that are processed at one time."""
 
 
 State = dict[tuple[str, int], Tensor]
-"""What a mixer hands on behind a document's tokens, by kind and number: [1, ...] each."""
+"""State of a mixer behind a document's tokens: (kind, number) -> a tensor [1, ...]."""
 
 
 class KeysReached(Exception):
-    """Raised by the attention function of a chunk of which nothing but keys and values is wanted."""
+    """Raised by the attention function of a chunk if only its keys and values are needed, to leave the layer."""
 
 
 class KeyStore:
-    """The keys and values of one layer for whole rows, and in the backward pass the sums of their gradients."""
+    """Keys and values of one layer for whole rows, and the sums of their gradients in the backward pass.
+
+    Args:
+        rows: number of rows.
+        length: tokens per row.
+    """
 
     def __init__(self, rows: int, length: int) -> None:
         self.length, self._shape = length, (rows, length)
@@ -61,7 +65,9 @@ class KeyStore:
         self.value_sums: Tensor | None = None
 
     def put(self, begin: int, key: Tensor, value: Tensor) -> None:
-        """Set those of a chunk, [b, heads, tokens, d] each."""
+        """Copy keys and values of a chunk, [b, heads, tokens, d] each, to position ``begin`` of the rows.
+
+        Their graph is not kept. The first call allocates the buffers."""
         if self.keys is None:
             self.keys, self.values = self._like(key, key.dtype), self._like(value, value.dtype)
         assert self.keys is not None and self.values is not None
@@ -69,12 +75,14 @@ class KeyStore:
         self.keys[:, :, begin:end], self.values[:, :, begin:end] = key.detach(), value.detach()
 
     def of(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Those of some rows."""
+        """Return keys and values of ``rows``, as views."""
         assert self.keys is not None and self.values is not None
         return self.keys[rows], self.values[rows]
 
     def make_sums(self) -> None:
-        """Make room for the sums, once."""
+        """Allocate ``key_sums`` and ``value_sums``, the sums of gradients of keys and values, as zeros.
+
+        Their dtype is fp32 (fp64 for fp64). Does nothing if they exist."""
         assert self.keys is not None and self.values is not None
         if self.key_sums is not None:
             return
@@ -83,24 +91,30 @@ class KeyStore:
         self.value_sums = torch.zeros_like(self.values, dtype=wide)
 
     def _like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an empty buffer for whole rows with the heads and the head size of ``tensor``."""
         rows, length = self._shape
         return torch.empty(rows, tensor.shape[1], length, tensor.shape[3], dtype=dtype, device=tensor.device)
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Tokens ``begin`` to ``end`` of every row of a micro-batch, for which a layer is called; of those that this rank
-    computes, where several compute a row together.
+    """Tokens ``begin`` to ``end`` of every row of a micro-batch, for which a layer is called.
+
+    In a context-parallel group they count the tokens that this rank computes.
 
     Args:
-        ranges: where in the row these tokens are, ascending; from ``begin`` to ``end`` unless given.
-        only_keys: leave the layer when keys and values are there.
-        take: is given keys and values, with their graph; then the layer is left.
-        gathered: the store has keys and values of all tokens, and who gathered them propagates their gradients.
-        attended: whether the layer has called its attention.
-        keep: is given the chunk's tokens, attention's output and the log-sum-exp of its scores, None without a kernel.
-        kept: these two from before; they are not computed then.
-        arrived, left: states before and behind the chunk, by mixer and row, of documents that go on across its borders.
+        store: keys and values of the layer.
+        begin, end: range of the tokens.
+        ranges: positions of these tokens in the row, ascending; (``begin``, ``end``) by default.
+        only_keys: leave the layer as soon as keys and values are written.
+        take: function that receives keys and values with their graph; the layer is left after it.
+        gathered: True if the store already has keys and values of all tokens. The code that gathered them propagates
+            their gradients.
+        attended: True once the layer has called its attention.
+        keep: function that receives the chunk's tokens, attention's output and the log-sum-exp of its scores (None
+            without a kernel).
+        kept: output and log-sum-exp from an earlier call, which are then not computed.
+        arrived, left: states before and behind the chunk, by mixer and row, for documents that cross its borders.
     """
 
     store: KeyStore
@@ -118,7 +132,7 @@ class Chunk:
 
     @property
     def tokens(self) -> slice:
-        """Its place in a row."""
+        """The chunk's tokens as a slice."""
         return slice(self.begin, self.end)
 
     def __post_init__(self) -> None:
@@ -130,8 +144,11 @@ class ChunkQueries:
     """Queries of one document, or of all rows, in a chunk.
 
     Args:
-        queries: within the chunk.
-        oldest, first, last: in the row: the oldest key that is seen, the first query, the end of the queries.
+        rows: the rows.
+        queries: slice of the queries within the chunk.
+        oldest: position in the row of the oldest key that is seen.
+        first: position in the row of the first query.
+        last: position in the row behind the last query.
     """
 
     rows: slice
@@ -142,7 +159,13 @@ class ChunkQueries:
 
 
 def pieces(documents: Documents, chunk: Chunk, window: int | None) -> Iterator[ChunkQueries]:
-    """The documents of a chunk, cut where its tokens end."""
+    """Yield the queries of every document in a chunk, one item for each contiguous range of tokens.
+
+    Args:
+        documents: documents of the rows.
+        chunk: the chunk.
+        window: tokens that a query sees, itself included, or None.
+    """
     ends = [end for _, end in chunk.ranges]
     before = list(accumulate((end - begin for begin, end in chunk.ranges), initial=0))
     for rows, tokens in documents.regions():
@@ -157,7 +180,9 @@ def pieces(documents: Documents, chunk: Chunk, window: int | None) -> Iterator[C
 
 
 class ChunkAttention(torch.autograd.Function):
-    """[b, heads, c, d] of queries, [b, key-value heads, c, d] of keys and values, in; [b, heads, c, d] out."""
+    """Attention of a chunk, whose keys are written to and read from the chunk's store.
+
+    Queries [b, heads, c, d], keys and values [b, key-value heads, c, d] in, [b, heads, c, d] out."""
 
     @staticmethod
     def forward(
@@ -179,9 +204,9 @@ class ChunkAttention(torch.autograd.Function):
         if chunk.kept is not None:
             output, sums = chunk.kept
             ctx.save_for_backward(query, sinks, output, sums, *_only_here(chunk))
-            return output.clone()  # not what was saved, which would then be an output without a graph
+            return output.clone()  # a clone: the saved tensor itself must not become the output
         rows, heads, length, _ = query.shape
-        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as it is wanted in the end
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # layout of ``attend``'s result
         plain = options.is_plain(query, value)
         wide = torch.promote_types(query.dtype, torch.float32)
         sums = query.new_empty(query.shape[:3], dtype=wide) if plain else None
@@ -190,7 +215,7 @@ class ChunkAttention(torch.autograd.Function):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
                 seen = chunk.store.of(piece.rows)
-                # Values that must be padded are padded for few keys; else all of the past is one part.
+                # Values that need padding are padded for few keys at one time. Otherwise all of the past is one part.
                 past = piece.last if query.shape[-1] == value.shape[-1] else PAST_KEYS
                 parts = _parts(piece, options.window, past, flash.on_cuda(query))
                 output[at], sums[at] = flash.attention(query[at], *seen, parts, options.scale, sinks)
@@ -254,7 +279,19 @@ def attend(
     documents: Documents,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attention of a chunk, [b, c, heads, d], after its keys and values have been put into the row's."""
+    """Write the keys and values of a chunk into the store of its row, and compute its attention, [b, c, heads, d].
+
+    Args:
+        query: [b, heads, c, d].
+        key, value: [b, key-value heads, c, d].
+        sinks: [heads] logits of attention sinks, or None.
+        chunk: the chunk, with its store.
+        documents: documents of the rows.
+        options: window, scale, dropout and cap.
+
+    Raises:
+        KeysReached: only keys and values are needed (``chunk.take`` or ``chunk.only_keys``).
+    """
     assert query.shape[2] == chunk.end - chunk.begin
     chunk.attended = True
     if chunk.take is not None:
@@ -265,7 +302,11 @@ def attend(
 
 
 def _only_here(chunk: Chunk) -> tuple[Tensor | None, ...]:
-    """Keys and values of a row that is one chunk, out of its store: autograd keeps them, or makes them again."""
+    """Remove keys and values from the store and return them, if the row is one chunk, so that autograd owns them.
+
+    Returns:
+        Keys and values, or an empty tuple if other chunks or ranks need them in the store.
+    """
     store = chunk.store
     if chunk.gathered or chunk.end - chunk.begin < store.length:
         return ()
@@ -274,13 +315,16 @@ def _only_here(chunk: Chunk) -> tuple[Tensor | None, ...]:
 
 
 def _parts(piece: ChunkQueries, window: int | None, past: int, whole: bool) -> list[Part]:
-    """The queries and keys of a piece part by part, the own square of queries first.
+    """Return the parts of queries and keys that the flash kernel computes, the queries' own square first.
 
-    A window is cut into the own square, what all of some queries see, and what they leave one key after another.
+    With a window, queries are cut into portions. Each has its own square, the keys that all its queries see, and the
+    keys that its queries stop seeing one after another.
 
     Args:
-        past: keys of the past that are looked at at one time.
-        whole: the kernel hides keys by their distance: one part, if it has no more keys of the past.
+        piece: the queries.
+        window: tokens that a query sees, itself included, or None.
+        past: number of past keys that are processed at one time.
+        whole: True if the kernel hides keys by distance: then there is one part, if it has at most ``past`` past keys.
     """
     queries = slice(0, piece.last - piece.first)
     if window is None or piece.last - piece.oldest <= window:
@@ -306,15 +350,17 @@ def _parts(piece: ChunkQueries, window: int | None, past: int, whole: bool) -> l
 
 
 def _past(queries: slice, oldest: int, first: int, most: int) -> list[Part]:
+    """Return parts of at most ``most`` keys from ``oldest`` to ``first``, all of which the queries see."""
     return [Part(queries, slice(begin, min(begin + most, first))) for begin in range(oldest, first, most)]
 
 
 def _slices(
     query: Tensor, chunk: Chunk, piece: ChunkQueries, window: int | None
 ) -> Iterator[tuple[Place, Place, tuple[Tensor, Tensor], int]]:
-    """Slices of queries whose scores fit a budget: the queries in the chunk, the keys that they see in the row, these
-    keys and values, and at which of them the first query stands.
-    """
+    """Yield slices of queries whose scores fit a memory budget.
+
+    Each item is (queries in the chunk, keys that they see in the row, tensors of these keys and values, index of the
+    first query among these keys)."""
     every, store = slice(None), chunk.store
     assert store.keys is not None and store.values is not None
     for first, last, oldest in slices_of(query, piece.rows, range(piece.first, piece.last), piece.oldest, window):

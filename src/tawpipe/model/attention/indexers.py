@@ -1,9 +1,8 @@
-"""Indexers of sparse attention (DeepSeek V3.2 and its kin), which choose the keys that a query sees.
+"""Indexers of sparse attention (DeepSeek V3.2 and similar models), which choose the keys that a query sees.
 
-The loss gives them no gradient, and weight decay would shrink them: they are frozen. A document that is not longer than
-what an indexer chooses sees all keys before it, whatever its scores are: attention is dense there, and no scores of
-all pairs of tokens are made.
-"""
+The loss gives them no gradient, and weight decay would shrink them, so they are frozen. In a document that is not
+longer than the number of keys that an indexer chooses, every token sees all keys before it, whatever the scores are.
+Attention is then dense, and the scores of all pairs of tokens are not computed."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 from tawpipe.model.refuse import unsupported
 
 MOST = "index_topk"
-"""The attribute of an indexer that says how many keys it chooses."""
+"""Attribute of an indexer with the number of keys that it chooses."""
 
 
 def freeze_indexers(model: nn.Module) -> int:
-    """Freeze the parameters of indexers; how many numbers these have that were to be trained."""
+    """Freeze the parameters of indexers in place, and return the number of elements that were trainable before."""
     count = 0
     for name, parameter in model.named_parameters():
         if ".indexer." in name and parameter.requires_grad:
@@ -32,17 +31,18 @@ def freeze_indexers(model: nn.Module) -> int:
 
 
 def frozen_words(count: int) -> str:
-    """What ``freeze_indexers`` did, in a sentence; empty if it was nothing."""
+    """Return a sentence about the ``count`` parameters that ``freeze_indexers`` froze, or ``""`` if there are none."""
     why = "the loss gives them no gradient, and weight decay would shrink them"
     return f"{count:,} parameters of indexers of sparse attention: {why}" if count else ""
 
 
 class Indexer(nn.Module):
-    """What an indexer becomes an instance of, besides its own class: it chooses all keys where there are no more than
-    it may choose. [b, S, ...] in, [b, S, keys] numbers of keys out.
+    """Mixin class for an indexer that chooses all keys of rows not longer than its limit, without computing scores.
+
+    Hidden states [b, S, ...] in, indices of keys [b, S, keys] out. Longer rows run the indexer's own code.
 
     Raises:
-        UserError: when it first runs its own code chooses others.
+        UserError: in the first run, the indexer's own code chooses other keys.
     """
 
     _compared = False
@@ -65,6 +65,8 @@ class Indexer(nn.Module):
 
 @functools.cache
 def _choosing_all(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of ``kind`` that chooses all keys of short rows; see ``Indexer``."""
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         return Indexer.forward(self, *args, **kwargs)
 
@@ -73,9 +75,10 @@ def _choosing_all(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def spare_indexers(model: nn.Module) -> None:
-    """Let indexers score nothing where all keys are chosen: those that say how many tokens they choose and look at each
-    (by its mask), for which the numbers of all keys are what they would give, in another order.
-    """
+    """Change the class of the model's indexers in place, so that they compute no scores if all keys are chosen.
+
+    Only indexers that choose single tokens and take an attention mask are changed: the indices of all keys then equal
+    their own result, in another order."""
     for name, module in model.named_modules():
         chooses_tokens = hasattr(module, MOST) and "attention_mask" in signature(module.forward).parameters
         if name.endswith(".indexer") and chooses_tokens and not isinstance(module, Indexer):

@@ -1,10 +1,9 @@
-"""Keys and values of requests that come and go, and attention of a pass: its tokens see what their slots hold.
+"""Key-value cache for generation: keys and values of requests in slots, and attention of new tokens over their slots.
 
-A pass is one packed row. Its documents are the next tokens of some slots, each of which goes on behind what its slot
-holds: mostly a token each, and a piece of a prompt beside them. So a model that keeps the documents of a row apart by
-our attention function (``attention.packed_attention``) decodes with the code that it is trained with. Nothing is
-copied: a slot is a row of a layer's buffers, and slots that compute together are neighbours.
-"""
+A pass is one packed row. Each of its documents holds the next tokens of one slot: mostly one token, or a part of a
+prompt. They see the keys that the slot already holds. A model that keeps the documents of a row apart by our attention
+function (``attention.packed_attention``) therefore decodes with the code that trained it. Nothing is copied: a slot is
+a row of a layer's buffers, and slots that are computed together are neighbours."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.kernels import AttentionOptions, Documents, explicit_scores
 
 WASTED = 2
-"""Slots of which each has a token are computed at once where that reads at most so many times the keys they see."""
+"""Slots with one token each are computed together if this reads at most ``WASTED`` times the number of keys seen."""
 SCORES = 2**24
-"""Elements of the scores that are computed at one time, where no kernel computes them piece by piece."""
+"""Elements of the scores that exist at one time, if no kernel computes them in parts."""
 
 
 @dataclass(frozen=True)
 class SlotTokens:
-    """The next tokens of a slot, in a pass.
+    """Next tokens of one slot in a pass.
 
     Args:
-        slot: its number.
-        first: position of the first of them.
-        tokens: their ids; zeros where only positions count.
+        slot: number of the slot.
+        first: position of the first of these tokens.
+        tokens: token ids; zeros if only positions count.
     """
 
     slot: int
@@ -42,20 +41,20 @@ class SlotTokens:
 
     @property
     def end(self) -> int:
-        """Keys that the last of them sees."""
+        """Position behind the last token, which is the number of keys that the last token sees."""
         return self.first + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class SlotRange:
-    """Neighbouring slots whose tokens are computed at once: one token each, or those of one slot.
+    """Neighbouring slots whose tokens are computed together: one token of each slot, or all tokens of one slot.
 
     Args:
-        slots: in the buffers, those in between that have no token included.
-        tokens: of the pass, in the order of their slots; a slice for those of one slot.
-        places: of them among the slots; None if each of these has one.
-        firsts: of every slot the position of its first token; of those that have none that of some other.
-        keys: that the last one of the longest sees.
+        slots: slice of the buffers' rows, including slots in between that have no token.
+        tokens: indices of the tokens in the pass, in the order of their slots; a slice for the tokens of one slot.
+        places: indices of the tokens' slots within ``slots``; None if each slot has a token.
+        firsts: position of the first token of every slot. A slot without token gets the position of another one.
+        keys: number of keys that the last token of the longest slot sees.
     """
 
     slots: slice
@@ -67,24 +66,27 @@ class SlotRange:
 
 @dataclass(frozen=True, eq=False)
 class SlotDocuments(Documents):
-    """The documents of a pass, each behind what its slot holds."""
+    """Documents of a pass, each continuing the content of its slot."""
 
     batch: PassBatch = field(kw_only=True)
     written: tuple[Tensor, ...] = field(kw_only=True)
     """Slot and position of every token, on the device."""
     piece: int = 0
-    """Tokens see those of their own piece of so many positions; 0 for all before them."""
+    """Number of positions in a block of chunked attention: tokens see only keys of their own block. 0 shows all earlier
+    keys."""
     masks: dict[Hashable, Tensor] = field(default_factory=dict)
-    """Which keys a range's queries see: the same in all layers of a kind."""
+    """Key of a range -> its mask. Layers of a kind share masks."""
 
     def cut(self, length: int) -> SlotDocuments:
+        """Return these documents with chunked attention in blocks of ``length`` positions."""
         return replace(self, piece=length)
 
     @cached_property
     def ranges(self) -> tuple[SlotRange, ...]:
-        """What is computed at once: all slots with one token, unless that would read many keys that none of them sees;
-        then these one by one, as those with several.
-        """
+        """Ranges of slots that are computed together.
+
+        All slots with one token form one range, unless that would read too many keys that none of them sees (see
+        ``WASTED``). Every other slot is a range of its own."""
         parts, starts = self.batch.parts, [first for _, first, _ in self.spans]
         single, together = [at for at, part in enumerate(parts) if len(part.tokens) == 1], list[SlotRange]()
         if len(single) > 1:
@@ -101,32 +103,52 @@ class SlotDocuments(Documents):
         return *together, *(self._alone(parts[at], starts[at]) for at in alone)
 
     def _index(self, numbers: Iterable[int]) -> Tensor:
+        """Return ``numbers`` as an index tensor on the device."""
         return torch.tensor([*numbers], device="cpu").to(self.written[0].device)
 
     def _alone(self, part: SlotTokens, start: int) -> SlotRange:
+        """Return the range of one slot, whose tokens begin at index ``start`` of the pass."""
         tokens = slice(start, start + len(part.tokens))
         return SlotRange(slice(part.slot, part.slot + 1), tokens, None, (part.first,), part.end)
 
     def put(self, layer: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
-        """Write keys and values of the pass behind what the slots of a layer hold."""
+        """Write keys and values of the pass into the slots of a layer, behind their present content.
+
+        Remains of an earlier request in a slot are set to zero first.
+
+        Args:
+            layer: keys and values of all slots, [slots, heads, context, d] each.
+            new: keys and values of the pass, [1, heads, tokens, d] each.
+        """
         slots, positions = self.written
         for held, given in zip(layer, new, strict=True):
-            # What is left of another request is hidden, but hidden numbers that are not finite would still show.
+            # Remains of an earlier request are masked, but masked numbers that are not finite would still change
+            # results.
             for slot, end in self.batch.leftover.items():
                 held[slot, :, :end].zero_()
-            if len(self.batch.parts) == 1:  # a copy is sooner than an index
+            if len(self.batch.parts) == 1:  # a copy is faster than an index
                 (part,) = self.batch.parts
                 held[part.slot, :, part.first : part.end] = given[0]
             else:
                 held[slots, :, positions] = given[0].transpose(0, 1)
 
     def oldest(self, part: SlotRange, window: int | None) -> int:
-        """The first key that some query sees."""
+        """Return the position of the first key that some query of the range sees."""
         first = min(part.firsts)
         return max(first // self.piece * self.piece if self.piece else 0, 0 if window is None else first - window + 1)
 
     def visible(self, part: SlotRange, count: int, window: int | None, device: torch.device) -> Tensor | None:
-        """[slots, 1, count, keys]: True where a query sees one of the keys from the oldest on; None if it sees all."""
+        """Return the mask of a range, True where a query sees a key, or None if every query sees all keys.
+
+        Args:
+            part: the range.
+            count: queries per slot.
+            window: tokens that a query sees, itself included, or None.
+            device: device of the mask.
+
+        Returns:
+            [slots, 1, count, keys], with the keys from ``oldest`` on.
+        """
         if count == 1 and len(part.firsts) == 1:
             return None
         key = part.slots.start, part.slots.stop, count, window, self.piece
@@ -144,36 +166,40 @@ class SlotDocuments(Documents):
 
 
 class SlotCache:
-    """The keys and values of all slots, for every layer that runs here.
+    """Keys and values of all slots, for every layer that runs on this rank.
 
     Args:
-        slots: how many.
-        context: positions of each.
+        slots: number of slots.
+        context: number of positions in each slot.
     """
 
     def __init__(self, slots: int, context: int) -> None:
         self.slots, self.context = slots, context
         self._used = [0] * slots
-        """Positions that have been written in every slot."""
+        """Number of positions that are written, for every slot."""
         self._skipped = [0] * slots
-        """Tokens of every slot that are padding to a model which counts positions by what is none."""
+        """Number of padding tokens in every slot, for a model that counts positions without padding."""
         self._layers: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._at = 0, 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers that have run so far."""
+        """Bytes of the buffers of all layers that have run so far."""
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     def begin(self, block: int) -> None:
-        """What attention is asked for next belongs to this block; some layers attend several times."""
+        """Set the block to which the next calls of attention belong.
+
+        Some layers call attention several times."""
         self._at = block, 0
 
     def of_layer(self, *like: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of all slots for the attention that is called now; made when it is called first.
+        """Return keys and values of all slots for the present call of attention, and advance to the block's next call.
+
+        The buffers are allocated at the first call.
 
         Args:
-            like: [1, heads, tokens, d], keys and values of a pass, for shapes and types.
+            like: keys and values of a pass, [1, heads, tokens, d], for shapes and dtypes.
         """
         at, self._at = self._at, (self._at[0], self._at[1] + 1)
         if at not in self._layers:
@@ -183,13 +209,18 @@ class SlotCache:
         return self._layers[at]
 
     def batch(self, parts: Sequence[SlotTokens], first: int = 0) -> PassBatch:
-        """A pass as a micro-batch, whose documents go on behind what the slots hold.
+        """Build a pass as a micro-batch whose documents continue the content of their slots.
+
+        The positions of the pass count as used from then on. A slot whose tokens begin at position 0 starts a new
+        request.
 
         Args:
-            first: the position of a document's first token (``PositionUse``).
+            parts: next tokens of some slots.
+            first: position of a document's first token in the model (``PositionUse``).
 
         Raises:
-            UserError: a slot or a position that is not there, a slot twice, or tokens that do not go on where it ends.
+            UserError: a slot or position does not exist, a slot appears twice, or tokens do not continue where a slot
+                ends.
         """
         positions, leftover, before = list[int](), dict[int, int](), set[int]()
         for part in parts:
@@ -213,6 +244,7 @@ class SlotCache:
         )
 
     def _check(self, part: SlotTokens, before: set[int]) -> None:
+        """Raise UserError if tokens do not fit their slot, or if the slot is already in ``before``."""
         if not 0 <= part.slot < self.slots or part.slot in before:
             raise UserError("slot", part.slot, f"from 0 to {self.slots - 1}, each once in a pass")
         if part.first not in (0, self._used[part.slot]):
@@ -222,7 +254,10 @@ class SlotCache:
             raise UserError("tokens", len(part.tokens), expected)
 
     def _positions(self, part: SlotTokens, first: int) -> list[int]:
-        """Positions as the model counts them: RoBERTa and its kin leave out padding, which is the token first - 1."""
+        """Return the positions of a slot's tokens as the model counts them.
+
+        RoBERTa and similar models (``first`` above 0) do not count padding, which is the token ``first - 1``. The
+        padding of a slot so far is counted in ``_skipped``."""
         if not first:
             return list(range(part.first, part.end))
         positions = []
@@ -234,14 +269,15 @@ class SlotCache:
 
 @dataclass(frozen=True, repr=False)
 class PassBatch(MicroBatch):
-    """The tokens of a pass."""
+    """Micro-batch with the tokens of a pass."""
 
     cache: SlotCache = field(kw_only=True)
     parts: tuple[SlotTokens, ...] = field(kw_only=True)
     leftover: dict[int, int] = field(kw_only=True)
-    """Slots in which another request begins -> positions that hold what the one before it has left."""
+    """Slot in which a new request begins -> number of positions that still hold the previous request."""
 
     def documents(self, device: torch.device) -> SlotDocuments:
+        """Return the documents of the pass, for attention on ``device``."""
         slots = [part.slot for part in self.parts for _ in part.tokens]
         positions = [place for part in self.parts for place in range(part.first, part.end)]
         written = tuple(torch.tensor(numbers, device="cpu").to(device) for numbers in (slots, positions))
@@ -252,14 +288,17 @@ class PassBatch(MicroBatch):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: SlotDocuments, options: AttentionOptions
 ) -> Tensor:
-    """Attention of a pass, after its keys and values have been put into the slots.
+    """Write the keys and values of a pass into the slots, and compute its attention.
 
     Args:
         query: [1, heads, T, d].
         key, value: [1, key-value heads, T, d].
+        sinks: [heads] logits of attention sinks, or None.
+        documents: documents of the pass, with their cache.
+        options: window, scale and cap.
 
     Returns:
-        [1, T, heads, d].
+        The output [1, T, heads, d].
     """
     layer, groups = documents.batch.cache.of_layer(key, value), key.shape[1]
     documents.put(layer, (key, value))
@@ -290,14 +329,21 @@ def attend(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, sinks: Tensor | None, options: AttentionOptions
 ) -> Tensor:
-    """Queries [b, groups, n, q, d] of groups of n heads that share keys [b, groups, L, d]; [b, groups, n, q, d] out.
+    """Compute attention of queries in groups of heads that share keys.
 
     Args:
-        seen: [b, 1, q, L].
+        query: [b, groups, n, q, d], with n heads per group.
+        key, value: [b, groups, L, d].
+        seen: True where a query sees a key, [b, 1, q, L]; None if each sees all keys.
+        sinks: [heads] logits of attention sinks, or None.
+        options: scale and cap.
+
+    Returns:
+        The output [b, groups, n, q, d].
     """
     rows, groups, heads, count, dim = query.shape
     plain = sinks is None and options.softcap is None and dim == value.shape[-1]
-    if plain and count == 1:  # the heads of a group are queries of the same keys
+    if plain and count == 1:  # the heads of a group act as queries of their shared keys
         folded = query.reshape(rows, groups, heads, dim)
         output = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=options.scale)
         return output.unsqueeze(3)
@@ -310,6 +356,6 @@ def _attention(
     options, given = replace(options, window=None, dropout=0.0), {"generator": None, "offset": key.shape[2] - 1}
     for begin in range(0, count, size):
         part = slice(begin, min(begin + size, count))
-        hidden = None if seen is None else ~seen[:, :, None, part]  # where None, the one query stands at the last key
+        hidden = None if seen is None else ~seen[:, :, None, part]  # if None, the only query is at the last key
         pieces.append(explicit_scores(folded[:, :, part], key, value, sinks, options, hidden=hidden, **given))
     return torch.cat(pieces, dim=2).unflatten(1, (groups, heads))

@@ -1,1 +1,1 @@
-"""Weights in few bits."""
+"""Weights in 4 or 8 bits: for training frozen layers, for generation, and in exported folders."""

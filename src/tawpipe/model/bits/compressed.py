@@ -1,10 +1,9 @@
-"""Folders in few bits, in the form of compressed-tensors: W4A16 and W8A8, as transformers and vLLM read them.
+"""Model folders in 4 or 8 bits, in the format of compressed-tensors: W4A16 and W8A8, which transformers and vLLM read.
 
-``w4a16`` ("pack-quantized"): matrices of linear layers in 4 bits, groups of 128 numbers along a row share a bf16 scale,
-or of 64 or 32 where more matrices have such ones; eight numbers in an int32, the first in the lowest bits, each plus 8.
-``w8a8`` ("int-quantized"): int8 with a scale for each row; who computes rounds each token's activations to int8, too.
-Embeddings, heads, norms and routers stay as they are.
-"""
+``w4a16`` ("pack-quantized"): matrices of linear layers in 4 bits. Groups of 128 numbers along a row share a bf16 scale;
+groups of 64 or 32 are used if they fit more matrices. An int32 holds eight numbers, the first in the lowest bits, each
+plus 8. ``w8a8`` ("int-quantized"): int8 with a scale for each row. Inference also rounds each token's activations to
+int8. Embeddings, heads, norms and routers stay unchanged."""
 
 from __future__ import annotations
 
@@ -21,29 +20,33 @@ from tawpipe.model.bits.quantized import matrices_of
 
 PLAIN = "hf"
 FORMATS = {"w4a16": "w4", "w8a8": "int8"}
-"""Formats of a folder, and what ``lowbit`` calls its matrices."""
+"""Format of a folder -> form of its matrices in ``lowbit``."""
 GROUPS = (128, 64, 32)
-"""Numbers along a row that share a scale, of w4a16."""
+"""Group sizes that are tried for w4a16: numbers along a row that share a scale."""
 LEAST_SHARE = 0.5
-"""Share of a model's bytes that must be in few bits."""
+"""Smallest share of a model's numbers that must be in 4 bits for w4a16."""
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 WEIGHT = ".weight"
 PER_WORD = 8
-"""Numbers in an int32, of w4a16."""
+"""Numbers in one int32, for w4a16."""
 
 
 class FewBitsFolder:
-    """What is different in a folder in few bits. Experts that are stacked in one parameter are matrices there.
+    """Tensors and settings of an exported folder whose matrices are in 4 or 8 bits.
+
+    Experts stacked in one parameter of the model are single matrices in the folder.
 
     Args:
-        model: whose linear layers are meant.
+        format: ``w4a16`` or ``w8a8``.
+        model: the model, whose linear layers are quantised.
         layers: names of the parameters of its layers.
-        split: names of those parameters that are several tensors in a folder.
-        on_disk: gives the name that any other has there.
-        dtype: of what stays, and of the scales of w8a8.
+        split: names of parameters that are several tensors in a folder.
+        on_disk: function from any other parameter's name to its name in the folder.
+        dtype: dtype of the tensors that are not quantised, and of the scales of w8a8.
 
     Raises:
-        UserError: no linear layer can be in few bits; or experts, in a form that transformers would not load.
+        UserError: no linear layer can be quantised, too small a share of the model would be, or the model has experts
+            in a form that transformers would not load.
     """
 
     def __init__(
@@ -56,12 +59,13 @@ class FewBitsFolder:
         dtype: torch.dtype,
     ) -> None:
         self.words: str
-        """A line about what is in few bits."""
+        """Line about the matrices that are quantised."""
         linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)}
         of_layers = [(name, model.get_parameter(name)) for name in matrices_of(model) & layers]
         experts = {name: parameter for name, parameter in of_layers if parameter.ndim == 3}
 
         def fitting(group: int) -> dict[str, Tensor]:
+            """Return the matrices of layers whose rows groups of ``group`` numbers divide; for w8a8 all matrices."""
             whole = format == "w8a8"
             return {n: p for n, p in of_layers if (n in linear or n in experts) and (whole or _fits(group, p))}
 
@@ -93,7 +97,14 @@ class FewBitsFolder:
         self._stays = {on_disk(name) for name in linear - chosen if ".lora_" not in name}
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What is written for a tensor: itself, or codes with their scales."""
+        """Yield (name, tensor) to write for one tensor: the tensor itself, or its codes, scales and shape.
+
+        Matrices that stay as they are, except embeddings, are added to the list ``ignore`` of ``settings``.
+
+        Args:
+            name: name of the tensor in a folder of full precision.
+            tensor: its values.
+        """
         matrix = tensor.ndim == 2 and name.endswith(WEIGHT)
         if name not in self._names and not (matrix and self._experts and ".experts." in name):
             if matrix and name not in self._embeddings:
@@ -111,7 +122,9 @@ class FewBitsFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The ``quantization_config`` of its config.json, when all tensors are written."""
+        """The ``quantization_config`` for config.json.
+
+        Read it after all tensors are written."""
         symmetric = {"type": "int", "symmetric": True}
         if self._form == "w4":
             weights = symmetric | {"num_bits": 4, "strategy": "group", "group_size": self._group, "dynamic": False}
@@ -130,12 +143,12 @@ class FewBitsFolder:
 
 
 def _fits(group: int, parameter: Tensor) -> bool:
-    """True if groups divide the rows of a matrix, or of each of some stacked ones whichever way round."""
+    """Return True if groups of ``group`` divide the rows of a matrix, or both sizes of stacked matrices."""
     return all(size % group == 0 for size in parameter.shape[1:])
 
 
 def packed(codes: Tensor) -> Tensor:
-    """Codes from -8 to 7, int8 [out, in], as int32 [out, in / 8]."""
+    """Pack codes from -8 to 7, int8 [out, in], into int32 [out, in / 8]."""
     words = torch.zeros(codes.shape[0], codes.shape[1] // PER_WORD, dtype=torch.int32)
     for place in range(PER_WORD):
         words |= (codes[:, place::PER_WORD].to(torch.int32) + 8) << 4 * place
@@ -143,30 +156,37 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The inverse of ``packed``."""
+    """Unpack int32 [out, in / 8] into codes from -8 to 7, int8 [out, in]; the inverse of ``packed``."""
     places = [(words >> 4 * place & 15) - 8 for place in range(PER_WORD)]
     return torch.stack(places, dim=2).flatten(1).to(torch.int8)
 
 
 class FewBitsTensors:
-    """The tensors of a folder under the names that they have in full precision.
+    """Reads the tensors of a folder by the names that they have in full precision.
 
     Args:
-        files: tensor -> the file that holds it.
+        files: tensor name -> the file that contains it.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
         stems = [name.removesuffix(SCALE) for name in files if name.endswith(SCALE)]
         self._few = {stem + WEIGHT: stem + key for stem in stems for key in (WEIGHT, PACKED) if stem + key in files}
-        """Matrix in few bits -> what its codes are called."""
+        """Name of a quantised matrix -> name of its codes in the folder."""
         extra = {name.removesuffix(WEIGHT) + part for name in self._few for part in (PACKED, SCALE, SHAPE)}
         self.files = {name: file for name, file in files.items() if name not in extra}
         self.files |= {name: files[name.removesuffix(WEIGHT) + SCALE] for name in self._few}
-        """Name -> a file; of matrices in few bits that with their scales."""
+        """Tensor name -> a file; for a quantised matrix the file with its scales."""
 
     def codes(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them; None if it has no such ones."""
+        """Return codes and scales of a matrix in the form of ``lowbit.quantise_rows``, or None if the folder has none.
+
+        They are also None if the folder's group size or scales do not fit that form.
+
+        Args:
+            name: name of the matrix in full precision.
+            opened: function that opens a file.
+        """
         if name not in self._few:
             return None
         codes, scales = self._stored(name, opened)
@@ -176,19 +196,19 @@ class FewBitsTensors:
         return (codes, scales.bfloat16()) if as_ours else None
 
     def tensor(self, name: str, opened: Callable[[Path], Any]) -> Tensor:
-        """A tensor, in fp32 if it is in few bits."""
+        """Return a tensor; a quantised matrix is dequantised to fp32."""
         if name in self._few:
             return dequantise_rows(*self._stored(name, opened), torch.float32)
         return opened(self._files[name]).get_tensor(name)
 
     def _stored(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor]:
-        """Codes of a matrix, int8 [out, in], and its scales as they are."""
+        """Return the codes of a quantised matrix, int8 [out, in], and its scales as stored."""
         keys = self._few[name], name.removesuffix(WEIGHT) + SCALE
         codes, scales = (opened(self._files[key]).get_tensor(key) for key in keys)
         return codes if keys[0] == name else unpacked(codes), scales
 
     def shape(self, name: str, opened: Callable[[Path], Any]) -> tuple[int, ...]:
-        """The shape of a tensor in full precision, read from the head of its file."""
+        """Return the shape of a tensor in full precision, from its file's header."""
         key = self._few.get(name, name)
         shape = tuple(opened(self._files[key]).get_slice(key).get_shape())
         return (*shape[:-1], shape[-1] * PER_WORD) if key != name else shape

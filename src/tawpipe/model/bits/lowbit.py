@@ -1,9 +1,8 @@
-"""Weights of linear layers in 4 or 8 bits, multiplied by torch's kernels; for generation, where they stay.
+"""Weights of linear layers in 4 or 8 bits for generation, multiplied by torch's kernels.
 
-``w4`` is what compressed-tensors calls W4A16: groups of 128 along a row share a scale, codes go from -8 to 7, scales
-are bf16. ``int8`` has one scale for each row. Where no kernel is fast, as in fp32 on CPUs, and for many tokens at once,
-the matrix is dequantised for the time of the product.
-"""
+The weights stay on the device. ``w4`` is the format W4A16 of compressed-tensors: groups of 128 elements along a row
+share a bf16 scale, and codes range from -8 to 7. ``int8`` has one scale for each row. If no kernel is fast, as in fp32
+on CPUs, and for many tokens at one time, the matrix is dequantised temporarily for the product."""
 
 from __future__ import annotations
 
@@ -20,23 +19,25 @@ from tawpipe.model.bits.quantized import ROUTERS
 AUTO, EXACT = "auto", "none"
 FORMS = (AUTO, EXACT, "w4", "int8")
 GROUP = 128
-"""Elements of a row that share a scale, of w4 in memory."""
+"""Elements of a row that share a scale, for w4 in memory."""
 FEW = 16
-"""Tokens up to which a kernel for few bits is faster than a product with what it stands for."""
+"""Number of tokens up to which a low-bit kernel is faster than a product with the dequantised matrix."""
 
 
 def quantise_rows(
     weight: Tensor, form: str, dtype: torch.dtype = torch.float32, *, group: int = GROUP
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix.
+    """Quantise a matrix to 4 or 8 bits, and return its codes and scales.
 
     Args:
-        weight: [out, in], of any floating type; ``in`` a multiple of ``group`` for w4.
-        dtype: of the scales of int8.
-        group: elements of a row that share a scale, of w4.
+        weight: [out, in], of any floating-point dtype. For w4 ``in`` is a multiple of ``group``.
+        form: ``w4`` or ``int8``.
+        dtype: dtype of the scales of int8.
+        group: elements of a row that share a scale, for w4.
 
     Returns:
-        int8 [out, in]; bf16 [out, in / group] for w4, [out, 1] for int8.
+        Codes: int8 [out, in], one byte per element also for w4, from -8 to 7. Scales: bf16 [out, in / group] for w4,
+        ``dtype`` [out, 1] for int8.
     """
     size, most, dtype = (group, 7.5, torch.bfloat16) if form == "w4" else (weight.shape[1], 127.0, dtype)
     groups = weight.float().unflatten(1, (-1, size))
@@ -48,18 +49,19 @@ def quantise_rows(
 
 
 def dequantise_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix that codes and scales stand for, [out, in]; computed in fp32 and rounded once."""
+    """Return the matrix [out, in] that codes and scales represent, computed in fp32 and rounded once to ``dtype``."""
     groups = codes.unflatten(1, (scales.shape[1], -1)).float()
     return (groups * scales.float()[..., None]).flatten(1).to(dtype)
 
 
 class FewBitsLinear(nn.Module):
-    """A linear layer whose matrix is in few bits.
+    """A linear layer whose matrix is stored in 4 or 8 bits.
 
     Args:
-        codes, scales: as ``quantise_rows`` gives them; scales are rounded to ``dtype``.
+        form: ``w4`` or ``int8``.
+        codes, scales: result of ``quantise_rows``. Scales are rounded to ``dtype``.
         bias: [out], or None.
-        dtype: that it computes in.
+        dtype: dtype in which the layer computes.
     """
 
     def __init__(self, form: str, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -76,10 +78,11 @@ class FewBitsLinear(nn.Module):
                 self.scales_and_zeros = torch.stack([self.scales.T, torch.zeros_like(self.scales.T)], dim=2)
 
     def matrix(self) -> Tensor:
-        """What the codes stand for, [out, in]."""
+        """Return the dequantised matrix [out, in]."""
         if self.form == "int8":
             return self.codes.to(self.dtype) * self.scales
-        # Each code in the upper half of a byte is 16 times what it is, which a scale undoes without rounding.
+        # A code in the upper half of a byte is 16 times its value. Dividing the scale by 16 corrects this without
+        # rounding.
         codes = torch.stack([self.codes << 4, self.codes & 0xF0], dim=2).view(torch.int8).flatten(1)
         groups = codes.unflatten(1, (self.scales.shape[1], -1)).to(self.dtype)
         return groups.mul_((self.scales / 16)[..., None]).flatten(1)
@@ -100,8 +103,15 @@ class FewBitsLinear(nn.Module):
 
 
 def has_kernel(form: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> bool:
-    """True if torch multiplies with such a matrix on this type of device, and faster than with what it stands for: a
-    CPU's kernels are many times slower in fp32.
+    """Return True if torch has a kernel for this matrix that is faster than a product with the dequantised matrix.
+
+    CPU kernels are many times slower in fp32.
+
+    Args:
+        form: ``w4`` or ``int8``.
+        shape: [out, in] of the matrix.
+        dtype: dtype of the product.
+        device: device type, cpu or cuda.
     """
     out, inner = shape
     if device == "cpu":
@@ -110,8 +120,16 @@ def has_kernel(form: str, shape: Sequence[int], dtype: torch.dtype, device: str)
 
 
 def matrix_bytes(form: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> tuple[int, int, int]:
-    """Bytes that a matrix [out, in] in few bits holds, that a product with up to ``FEW`` tokens reads of it, and that
-    one with more reads and writes, for which it is dequantised.
+    """Return bytes of a matrix in 4 or 8 bits: stored, moved by a small product, and moved by a large product.
+
+    A small product has up to ``FEW`` tokens, and reads the second number of bytes. A large product reads and writes the
+    third number, because the matrix is dequantised for it.
+
+    Args:
+        form: ``w4`` or ``int8``.
+        shape: [out, in] of the matrix.
+        dtype: dtype of the product.
+        device: device type, cpu or cuda.
     """
     out, inner = shape
     numbers, width = out * inner, dtype.itemsize
@@ -121,11 +139,11 @@ def matrix_bytes(form: str, shape: Sequence[int], dtype: torch.dtype, device: st
         return codes + scales, many, many
     if form == "int8":
         return codes + scales, codes + scales, many
-    return 2 * codes + 3 * scales, codes + 2 * scales, many  # the kernel has its own codes, and scales with zeros
+    return 2 * codes + 3 * scales, codes + 2 * scales, many  # the kernel has its own codes, and scales with zero points
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Codes as the kernel of their device wants them, which counts them from 0 on."""
+    """Return codes in the layout of their device's kernel, which counts them from 0 to 15."""
     above = codes.int() + 8
     if codes.device.type == "cpu":
         return torch.ops.aten._convert_weight_to_int4pack_for_cpu(above, 1)
@@ -134,17 +152,20 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def check_weights_form(form: str) -> None:
-    """Raises UserError: there is no such form."""
+    """Raise UserError if ``form`` is unknown."""
     if form not in FORMS:
         raise UserError("weights", form, ", ".join(FORMS))
 
 
 def few_bits_modules(model: nn.Module, form: str, among: Collection[str]) -> dict[str, str]:
-    """Weights that can be in few bits -> the linear modules that they are of: no routers, no adapters, no experts that
-    are stacked in one parameter.
+    """Return weights that can be stored in 4 or 8 bits -> the names of their linear modules.
+
+    Routers, adapters and experts stacked in one parameter are left out.
 
     Args:
-        among: names of parameters.
+        model: the model.
+        form: form of the codes, ``w4`` or another one.
+        among: names of the parameters that are considered.
     """
     modules = dict[str, str]()
     for path, module in model.named_modules():
@@ -157,16 +178,18 @@ def few_bits_modules(model: nn.Module, form: str, among: Collection[str]) -> dic
 
 
 def form_of(scales: Tensor) -> str:
-    """The form of codes with such scales: those of w4 are bf16."""
+    """Return the form of codes with these scales: ``w4`` for bf16 scales, otherwise ``int8``."""
     return "w4" if scales.dtype == torch.bfloat16 else "int8"
 
 
 def put_few_bits(model: nn.Module, path: str, coded: tuple[Tensor, Tensor], like: Tensor) -> None:
-    """Replace a linear module by one in few bits, which keeps its bias.
+    """Replace a linear module of ``model`` by one in 4 or 8 bits, which keeps its bias.
 
     Args:
-        coded: codes and scales, as ``quantise_rows`` gives them.
-        like: of the device and the dtype to compute with.
+        model: the model, changed in place.
+        path: name of the linear module.
+        coded: codes and scales, as ``quantise_rows`` returns them.
+        like: tensor with the device and the dtype in which the module computes.
     """
     above, _, leaf = path.rpartition(".")
     parent = model.get_submodule(above)

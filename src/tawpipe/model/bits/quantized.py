@@ -1,11 +1,10 @@
-"""Numbers in 4 or 8 bits: the two formats of frozen weights, and which weights have them.
+"""Quantisation of frozen weights in 4 or 8 bits: two formats, and the parameters that can have them.
 
-``nf4`` is that of QLoRA (Dettmers et al., 2023) as bitsandbytes has it without double quantisation: blocks of 64
-elements, each divided by its largest magnitude, which is kept in fp32, and rounded to the nearest of 16 normal-float
-values; two elements in a byte, the first in the upper half. ``int8`` has the same blocks, whose elements are rounded to
-127ths of the largest magnitude. What they stand for is computed in fp32 and rounded to the compute dtype: the same bits
-on every device.
-"""
+``nf4`` is the format of QLoRA (Dettmers et al., 2023), as in bitsandbytes without double quantisation. Each block of 64
+elements is divided by its largest magnitude, which is stored in fp32, and rounded to the nearest of 16 normal-float
+values. A byte holds two elements, the first in the upper half. ``int8`` has the same blocks, with elements rounded to
+127ths of the largest magnitude. Dequantised numbers are computed in fp32 and rounded to the compute dtype, with
+identical bits on every device."""
 
 from __future__ import annotations
 
@@ -26,23 +25,25 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 CELLS = 4096
-"""Into which numbers from -1 to 1 are sorted, to find the nearest of the table: many times faster than a search."""
+"""Number of cells from -1 to 1 into which numbers are sorted to find the nearest table value, much faster than a
+search."""
 READ_AT_ONCE = 2**25
-"""Elements that are dequantised at one time on CUDA, at most."""
+"""Largest number of elements that are dequantised at one time on CUDA."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last names of linear modules that choose experts: small, and a choice is no place to round."""
+"""Last names of linear modules that choose experts. They are not quantised: they are small, and rounding changes
+choices."""
 
 
 def check_form(form: str) -> None:
-    """Raises UserError: there is no such form."""
+    """Raise UserError if ``form`` is unknown."""
     if form not in FORMS:
         raise UserError("quantize", form, ", ".join(FORMS))
 
 
 def matrices_of(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that can be quantised: weights of linear modules and those of experts, three-dimensional;
-    no adapters, no routers.
-    """
+    """Return the names of parameters that can be quantised: weights of linear modules, and stacked experts.
+
+    Experts are parameters with three dimensions. Adapters and routers are left out."""
     from transformers.pytorch_utils import Conv1D
 
     names = set()
@@ -56,18 +57,19 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
 
 
 def quantise(form: str, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write numbers as codes and scales.
+    """Quantise numbers into codes and scales, which are written in place.
 
     Args:
-        values: [n], of any floating type.
-        codes: uint8, of whole blocks.
-        scales: fp32, one for every block.
+        form: ``nf4`` or ``int8``.
+        values: numbers [n], of any floating-point dtype.
+        codes: uint8 output, for whole blocks.
+        scales: fp32 output, one for every block.
     """
     step = _at_once(values, 2**22)
     for begin in range(0, values.numel(), step):
         part = values[begin : begin + step].float()
         blocks = nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-        largest = blocks.abs().amax(dim=1)  # nan and inf stay what they are
+        largest = blocks.abs().amax(dim=1)  # NaN and inf are kept
         if form == "int8":
             largest /= 127
         scaled = (blocks / largest.where(largest > 0, 1.0)[:, None]).flatten()
@@ -81,7 +83,7 @@ def quantise(form: str, values: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write the numbers that codes and scales stand for into ``out`` ([n], of any floating type)."""
+    """Write the numbers that codes and scales represent into ``out``, [n] of any floating-point dtype."""
     step = _at_once(out, READ_AT_ONCE)
     for begin in range(0, out.numel(), step):
         end = min(begin + step, out.numel())
@@ -91,7 +93,9 @@ def dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def _dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """``dequantise`` at one time; what it takes is gone before the next piece is read."""
+    """Dequantise one portion into ``out``.
+
+    Its temporary memory is freed before the next portion."""
     if form == "int8":
         values = codes.view(torch.int8).float()
     else:
@@ -104,14 +108,16 @@ def _dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def passing_bytes(form: str, numel: int) -> int:
-    """Bytes that ``dequantise`` takes on CUDA besides what it is given, for a matrix of so many elements: numbers in
-    fp32, and of nf4 places in the table of what a byte stands for.
-    """
+    """Return the temporary bytes that ``dequantise`` takes on CUDA for a matrix of ``numel`` elements.
+
+    They hold numbers in fp32, and for nf4 also indices into the table of bytes."""
     return min(numel, READ_AT_ONCE) * (6 if form == "nf4" else 4)
 
 
 def _nearest_of_nf4(scaled: Tensor) -> Tensor:
-    """The nearest of the table for numbers from -1 to 1, uint8. A cell of them has at most one border in it."""
+    """Return the index (uint8) of the nearest nf4 value for numbers from -1 to 1.
+
+    Each cell of numbers contains at most one border between two table values."""
     lower, border = _cells_of_nf4(scaled.device)
     cell = ((scaled.nan_to_num(0) + 1) * (CELLS / 2)).int().clamp_(0, CELLS - 1)
     return lower.index_select(0, cell) + (scaled > border.index_select(0, cell)).view(torch.uint8)
@@ -119,7 +125,7 @@ def _nearest_of_nf4(scaled: Tensor) -> Tensor:
 
 @cache
 def _cells_of_nf4(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table's place of the number at the beginning of every cell, and the border to the next one."""
+    """Return for every cell the table index at its beginning, and the border to the next table value."""
     table = torch.tensor(NF4)
     borders = (table[1:] + table[:-1]) / 2
     lower = torch.bucketize(torch.arange(CELLS) / (CELLS / 2) - 1, borders, right=True)
@@ -128,13 +134,13 @@ def _cells_of_nf4(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _pairs_of_nf4(device: torch.device) -> Tensor:
-    """What every byte stands for: [256, 2]."""
+    """Return the two numbers that every byte represents, [256, 2]."""
     table = torch.tensor(NF4)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).to(device)
 
 
 def _at_once(values: Tensor, on_cuda: int) -> int:
-    """Elements that are worked on at one time: so small are the temporary copies, however large a matrix is. On CUDA as
-    many as keep the device busier than Python.
-    """
+    """Return the number of elements to process at one time, which limits temporary copies.
+
+    On CUDA it is ``on_cuda``, large enough to keep the device busy."""
     return on_cuda if values.is_cuda else 2**18

@@ -1,8 +1,6 @@
-"""The chain in a model, found by following its forward pass once, with recorders in the place of the layers: no list of
-known models could keep up with transformers.
+"""Finds the chain of layers in a model by following one forward pass, with recorders in place of the layers.
 
-Works on the meta device as on a real one.
-"""
+A list of known models could not keep up with transformers. It works on the meta device as well as on a real one."""
 
 from __future__ import annotations
 
@@ -34,22 +32,22 @@ from tawpipe.model.refuse import NOT_CAUSAL, ApartError, refuse_not_causal, rope
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
 
 LENGTHS_OF_TUPLES = 0, 1, 2, 3
-"""What models may expect from a layer: hidden states, alone or in a tuple of so many."""
+"""Lengths of the tuple that a model may expect from a layer, which are tried in order; 0 for hidden states alone."""
 LAYER_NUMBER = re.compile(r"idx|index|number|_id$")
-"""Names of the attribute in which a layer keeps its number."""
+"""Pattern for names of the attribute in which a layer keeps its number."""
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 
 @dataclass(frozen=True)
 class PositionUse:
-    """A model's use of the positions of tokens.
+    """Use of token positions by a model.
 
     Args:
-        first: the position of a document's first token where the caller gives none; 0 but for RoBERTa's kin, which
-            count tokens from the padding token's number + 1 on.
-        limit: positions given by a caller must be below, because they index a table; None where nothing does.
-        scaled_from: longer documents than that are rotated by other angles (longrope), and with them all that share a
-            micro-batch; None where lengths do not matter.
+        first: position of a document's first token if the caller gives none. It is 0 except for RoBERTa and similar
+            models, which count tokens from the padding token's number + 1.
+        limit: given positions must be below this number, because they index a table; None if there is no limit.
+        scaled_from: document length in tokens above which other angles are used (longrope), for all documents of a
+            micro-batch; None if lengths do not matter.
     """
 
     first: int = 0
@@ -59,38 +57,42 @@ class PositionUse:
 
 @dataclass(frozen=True)
 class Discovery:
-    """Place of the layers, the way the model calls them, and the parameters that stand before and after them."""
+    """Result of following a model: its layers, how the model calls them, and which blocks use each parameter."""
 
     path: str
     """Name of the layer list in the model."""
     layers: tuple[nn.Module, ...]
-    """One per call; the same module several times if the model calls it several times."""
+    """Layers in the order of their calls. A module that is called several times appears several times."""
     returns: int
-    """Length of the tuple that the model expects from a layer; 0 for the hidden states by themselves."""
+    """Length of the tuple that the model expects from a layer, or 0 for hidden states alone."""
     width: int
-    """Elements of the hidden states of a token."""
+    """Elements of one token's hidden states."""
     uses: dict[str, tuple[int, ...]]
-    """Canonical name of every parameter -> the blocks that use it, ascending: 0 the embedding, N + 1 the head."""
+    """Canonical name of every parameter -> ascending indices of the blocks that use it; 0 is the embedding, N + 1 the
+    head."""
     embedding_backward_reads_weights: bool
     calls_need_weights: str
-    """The argument of a layer, besides the hidden states, that is computed from weights, in words; mostly empty."""
+    """Sentence about a layer's argument, other than the hidden states, that is computed from weights; ``""`` if there
+    is none."""
     positions: PositionUse
     mixing: tuple[Mixing, ...]
-    """For every layer what mixes tokens in it, where layers may carry states; empty without any."""
+    """Modules that mix tokens in each layer, if layers may carry states; otherwise empty."""
 
 
 def discover(model: nn.Module, *, alone: bool = False, states: bool = False) -> Discovery:
-    """Follow ``model``, a causal LM whose attention is ``attention.NAME`` or, if documents are ``alone``, its own, and
-    describe its chain.
+    """Run a forward pass of ``model`` on a few tokens, without its layers, and describe its chain of layers.
+
+    Recorders take the place of the layers. Afterwards one layer of every kind is called. The model is not changed.
 
     Args:
-        alone: every document has a row of its own, so that nothing has to keep documents apart.
-        states: layers may carry states along a row, by mixers that are to be found.
+        model: a causal LM whose attention implementation is ``attention.NAME``; its own is possible with ``alone``.
+        alone: True if every document has a row of its own, so that documents need not be kept apart.
+        states: True if layers may carry states along a row, by mixers that are then searched for.
 
     Raises:
-        ApartError: the documents of a row, or its tokens, are not kept apart as causal attention would.
-        UserError: if no list of layers is called one after the other with nothing but hidden states handed on, if a
-            layer is not given a mask of ours, or if a trainable parameter is used by no block.
+        ApartError: the model does not keep the documents of a row, or its tokens, apart as causal attention would.
+        UserError: no list of layers is called in order with only hidden states passed on, a layer does not receive our
+            mask, or a trainable parameter is used by no block.
     """
     kind = type(model).__name__
     devices = {parameter.device.type for parameter in model.parameters()}
@@ -114,7 +116,7 @@ def discover(model: nn.Module, *, alone: bool = False, states: bool = False) -> 
                 raise
             except Exception as error:
                 failures.append(error)
-    failures.sort(key=lambda error: not isinstance(error, AssertionError))  # what the recorders say tells most
+    failures.sort(key=lambda error: not isinstance(error, AssertionError))  # errors of the recorders first
     said = "; {}" if failures and isinstance(failures[0], AssertionError) else " ({})"
     reason = said.format(failures[0]) if failures else ""
     raise unsupported(
@@ -123,6 +125,18 @@ def discover(model: nn.Module, *, alone: bool = False, states: bool = False) -> 
 
 
 def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: bool) -> Discovery:
+    """Run the model with recorders at ``path``, check all requirements of a chain, and return its description.
+
+    Args:
+        model: the model.
+        path: name of the list of layers.
+        returns: length of the tuple that a layer returns, or 0 for hidden states alone.
+        alone, states: as in ``discover``.
+
+    Raises:
+        ApartError, UserError: a requirement is not met; see ``discover``.
+        Exception: anything that the model's code raises if ``path`` or ``returns`` is wrong.
+    """
     at: Any = model.get_submodule(path)
     layers = tuple(at)
     kind = type(model).__name__
@@ -177,7 +191,9 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
 
 
 def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Documents]:
-    """A few tokens in two documents, or one: the arguments of a forward pass, without padding, and the documents."""
+    """Return arguments for a forward pass of a few tokens without padding, and the borders of their documents.
+
+    The row holds two documents, or one if ``alone``."""
     device = next(model.parameters()).device
     lengths = (SAMPLE_TOKENS,) if alone else (4, SAMPLE_TOKENS - 4)
     ids = torch.zeros(1, SAMPLE_TOKENS, dtype=torch.long, device=device)
@@ -189,14 +205,19 @@ def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Docume
 def _follow_embedding(
     model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, returns: int, *, alone: bool
 ) -> tuple[Tape, FollowedWeights, Counting]:
-    """Run up to the last layer: the layers' calls, what became of the weights, and whether positions were counted."""
+    """Run the model up to its last layer.
+
+    Returns:
+        The tape with the layers' calls, the watch over results computed from weights, and the watch over counted
+        positions.
+    """
     tape = Tape(returns)
     recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, recorders)
     inputs, documents = _sample(model, alone=alone)
     followed = FollowedWeights(model)
     counting = Counting((*model.parameters(), *model.buffers(), *plain_tensors(model).values()))
-    counting.give(inputs["input_ids"], inputs["position_ids"])  # a count of the mask is one of the row's tokens
+    counting.give(inputs["input_ids"], inputs["position_ids"])  # counting the mask means counting the row's tokens
     hooks = torch.autograd.graph.saved_tensors_hooks(followed.pack, lambda tensor: tensor)
     try:
         with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, followed, counting:
@@ -212,7 +233,7 @@ def _follow_embedding(
 def _follow_head(
     model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, feed: Feed, *, alone: bool
 ) -> None:
-    """Run from the last layer on, for the parameters that it uses and for what else it reads."""
+    """Run the model's code after its last layer; ``watch`` notes the parameters and tensors that it reads."""
     feeders = [WatchedFeeder(layer, i, len(layers), feed, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, feeders)
     inputs, documents = _sample(model, alone=alone)
@@ -227,7 +248,7 @@ def _follow_head(
 
 
 def embedding_width(model: Any) -> int:
-    """Elements of a token's embedding."""
+    """Return the number of elements of one token's embedding."""
     width = getattr(model.get_input_embeddings(), "embedding_dim", None)
     return width or model.config.get_text_config().hidden_size
 
@@ -242,9 +263,14 @@ def _try_layers(
     *,
     alone: bool,
 ) -> None:
-    """Call one layer of every kind, for what it does with its mask, in place, with random numbers and with places.
+    """Call one layer of every kind, and check its use of masks, in-place changes, random numbers and positions.
 
-    A layer whose work depends on values (a router) cannot run on the meta device; the chain looks at its first call.
+    A layer that branches on values (a router) cannot run on the meta device. The chain checks its first real call
+    instead.
+
+    Raises:
+        ApartError: a layer counts positions along the row.
+        UserError: a layer changes tensors in place, seeds torch, or draws from Python's ``random``.
     """
     name = type(model).__name__
     tried = set()
@@ -280,10 +306,10 @@ def _try_layers(
 def _mixing(
     model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor
 ) -> tuple[Mixing, ...]:
-    """What mixes tokens in every layer.
+    """Return the modules that mix tokens, for every layer.
 
     Raises:
-        ApartError: something that is neither a mixer nor attention by our mask, or there are no mixers.
+        ApartError: a module mixes tokens that is neither a mixer nor attention with our mask, or there are no mixers.
     """
     kinds: dict[Hashable, Mixing] = {}
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
@@ -305,13 +331,18 @@ def _mixing(
 
 
 def _own_random_numbers(model: nn.Module) -> AbstractContextManager[object]:
-    """Context in which what the model draws takes nothing from the caller's generators."""
+    """Return a context in which the model's random draws do not change the state of the caller's generators."""
     return torch.random.fork_rng(devices={p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
 def kind_of(layer: nn.Module, index: int) -> Hashable:
-    """A key that layers which are built alike have in common: of the same modules with the same settings, but for the
-    layer's number. One with methods or hooks of its own is its own kind.
+    """Return a key that is equal for layers built alike: equal modules and settings, except the layer's number.
+
+    A layer with its own methods or hooks is its own kind.
+
+    Args:
+        layer: the layer.
+        index: number of the layer in the model.
     """
     modules = list(layer.named_modules())
     changed = any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for _, m in modules)
@@ -325,8 +356,9 @@ def kind_of(layer: nn.Module, index: int) -> Hashable:
 
 
 def _positions(model: nn.Module, watch: Watch, *, counts_by_itself: bool) -> PositionUse:
+    """Return how the model uses positions, from its config and from the tables that positions index."""
     text = model.config.get_text_config()  # type: ignore[union-attr]
-    if counts_by_itself or text._attn_implementation != NAME:  # any table of its own may end there
+    if counts_by_itself or text._attn_implementation != NAME:  # its own tables may have this length
         return PositionUse(limit=getattr(text, "max_position_embeddings", None))
     if not watch.tables:
         edges = [
@@ -344,7 +376,13 @@ def _positions(model: nn.Module, watch: Watch, *, counts_by_itself: bool) -> Pos
 
 
 def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict[str, tuple[int, ...]]:
-    """Blocks that use each parameter, by its name. A frozen parameter that nothing uses stays with the head."""
+    """Return canonical name -> indices of the blocks that use each parameter.
+
+    A frozen parameter that is unused belongs to the head.
+
+    Raises:
+        UserError: a trainable parameter is used by no block.
+    """
     blocks: dict[str, set[int]] = {name: set() for name in watch.names.values()}
     for name in watch.used.get("embedding", ()):
         blocks[name].add(0)

@@ -1,9 +1,8 @@
-"""The first call of a layer, watched for what the layer changes in place.
+"""Checks the first call of a layer for in-place changes.
 
-A layer is called more than once for each micro-batch, with hidden states that were kept and with weights that came for
-this visit. What it changes in place in one call is what the next call would find. So the first call of every layer gets
-hidden states that nobody else holds, and everything else that it could change is compared afterwards.
-"""
+A layer is called several times for each micro-batch, with stored hidden states and with weights loaded for this visit.
+An in-place change in one call would affect the next call. So the first call of every layer receives its own copy of the
+hidden states, and everything else that it could change is compared afterwards."""
 
 from __future__ import annotations
 
@@ -17,10 +16,9 @@ from tawpipe.model.stubs import LayerCall
 
 
 class ValuesBefore:
-    """The parameters and persistent buffers of a module, as they are before its forward pass.
+    """Snapshot of a module's parameters and persistent buffers before a forward pass, to detect changes.
 
-    Other buffers are left alone: rotary frequencies may be computed anew for longer rows.
-    """
+    Other buffers are not checked: rotary frequencies may be computed again for longer rows."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._persistent = module, persistent_buffers(module)
@@ -28,13 +26,14 @@ class ValuesBefore:
         self._buffers = {name: (tensor, tensor._version) for name, tensor in self._now().items()}
 
     def _now(self) -> dict[str, Tensor]:
+        """Return the module's present persistent buffers, by name."""
         return {name: tensor for name, tensor in self._module.named_buffers() if name in self._persistent}
 
     def check(self, name: str) -> None:
-        """Raise UserError if one of them has been changed or replaced.
+        """Raise UserError if a parameter or persistent buffer was changed or replaced since the snapshot.
 
         Args:
-            name: the module in words.
+            name: name of the module for the message.
         """
         for key, (tensor, version) in self._parameters.items():
             if tensor._version != version:
@@ -54,14 +53,20 @@ class ValuesBefore:
 
 
 def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> tuple[Tensor, bool]:
-    """The layer's output [b, S, H]; True beside it if it changes the hidden states that it is given in place.
+    """Call the layer for the first time, and check what it changes in place.
 
     Args:
-        name: the layer in words, for messages.
+        layer: the layer.
+        call: its arguments besides the hidden states.
+        hidden: hidden states; the layer gets a copy.
+        name: name of the layer for messages.
+
+    Returns:
+        The layer's output [b, S, H], and True if the layer changes its hidden states in place.
 
     Raises:
-        UserError: it changes something else: its parameters, its buffers, or a tensor that other layers are given too;
-            or it keeps a tensor for its next call.
+        UserError: it changes its parameters, its buffers or a tensor that other layers receive too, or it stores a
+            tensor for its next call.
     """
     given = hidden.clone()
     version = given._version
@@ -79,18 +84,21 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
             f"its forward pass leaves a tensor in its attribute {kept[0]}: the next call would find what belongs to "
             "another micro-batch, or to a recomputation",
         )
-    # Kernels of a model's own may write without a version, which the next call would not see.
+    # A model's own kernels may write without changing the version counter, so the values are compared as well.
     return output, given._version != version or not _alike(given, hidden)
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors are equal, with NaN equal to NaN.
+
+    On the meta device always return True."""
     if first.is_meta or torch.equal(first, second):
         return True
     return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that are plain attributes of a module and of the modules in it, by their path."""
+    """Return the tensors that are plain attributes of ``module`` and its submodules, by path."""
     return {
         f"{name}.{key}".lstrip("."): value
         for name, part in module.named_modules()

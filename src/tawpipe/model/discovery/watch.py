@@ -16,52 +16,52 @@ from torch.utils._pytree import tree_leaves
 from tawpipe.model.stubs import Feed, Feeder, Recorder, Tape, as_returned
 
 SAMPLE_TOKENS = 7
-"""Tokens in the row that is followed; no likely size of anything else in a model."""
+"""Tokens in the row that is followed. It is unlikely to equal any other size in a model."""
 
 
 _BOOLS = Tensor.__bool__, Tensor.item
 
 
 class WithoutValues(TorchFunctionMode):
-    """Answers what a model asks of values on the meta device: a mask is all ones, as it is for every micro-batch, and
-    no document is packed.
-    """
+    """Mode in which tests of values on the meta device return True.
+
+    A mask is then all ones, as for every micro-batch, and no document is packed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func in _BOOLS and args[0].is_meta else func(*args, **(kwargs or {}))
 
 
 class Watch(WithoutValues):
-    """Notes on what goes into the operations of a forward pass, in the phases that the caller sets."""
+    """Records the inputs of a forward pass's operations, in phases that the caller sets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.used: dict[str, set[str]] = {}
-        """Phase -> names of parameters."""
+        """Phase -> names of the parameters used in it."""
         self.phase: str | None = None
         self.read_by_head: set[str] = set()
-        """Tensors that the head reads besides parameters and the last layer's output, in words."""
+        """Descriptions of tensors that the head reads, other than parameters and the last layer's output."""
         self.tables: list[tuple[int, int | None]] = []
         """(rows, padding row) of the tables that positions index."""
         self._before_head: dict[int, tuple[Tensor, str]] = {}
         self._positions: dict[int, Tensor] = {}
 
     def begin(self, phase: str, inputs: Mapping[str, Any]) -> None:
-        """Start to follow a forward pass with these arguments."""
+        """Start the phase ``phase`` of a forward pass with the arguments ``inputs``."""
         self.phase = phase
         self._before_head = {id(value): (value, name) for name, value in inputs.items() if isinstance(value, Tensor)}
         self._positions = {id(inputs["position_ids"]): inputs["position_ids"]}
 
     def note(self, tensor: Tensor, words: str) -> Tensor:
-        """Note a tensor that the head must not read, and return it."""
+        """Record a tensor that the head must not read, with a description in ``words``, and return the tensor."""
         self._before_head[id(tensor)] = tensor, words
         return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        # Reading `weight.dtype` is no use of the weight; an operation that gives a tensor is.
+        # Reading `weight.dtype` does not use the weight. An operation that returns a tensor does.
         if self.phase is not None and results:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             for leaf in read:
@@ -79,14 +79,24 @@ class Watch(WithoutValues):
     def _follow_positions(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
-        if any(id(tensor) in self._positions for tensor in read[:1]):  # not what they are an index of
+        """Record the table that an operation indexes with positions, and which of its results are positions again.
+
+        Does nothing if the first tensor that the operation reads is not known to hold positions. Tables are recorded
+        for ``F.embedding`` only, as (rows, padding row) in ``tables``. Results count as positions if they are integers.
+
+        Args:
+            func, args, kwargs: the operation and its arguments.
+            read: tensors among the arguments.
+            made: tensors that the operation returned.
+        """
+        if any(id(tensor) in self._positions for tensor in read[:1]):  # not the table that they index
             if func is F.embedding:
                 self.tables.append((args[1].shape[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")))
             self._positions.update({id(tensor): tensor for tensor in made if not tensor.is_floating_point()})
 
 
 class WatchedRecorder(Recorder):
-    """A recorder that also tells the watch when the embedding side ends, and hands out tensors of its own."""
+    """Recorder that also tells the watch when the embedding phase ends, and returns new tensors as hidden states."""
 
     def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape, watch: Watch) -> None:
         super().__init__(layer, index, count, tape)
@@ -97,13 +107,15 @@ class WatchedRecorder(Recorder):
         super().forward(*args, **kwargs)
         tape: Tape = self.__dict__["tape"]
         assert tape.hidden is not None
-        tape.take(torch.zeros_like(tape.hidden))  # a new object: the next layer must be given this very one
+        tape.take(torch.zeros_like(tape.hidden))  # a new object: the next layer must receive exactly this one
         assert tape.hidden is not None
         return as_returned(tape.hidden, tape.returns)
 
 
 class WatchedFeeder(Feeder):
-    """A feeder that also tells the watch when the head begins; only what the last one gives may be read there."""
+    """Feeder that also tells the watch when the head begins.
+
+    The head may read only the output of the last feeder."""
 
     def __init__(self, layer: nn.Module, index: int, count: int, feed: Feed, watch: Watch) -> None:
         super().__init__(layer, feed)
@@ -119,18 +131,18 @@ class WatchedFeeder(Feeder):
 
 
 class FollowedWeights(TorchDispatchMode):
-    """Watch for parameters that autograd saves, or what was computed from parameters alone; and for all that was
-    computed from parameters and anything else.
+    """Mode that follows parameters through operations, and notes if autograd saves one of them.
 
-    The former, because a copy in another dtype (a norm in fp32) is the parameter itself where the dtypes are the same.
+    A result computed from parameters alone counts as a parameter: a copy in another dtype (a norm in fp32) is the
+    parameter itself if the dtypes are equal. Results computed partly from parameters are known as well; see ``made``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._weights = {_storage(parameter) for parameter in model.parameters()}
         self._made = set(self._weights)
-        """Storages of parameters, and of whatever has to do with their values."""
-        self._alive: list[Tensor] = []  # or another tensor would get the same storage
+        """Storages of parameters, and of results computed at least partly from their values."""
+        self._alive: list[Tensor] = []  # otherwise another tensor could get this storage
         self.weights_saved = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,21 +157,24 @@ class FollowedWeights(TorchDispatchMode):
         return output
 
     def made(self, tensor: Tensor) -> bool:
-        """True if the values of a tensor come from those of parameters, in part at least."""
+        """Return True if the values of ``tensor`` were computed at least partly from parameters."""
         return _storage(tensor) in self._made
 
     def pack(self, saved: Tensor) -> Tensor:
-        """Hook for ``saved_tensors_hooks``."""
+        """Set ``weights_saved`` if autograd saves a parameter, and return ``saved``.
+
+        It is the pack hook for ``saved_tensors_hooks``."""
         self.weights_saved |= _storage(saved) in self._weights
         return saved
 
 
 class Counting(TorchDispatchMode):
-    """Watch for places that code counts along a row by itself: they neither start anew in every document, nor continue
-    where the chunk before has ended.
+    """Mode that notes if code counts positions along a row itself.
+
+    Such counts do not restart in every document, and do not continue where the previous chunk ended.
 
     Args:
-        own: the code's parameters and buffers.
+        own: parameters and buffers of the code.
     """
 
     PICKED = "index", "_unsafe_index", "gather", "scatter", "take", "masked_select", "masked_scatter"
@@ -170,11 +185,11 @@ class Counting(TorchDispatchMode):
         self._own = set(map(_storage, own))
         self._given: set[int] = set()
         self._counted: set[int] = set()
-        self._alive: list[Tensor] = []  # or another tensor would get the same storage
+        self._alive: list[Tensor] = []  # otherwise another tensor could get this storage
         self._inside = False
-        """True in a module that runs on every document by itself."""
+        """True inside a module that runs on every document separately."""
         self.has_counted = False
-        """True if numbers that come from what was given depend on counted places."""
+        """True if floating-point results computed from the inputs depend on counted positions."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -188,21 +203,20 @@ class Counting(TorchDispatchMode):
         of_given = not read.isdisjoint(self._given)
         counted = not read.isdisjoint(self._counted)
         if name.startswith(self.PICKS):
-            # Counts that are an index of what was given (a router's tokens), or numbers that it is an index of, are no
-            # places.
+            # Counts that index the inputs (a router's tokens), and numbers that the inputs index, are not positions.
             picked = {_storage(leaf) for leaf in leaves if leaf.is_floating_point()}
             counted = not (read - picked).isdisjoint(self._counted) and picked.isdisjoint(self._given)
         if of_given:
             self._given.update(map(_storage, results))
         if not self._inside and (counted or self._counts(name, args, read, results)):
-            # Truths about pairs are left out: a mask that is made of places compares two of one document.
+            # Booleans about pairs are left out: a mask computed from positions compares two tokens of one document.
             pairs = [t for t in results if t.dtype == torch.bool and t.shape.count(SAMPLE_TOKENS) != 1]
             self._counted.update(map(_storage, results) if not pairs else ())
             self.has_counted |= of_given and any(tensor.is_floating_point() for tensor in results)
         return output
 
     def _counts(self, name: str, args: Any, read: set[int], results: Sequence[Tensor]) -> bool:
-        """True for numbers along the row, and for as much of a table as the row is long."""
+        """Return True if an operation makes numbers along the row, or takes one row of a table for each token."""
         if name in ("aten::arange", "aten::linspace", "aten::lift_fresh"):
             return SAMPLE_TOKENS in results[0].shape
         if name == "aten::cumsum":
@@ -214,7 +228,7 @@ class Counting(TorchDispatchMode):
 
     @contextmanager
     def leaving_out(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """A context in which these modules, which run on every document by itself, may count."""
+        """Return a context in which ``modules`` may count, because they run on every document separately."""
         hooks = [module.register_forward_pre_hook(lambda *_: setattr(self, "_inside", True)) for module in modules]
         hooks += [module.register_forward_hook(lambda *_: setattr(self, "_inside", False)) for module in modules]
         try:
@@ -225,17 +239,17 @@ class Counting(TorchDispatchMode):
                 hook.remove()
 
     def give(self, *tensors: Tensor) -> None:
-        """Note tensors that the code is called with."""
+        """Record ``tensors`` as inputs of the code."""
         self._alive += tensors
         self._given.update(map(_storage, tensors))
 
     def hands_on(self, tensors: Iterable[Tensor]) -> bool:
-        """True if numbers among ``tensors`` were made of counted places."""
+        """Return True if floating-point numbers among ``tensors`` were computed from counted positions."""
         return any(tensor.is_floating_point() and _storage(tensor) in self._counted for tensor in tensors)
 
 
 def _is_shape_alone(name: str) -> bool:
-    """True for an operator that reads no values."""
+    """Return True if the operator ``name`` reads only shapes, no values."""
     return name.endswith("_like") or name.startswith("aten::new_")
 
 

@@ -1,6 +1,6 @@
-"""LoRA adapters and frozen parameters as settings ask for them, put on a model on the meta device before it becomes a
-chain; and the values of adapters in folders of peft.
-"""
+"""LoRA adapters and frozen parameters, as settings ask for them, and the values of adapters in ``peft`` folders.
+
+Adapters are put on a model on the meta device, before it becomes a chain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONFIG, VALUES = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights with which the base weights stay as they are."""
+"""Values of init_lora_weights that leave the base weights unchanged."""
 _MORE_THAN_LORA = (
     "modules_to_save",
     "trainable_token_indices",
@@ -38,15 +38,20 @@ _MORE_THAN_LORA = (
 
 
 def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, commit: str = "") -> Any:
-    """The model with the adapter that the settings ask for, all else frozen, as ``peft`` makes it.
+    """Put a LoRA adapter on ``model`` with ``peft``, and return the wrapped model. Only the adapter is trained.
+
+    The adapter is new, or has the config of the folder ``lora.adapter``. It has no values yet. ``model`` is changed in
+    place.
 
     Args:
         spec: the model as the user named it.
-        base: where others find it, for the adapter's config.
-        commit: of the base on the Hub.
+        model: the model, on the meta device.
+        lora: settings of the adapter.
+        base: path or Hub name of the base model, for the adapter's config.
+        commit: commit of the base model on the Hub.
 
     Raises:
-        UserError: a target that the model has not, or an adapter folder that does not fit the settings.
+        UserError: ``peft`` is not installed, the model lacks a target, or an adapter folder contradicts the settings.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -68,7 +73,7 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, com
         _check_targets(spec, model, lora.targets)
     setting = ("lora.adapter", lora.adapter) if lora.adapter else ("lora.targets", lora.targets)
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of base models that are renamed, and of tied ones: exports look at these
+        warnings.simplefilter("ignore")  # about renamed and tied base models, which exports check
         try:
             adapted: Any = get_peft_model(model, config)
         except ValueError as error:
@@ -80,10 +85,10 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, com
 
 
 def _config_of(lora: LoraSettings) -> Any:
-    """The config of the folder that the settings name, to be trained on.
+    """Return the config of the adapter folder ``lora.adapter``, prepared to continue its training.
 
     Raises:
-        UserError: it holds no LoRA adapter that can be, or contradicts a setting.
+        UserError: the folder contains no LoRA adapter that can be trained, or contradicts a setting.
     """
     from peft import PeftConfig
 
@@ -120,7 +125,7 @@ def _config_of(lora: LoraSettings) -> Any:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise UserError for a folder that holds no adapter in a form that is read."""
+    """Raise UserError if a folder contains no adapter in a supported form."""
     if not (folder / CONFIG).is_file():
         raise UserError("lora.adapter", str(folder), f"a folder of peft with {CONFIG} and {VALUES}")
     if not (folder / VALUES).is_file():
@@ -130,7 +135,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def _check_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> None:
-    """Refuse names of modules that the model has not: peft passes over them if another one is there."""
+    """Raise UserError for target names that the model lacks: ``peft`` ignores them if another target exists."""
     from transformers.pytorch_utils import Conv1D
 
     if list(targets) == [ALL_LINEAR]:
@@ -150,9 +155,10 @@ def _check_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _linear_layers(model: Any) -> list[str]:
-    """The ends of the names of all linear layers but the head, as short as they are clear. Those are left out that
-    ``peft`` takes for experts, in a model whose experts are one tensor: of dense layers among the others, for example.
-    """
+    """Return the ends of the names of all linear layers except the head, as short as they are unambiguous.
+
+    Names are left out that ``peft`` would take for experts, in a model that stores experts as one tensor; dense layers
+    may have such names."""
     from transformers.pytorch_utils import Conv1D
 
     names = [name for name, _ in model.named_modules()]
@@ -161,6 +167,7 @@ def _linear_layers(model: Any) -> list[str]:
     others = set(names) - set(linear)
 
     def shortest(name: str) -> str:
+        """Return the shortest end of ``name`` that is not the end of any other kind of module's name."""
         ends = [name]
         while "." in ends[-1]:
             ends.append(ends[-1].partition(".")[2])
@@ -171,7 +178,7 @@ def _linear_layers(model: Any) -> list[str]:
 
 
 def _means_experts(model: nn.Module, name: str) -> bool:
-    """True if ``peft`` takes the name of a module for that of experts, which were modules in earlier transformers."""
+    """Return True if ``peft`` takes a module name for experts, which were modules in earlier transformers."""
     from peft import LoraConfig
 
     try:
@@ -181,22 +188,21 @@ def _means_experts(model: nn.Module, name: str) -> bool:
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError:  # one of two that became one
+    except ValueError:  # one of two modules that became one
         return True
     return bool(config.target_parameters)
 
 
 def _experts(model: nn.Module, between: str) -> str:
-    """Names of matrices of experts that are stored as one tensor, the ends of them."""
+    """Return the last parts of the names of expert matrices that are stored as one tensor, joined by ``between``."""
     names = {name for name, parameter in model.named_parameters() if parameter.ndim > 2 and "experts" in name}
     return between.join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def other_base_words(adapter: Path, spec: str) -> str:
-    """Line with both names if the adapter in a folder was made on another base than ``spec``, else ``""``.
+    """Return a line with both names if an adapter was made on another base than ``spec``, or ``""``.
 
-    A base on another machine, or in a cache of the Hub, is known by the end of its name.
-    """
+    A base on another machine, or in a cache of the Hub, is recognised by the end of its name."""
     made_on = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or spec
     if Path(made_on).expanduser().resolve() == Path(spec).expanduser().resolve():
         return ""
@@ -206,7 +212,7 @@ def other_base_words(adapter: Path, spec: str) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """The parts of a base's name that tell it from others, the last one first.
+    """Return the parts of a base's name that identify it, the last part first.
 
     >>> _ends("Org/Name"), _ends("/cache/models--org--name/snapshots/1a"), _ends("/data/Name"), _ends("runs/a/model")
     (['name', 'org'], ['name', 'org'], ['name'], ['model', 'a'])
@@ -219,7 +225,7 @@ def _ends(name: str) -> list[str]:
 
 
 def adapter_words(given: Any) -> str:
-    """What an adapter covers, in a sentence; empty for a model without one."""
+    """Return a sentence about the modules that an adapter covers, or ``""`` for a model without adapter."""
     if not (facts := adapter_facts(given)):
         return ""
     model = given.get_base_model()
@@ -236,7 +242,7 @@ def adapter_words(given: Any) -> str:
 
 
 def adapter_facts(given: Any) -> dict[str, Any]:
-    """The settings of a model's LoRA adapter, by their names; empty without one."""
+    """Return the settings of a model's LoRA adapter, by name; empty for a model without adapter."""
     configs = getattr(given, "peft_config", None)
     if configs is None:
         return {}
@@ -253,15 +259,16 @@ def adapter_facts(given: Any) -> dict[str, Any]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that a pattern names.
+    """Freeze the parameters whose names match a pattern, in place (``requires_grad_(False)``).
 
     Args:
-        model: without a wrapper of ``peft``.
-        patterns: with ``*``, ``?`` and ``[...]``; each stands for the whole name of a parameter or of a module that
-            holds it. Names are those without an adapter.
+        model: the model, without a ``peft`` wrapper.
+        patterns: patterns with ``*``, ``?`` and ``[...]``. Each must match the whole name of a parameter, or of a
+            module that contains it. Names are compared as in the model without an adapter (``q_proj.weight``, not
+            ``q_proj.base_layer.weight``).
 
     Raises:
-        UserError: a pattern that names nothing, or nothing is left to train.
+        UserError: a pattern matches nothing, or no parameter is left to train.
     """
     canonical = canonical_names(model)
     parameters = dict(model.named_parameters())
@@ -280,14 +287,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _named(names: Iterable[str], pattern: str) -> list[str]:
-    """Parameters that have the pattern as their name or their module's; if there are none, those that match it."""
+    """Return the names in ``names`` of parameters that equal ``pattern``, or whose module's name equals it.
+
+    If there are none, return the names that match ``pattern`` with its wildcards. Names are compared without an
+    adapter's ``base_layer``."""
     holders = {name: list(_with_holders(base_name(name))) for name in names}
     named = [name for name in holders if pattern in holders[name]]
     return named or [name for name in holders if any(fnmatchcase(holder, pattern) for holder in holders[name])]
 
 
 def _with_holders(name: str) -> Iterator[str]:
-    """A parameter's name and those of the modules that hold it.
+    """Yield a parameter's name, and the names of the modules that contain it.
 
     >>> list(_with_holders("model.norm.weight"))
     ['model.norm.weight', 'model.norm', 'model']
@@ -298,7 +308,7 @@ def _with_holders(name: str) -> Iterator[str]:
 
 
 def _near(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names that were probably meant, those of modules among them: the likest by their whole or by their last part."""
+    """Return three names of parameters or modules that are most similar to ``pattern``, for messages."""
     holders = list(dict.fromkeys(holder for name in names for holder in _with_holders(name)))
     word = re.sub(r"[*?\[\]]", "", pattern).strip(".")
     by_end = {holder: difflib.SequenceMatcher(None, word, holder[-max(len(word), 1) :]).ratio() for holder in holders}
@@ -306,7 +316,11 @@ def _near(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 class AdapterValues:
-    """The values of an adapter's parameters, in a folder of ``peft``.
+    """Values of an adapter's parameters in a ``peft`` folder.
+
+    Args:
+        chain: the model with its adapter.
+        folder: the ``peft`` folder.
 
     Raises:
         UserError: the folder's tensors do not fit the chain's adapter.
@@ -338,7 +352,7 @@ class AdapterValues:
                 raise UserError("lora.adapter", str(folder), f"an adapter of this model: {sizes}")
 
     def parameter(self, name: str) -> Tensor:
-        """The value of one parameter as it is stored."""
+        """Return the value of one adapter parameter as stored, by its canonical name in the model."""
         from safetensors import safe_open
 
         with safe_open(self._path, framework="pt") as file:
@@ -346,7 +360,11 @@ class AdapterValues:
 
 
 def _keys_on_disk(chain: Chain) -> dict[str, str]:
-    """Name of every adapter parameter -> its name in a folder of ``peft``."""
+    """Return canonical name of every adapter parameter -> its name in a ``peft`` folder.
+
+    Raises:
+        UserError: ``peft`` does not save a parameter.
+    """
     from peft import get_peft_model_state_dict
 
     given: Any = chain.given

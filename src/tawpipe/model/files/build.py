@@ -1,4 +1,4 @@
-"""Models on the meta device, from what the user names: a preset, a folder or a name on the Hub."""
+"""Builds models on the meta device from a name: a preset, a folder or a model on the Hub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LLAMA_3 = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "r
 
 
 def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, key_value_heads: int) -> dict[str, Any]:
-    """The config of a Llama of this shape, with tied embeddings."""
+    """Return the config of a Llama of this shape, with tied embeddings."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -60,9 +60,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 OWN_ROPE = RopeSettings()
 NO_ADAPTER = LoraSettings()
 _BALANCE = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "z_loss_coefficient", "aux_loss_coef")
-"""Names in configs for coefficients of losses that balance experts."""
+"""Config keys for coefficients of losses that balance experts."""
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
-"""A name on the Hub, and behind a @ its branch, tag or commit."""
+"""Pattern for a name on the Hub, and after a @ its branch, tag or commit."""
 _SMALL_FILES = [
     "*.json",
     "*.jinja",
@@ -75,9 +75,9 @@ _SMALL_FILES = [
     "tokenizer*",
     "*.codes",
 ]
-"""Files on the Hub that a model has besides its weights: configs, code, tokenizers and chat templates."""
+"""Patterns for a model's files on the Hub other than weights: configs, code, tokenizers and chat templates."""
 _OTHER_FORMS = ["original/*", "consolidated*", "onnx/*", "*.safetensors", "*.bin"]
-"""Files on the Hub that are weights in a form that is not read."""
+"""Patterns for files on the Hub with weights in a form that is not read."""
 
 
 @dataclass(frozen=True)
@@ -85,28 +85,33 @@ class BuiltModel:
     """A model on the meta device, and the origin of its values."""
 
     model: Any
-    """A transformers PreTrainedModel, or the PeftModel around one."""
+    """A transformers PreTrainedModel, or a PeftModel around one."""
     spec: str
     folder: Path | None
-    """The folder with its weights; None for a model that starts from random values."""
+    """The folder with its weights; None for a model that starts with random values."""
     adapter: Path | None = None
-    """The folder with its adapter's values; None for one that is new, or none."""
+    """The folder with its adapter's values; None for a new adapter, or without one."""
     indexers: int = 0
-    """Parameters of indexers of sparse attention, which were frozen."""
+    """Number of parameters in indexers of sparse attention, which were frozen."""
 
     def source(self, chain: Chain, *, seed: int) -> WeightSource:
-        """Initial values for ``chain``, which was made of this model (or of a ``peft`` model around it)."""
+        """Return the source of initial values for ``chain``, which was made from this model.
+
+        Args:
+            chain: the model as a chain.
+            seed: seed of values that are drawn.
+        """
         if self.folder is None:
             return InitSource(chain, seed)
         return SafetensorsSource(chain, self.folder, seed=seed, adapter=self.adapter)
 
     @property
     def commit(self) -> str:
-        """The commit of a model of the Hub, else ``""``."""
+        """Commit of a model from the Hub, or ``""``."""
         return "" if self.folder is None else commit_of(self.folder)
 
     def origin(self, *, seed: int) -> str:
-        """Origin of its values, in words."""
+        """Return a line about the origin of the model's values: random with ``seed``, or a folder with its files."""
         if self.folder is None:
             return f"random (seed {seed})"
         files = count_files(self.folder)
@@ -118,21 +123,21 @@ class BuiltModel:
 
     @property
     def adapter_settings(self) -> dict[str, Any]:
-        """The settings of its adapter, by their names; empty without one."""
+        """Settings of its adapter, by name; empty without an adapter."""
         return adapter_facts(self.model)
 
     @property
     def frozen_words(self) -> str:
-        """What is frozen although nobody has said so, in a sentence; empty for nothing."""
+        """Sentence about parameters that are frozen automatically, or ``""`` if there are none."""
         return frozen_words(self.indexers)
 
     @property
     def adapter_words(self) -> str:
-        """What its adapter covers, in a sentence; empty without one."""
+        """Sentence about the modules that its adapter covers, or ``""`` without an adapter."""
         return adapter_words(self.model)
 
     def wide_words(self, chain: Chain, dtype: torch.dtype) -> str:
-        """Line about parameters that the model keeps in 32 bits and that compute in ``dtype``, else ``""``."""
+        """Return a line about parameters that the model keeps in 32 bits but computes in ``dtype``, or ``""``."""
         wide = set(wide_parameters(chain.model))
         if self.folder is not None:
             stored = SafetensorsSource(chain, self.folder, adapter=self.adapter).wide_parameters
@@ -141,7 +146,7 @@ class BuiltModel:
 
     @property
     def balance_words(self) -> str:
-        """Line about a loss for balancing experts that the config has and that is not trained, else ``""``."""
+        """Line about a loss in the config that balances experts and is not trained, or ``""``."""
         text = self.model.config.get_text_config()
         keys = [key for key in _BALANCE if isinstance(value := getattr(text, key, None), int | float) and value > 0]
         if not keys:
@@ -151,12 +156,17 @@ class BuiltModel:
 
     @property
     def other_base_words(self) -> str:
-        """Line about an adapter that was made on another base, else ``""``."""
+        """Line about an adapter that was made on another base model, or ``""``."""
         return "" if self.adapter is None else other_base_words(self.adapter, self.spec.partition("@")[0])
 
     def dtype_on_disk(self, *, merge: bool) -> torch.dtype:
-        """The type in which it is exported where nobody has said another: that of the weights that it started from. An
-        adapter alone is as small in fp32, in which ``peft`` keeps them.
+        """Return the dtype in which the model is exported by default: the dtype of the weights that it was loaded from.
+
+        It is fp32 for a model with random values, and for an adapter alone, which is small and which ``peft`` keeps in
+        fp32.
+
+        Args:
+            merge: True if an adapter is merged into the weights.
         """
         alone = bool(self.adapter_settings) and not merge
         return torch.float32 if self.folder is None or alone else stored_dtype(self.folder)
@@ -173,23 +183,24 @@ def build_model(
     frozen: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> BuiltModel:
-    """Build the model that ``spec`` names, without memory for its weights.
+    """Build the model that ``spec`` names on the meta device, without memory for its weights.
 
     Args:
-        spec: a preset, a folder with config.json (and safetensors, or else random values), or ``owner/name`` on the
-            Hub.
-        vocab_size: tokens that the tokenizer can give. A preset takes it as its vocabulary, any other model must have
-            at least as many.
-        max_positions: tokens in a row, which a preset is made for.
-        longest: tokens of the longest document in a row, whose positions any other model must have; a row's by default.
-        rope: rotary positions instead of the model's own.
-        lora: an adapter on the model.
-        frozen: patterns of names of parameters that are not trained; see ``adapters.freeze``.
-        trust_remote_code: run model code that comes with the folder or from the Hub.
+        spec: a preset, a folder with config.json (and safetensors; without them values are random), or ``owner/name``
+            on the Hub.
+        vocab_size: number of tokens in the tokenizer. A preset takes it as its vocabulary. Any other model must have at
+            least this number.
+        max_positions: tokens in a row, for which a preset is made.
+        longest: tokens of the longest document in a row; a row's tokens by default. Any other model must have positions
+            for it.
+        rope: rotary positions that replace the model's own.
+        lora: settings of an adapter on the model.
+        frozen: patterns for names of parameters that are not trained; see ``adapters.freeze``.
+        trust_remote_code: run model code from the folder or the Hub.
 
     Raises:
-        UserError: for an unknown spec, a model that is no causal LM, or one that the tokenizer or length does not fit;
-            an adapter or a pattern that fits nothing.
+        UserError: ``spec`` is unknown, the model is no causal LM, the tokenizer or the length does not fit the model,
+            or an adapter or a pattern fits nothing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -226,10 +237,14 @@ def config_of(
     rope: RopeSettings,
     trust_remote_code: bool,
 ) -> Any:
-    """The config that ``build_model`` makes a model of, with its arguments and errors.
+    """Return the config from which ``build_model`` makes a model, with the user's rotary positions.
 
     Args:
-        folder: what ``resolve_model`` says of ``spec``.
+        folder: result of ``resolve_model`` for ``spec``; None for a preset.
+        spec, vocab_size, max_positions, longest, rope, trust_remote_code: as in ``build_model``.
+
+    Raises:
+        UserError: the config cannot be read, or does not fit the tokenizer, the length or the rotary positions.
     """
     from transformers import AutoConfig, LlamaConfig
 
@@ -251,16 +266,18 @@ def config_of(
 
 
 def text_config_of(spec: str, trust_remote_code: bool) -> Any:
-    """The part of a model's config that is about its layers, with the errors of ``build_model``."""
+    """Return the text part of a model's config, with the errors of ``build_model``."""
     return config_of(spec, resolve_model(spec), None, 1, 1, OWN_ROPE, trust_remote_code).get_text_config()
 
 
 def resolve_model(spec: str) -> Path | None:
-    """The local folder of a model, None for a preset; files from the Hub are fetched into its cache.
+    """Return the local folder of a model, or None for a preset.
+
+    Files on the Hub are downloaded into its cache.
 
     Raises:
-        UserError: ``spec`` is no preset, no folder with a config.json and no model on the Hub that can be had; or its
-            weights are in a form that is not read.
+        UserError: ``spec`` is no preset, no folder with a config.json, and no model that can be downloaded from the
+            Hub; or its weights are in an unsupported form.
     """
     if spec in PRESETS:
         return None
@@ -282,9 +299,9 @@ def resolve_model(spec: str) -> Path | None:
         folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_OTHER_FORMS)
         )
-        commit = commit_of(folder) or revision  # what has come since is of another commit
+        commit = commit_of(folder) or revision  # the branch may have a newer commit by now
         snapshot_download(name, revision=commit, allow_patterns=files_to_fetch(folder))
-    except Exception as error:  # its errors have no common base: network, names, access
+    except Exception as error:  # its exceptions have no common base class
         raise unsupported(spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
     if not has_weights(folder):
         target = name.rpartition("/")[2]
@@ -294,6 +311,7 @@ def resolve_model(spec: str) -> Path | None:
 
 
 def _check_fit(spec: str, config: Any, vocab_size: int | None, row: int, longest: int) -> None:
+    """Raise UserError if the tokenizer's tokens or the row's documents do not fit the model."""
     text = config.get_text_config()
     if vocab_size is not None and vocab_size > text.vocab_size:
         raise UserError(
@@ -305,16 +323,20 @@ def _check_fit(spec: str, config: Any, vocab_size: int | None, row: int, longest
 
 
 def longest_allowed(config: Any) -> int:
-    """Tokens of a document for which a model of this config has positions."""
+    """Return the largest document length in tokens that a model of this config has positions for."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def check_longest(spec: str, config: Any, row: int, longest: int) -> None:
-    """Refuse rows with documents longer than the model has positions for: a table would be read behind its end, and any
-    other model would compute what it was not trained for.
+    """Raise UserError if a row has documents longer than the model has positions for.
 
-    Raises:
-        UserError: the longest document in a row of ``row`` tokens has more than the model's positions.
+    Beyond this length a table would be read behind its end, and other models would compute on untrained positions.
+
+    Args:
+        spec: the model's name, for messages.
+        config: the model's config.
+        row: tokens in a row.
+        longest: tokens of the longest document in a row.
     """
     if longest > (limit := longest_allowed(config)):
         rotary = getattr(config.get_text_config(), "rope_parameters", None)

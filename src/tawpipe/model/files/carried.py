@@ -1,7 +1,6 @@
-"""Small files of an exported model: carried over from the folder that the model came from, and changed where it was.
+"""Small files of an exported model, copied from the folder that the model was loaded from, with the run's changes.
 
-Config keys, stop tokens, tokenizer files and code that another program reads would be lost if they were made anew.
-"""
+Files made from scratch would lose config keys, stop tokens, tokenizer files and code that other programs read."""
 
 from __future__ import annotations
 
@@ -29,19 +28,19 @@ TOKENIZER_PARTS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "tekken.json"),
     *("*.model", "*.tiktoken", "*.spm", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
-"""Names of the files of a tokenizer."""
+"""Patterns for the names of a tokenizer's files."""
 TEXTS = [
     "Hello World, DON'T  do it.\n\n\tif x_1 == 12345.67: return  HTTPServer()   \r\n",
     "\u00c0 la carte \ufb01ve \u00bd cafe\u0301 \u201cno\u201d \u2026\u00a0",
     "\u6f22\u5b57\u3042\u3002\ud55c\uad6d \u0440\u0443\u0441 \u0e44\u0e17\u0e22",
     *("a", " a", "A\n", "  ", "3.14159 + 2,718 = 5e9", "<s> </s> [INST]", "\U0001f642\u200d\U0001f525 def f(x): pass"),
 ]
-"""Texts that tell tokenizers apart."""
+"""Texts whose token ids differ between tokenizers."""
 _OF_THE_WRITER = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
 
 def base_folder(config: Any) -> Path | None:
-    """Folder that a config was read from, here or in the Hub's cache; None for a config that was made."""
+    """Return the folder that a config was read from, on disk or in the Hub's cache; None for a config made in code."""
     from huggingface_hub import try_to_load_from_cache
 
     name, commit = getattr(config, "_name_or_path", "") or "", getattr(config, "_commit_hash", None)
@@ -52,10 +51,10 @@ def base_folder(config: Any) -> Path | None:
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Content of a JSON file of a model's folder, as it stands; empty if there is none.
+    """Return the content of a JSON file in a model's folder, unchanged; empty if the file is missing.
 
     Raises:
-        UserError: it cannot be read, or is no object.
+        UserError: it cannot be read, or is not an object.
     """
     try:
         content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -69,20 +68,22 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def stop_tokens(settings: dict[str, Any]) -> list[int]:
-    """Tokens at which generation stops by the content of a config, in their order."""
+    """Return the tokens at which generation stops, from the content of a config, in their order."""
     named = settings.get("eos_token_id")
     return [token for token in (named if isinstance(named, list) else [named]) if type(token) is int]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Files and dtypes that an exported folder takes over from the folder of its model, captured before training.
+    """Files and dtypes that an exported folder takes over from the model's folder.
+
+    They are read before training.
 
     Attributes:
-        files: small files by their names, in the order in which they are written.
-        dtype: of most numbers on disk.
-        dtypes: tensor, by its name in the exported folder -> its dtype, where that is another one.
-        twins: tensor -> further names under which the model's folder has it.
+        files: small files by name, in the order in which they are written.
+        dtype: dtype of most numbers on disk.
+        dtypes: tensor name in the exported folder -> its dtype, for tensors with another one.
+        twins: tensor name -> further names under which the model's folder stores the tensor.
     """
 
     files: Mapping[str, bytes]
@@ -92,7 +93,7 @@ class Carried:
 
 
 NOTHING_CARRIED = Carried({}, torch.float32)
-"""Value for the ranks that do not write."""
+"""Value for ranks that do not write."""
 
 
 def small_files(
@@ -104,14 +105,17 @@ def small_files(
     tokenizer: Any = None,
     ends: Sequence[int] = (),
 ) -> dict[str, bytes]:
-    """Make the small files of an exported model, and try them: name in the folder -> content.
+    """Make the small files of an exported model in a temporary folder, and return their content by name.
+
+    The config is read by transformers once, to test it. If it reads as another config, a plain one is written instead.
 
     Args:
-        base: the folder that the model came from; None for a model that was made.
-        dtype: of most numbers on disk.
-        adapter: a ``peft`` model's adapter is exported alone.
+        chain: the model.
+        base: the folder that the model was loaded from; None for a model made in code.
+        dtype: dtype of most numbers on disk.
+        adapter: True if only a ``peft`` model's adapter is exported.
         tokenizer: a transformers tokenizer, or None to write none.
-        ends: tokens that end learned turns, which are added to the tokens at which generation stops.
+        ends: tokens that end learned turns. They are added to the tokens at which generation stops.
 
     Raises:
         UserError: a file of the model's folder cannot be read, or a file cannot be made.
@@ -123,7 +127,7 @@ def small_files(
                 _save_adapter_config(chain, folder)
             else:
                 _write(folder / CONFIG, _config(chain, base, dtype))
-                if not _reads_as(chain.model.config, folder):  # a class with names of its own for rotary settings
+                if not _reads_as(chain.model.config, folder):  # the class has its own names for rotary settings
                     _write(folder / CONFIG, _config(chain, None, dtype, both_forms=False))
                 if generation := _generation(chain, base, ends):
                     _write(folder / GENERATION, generation)
@@ -136,12 +140,19 @@ def small_files(
 
 
 def has_own_code(model: Any) -> bool:
-    """True for a model whose code came with its folder."""
+    """Return True for a model whose code was loaded from its folder."""
     return model._auto_class is not None or type(model).__module__.startswith("transformers_modules")
 
 
 def _config(chain: Chain, base: Path | None, dtype: torch.dtype, *, both_forms: bool = True) -> dict[str, Any]:
-    """Content of config.json: of the base's, with what has changed since it was read."""
+    """Return the content of config.json: the base's content, with everything that has changed since it was read.
+
+    Args:
+        chain: the model.
+        base: the folder that the model was loaded from, or None.
+        dtype: dtype of most numbers on disk.
+        both_forms: also write rotary settings in the older form; see ``write_both_forms``.
+    """
     model, config = chain.model, chain.model.config
     now = json.loads(config.to_json_string(use_diff=False))
     content, before = {} if base is None else read_settings(base, CONFIG), now
@@ -170,7 +181,7 @@ def _config(chain: Chain, base: Path | None, dtype: torch.dtype, *, both_forms: 
 
 
 def _reads_as(config: Any, folder: Path) -> bool:
-    """True if the config in a folder is read as ``config``."""
+    """Return True if the config in ``folder``, read by transformers, equals ``config``."""
     both = type(config).from_pretrained(folder), config
     read, given = (json.loads(each.to_json_string(use_diff=False)) for each in both)
     other = {*_OF_THE_WRITER, "quantization_config", "base_model"}
@@ -178,7 +189,9 @@ def _reads_as(config: Any, folder: Path) -> bool:
 
 
 def _generation(chain: Chain, base: Path | None, ends: Sequence[int]) -> dict[str, Any]:
-    """Content of generation_config.json; empty for a model that cannot generate."""
+    """Return the content of generation_config.json, with ``ends`` added as stop tokens.
+
+    It is empty if the model cannot generate and the base has no such file, unless there are ``ends``."""
     content = {} if base is None else read_settings(base, GENERATION)
     if not content and chain.model.can_generate():
         content = json.loads(chain.model.generation_config.to_json_string(use_diff=True))
@@ -189,7 +202,10 @@ def _generation(chain: Chain, base: Path | None, ends: Sequence[int]) -> dict[st
 
 
 def _write_code(chain: Chain, base: Path | None, folder: Path) -> None:
-    """Write the code that came with the model."""
+    """Copy the model's Python files from ``base`` into ``folder``.
+
+    If ``base`` has none and the model's code is not part of transformers, the modules in use are written, and
+    ``auto_map`` is added to config.json, so that transformers finds them."""
     model: Any = chain.model
     if sources := sorted(base.glob("*.py")) if base is not None else []:
         for path in sources:
@@ -204,6 +220,7 @@ def _write_code(chain: Chain, base: Path | None, folder: Path) -> None:
 
 
 def _save_adapter_config(chain: Chain, folder: Path) -> None:
+    """Write the config of the active adapter into ``folder``, in inference mode."""
     given: Any = chain.given
     config = deepcopy(given.peft_config[given.active_adapter])
     config.inference_mode = True
@@ -212,9 +229,10 @@ def _save_adapter_config(chain: Chain, folder: Path) -> None:
 
 
 def _write_tokenizer(tokenizer: Any, base: Path | None, folder: Path, *, own_code: bool) -> None:
-    """Write the base's own files if they are this tokenizer, with its template and its special tokens; else what the
-    tokenizer saves, which names a class that transformers 4 does not have.
-    """
+    """Write the base's tokenizer files if they are this tokenizer; otherwise write what the tokenizer saves.
+
+    The tokenizer's template and special tokens replace the base's. The base's files are preferred, because a saved
+    tokenizer names a class that transformers 4 lacks."""
     paths = [path for part in TOKENIZER_PARTS for path in (base.glob(part) if base else ()) if path.is_file()]
     copies = [folder / path.relative_to(base or path) for path in paths]
     for path, copied in zip(paths, copies, strict=True):
@@ -236,17 +254,17 @@ def _write_tokenizer(tokenizer: Any, base: Path | None, folder: Path, *, own_cod
 
 
 def open_tokenizer(folder: Path, *, own_code: bool) -> Any:
-    """The tokenizer of a folder as transformers opens it, or None."""
+    """Return the tokenizer of a folder as transformers opens it, or None if it cannot be opened."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)
-    except Exception:  # the libraries raise every kind
+    except Exception:  # the libraries may raise any exception
         return None
 
 
 def tokenizers_agree(tokenizer: Any, other: Any) -> bool:
-    """True if two tokenizers give the same ids of ``TEXTS`` and have the same vocabulary and special tokens."""
+    """Return True if two tokenizers give equal ids for ``TEXTS`` and have equal vocabularies and special tokens."""
     ids = [[each(text)["input_ids"] for text in TEXTS] for each in (tokenizer, other)]
     special = [{name: str(token) for name, token in each.special_tokens_map.items()} for each in (tokenizer, other)]
     return ids[0] == ids[1] and tokenizer.get_vocab() == other.get_vocab() and special[0] == special[1]
@@ -260,12 +278,19 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # its library raises bare ones for a full disk
+    except Exception as error:  # its library raises plain Exception for a full disk
         raise OSError(str(error)) from error
 
 
 def _write_template(template: Any, folder: Path) -> None:
-    """Write a tokenizer's chat template, or its templates by name, in the place of those in its files."""
+    """Write a tokenizer's chat template, or its named templates, as ``.jinja`` files into ``folder``.
+
+    All templates that were in the folder, also in tokenizer_config.json, are removed first.
+
+    Args:
+        template: the template; or template name -> template; or None, which only removes.
+        folder: folder with a tokenizer's files.
+    """
     settings = read_settings(folder, TOKENIZER_CONFIG)
     if settings.pop("chat_template", None) is not None:
         _write(folder / TOKENIZER_CONFIG, settings)
@@ -279,10 +304,13 @@ def _write_template(template: Any, folder: Path) -> None:
 
 
 def _overlay(content: dict[str, Any], before: dict[str, Any], now: dict[str, Any], parts: set[str]) -> None:
-    """Write into the content of a config what differs between two readings of configs of its class.
+    """Write into the content of a config everything that differs between two readings of configs of its class.
 
     Args:
-        parts: keys of configs within it.
+        content: content of config.json, changed in place.
+        before: the config as it was read.
+        now: the config at present.
+        parts: keys of configs within the config, which are compared key by key.
     """
     for key, value in now.items():
         if key in _OF_THE_WRITER or before.get(key) == value:
@@ -294,11 +322,12 @@ def _overlay(content: dict[str, Any], before: dict[str, Any], now: dict[str, Any
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write ``content`` to ``path`` as indented JSON."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write small files, by their names, into a folder, which is made where it is missing."""
+    """Write small files by name into a folder, which is created if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -306,5 +335,5 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def with_quantization(config: bytes, settings: Mapping[str, Any]) -> bytes:
-    """The content of config.json with a ``quantization_config``."""
+    """Return the content of config.json with a ``quantization_config`` added."""
     return (json.dumps(json.loads(config) | {"quantization_config": settings}, indent=2) + "\n").encode()

@@ -1,8 +1,7 @@
-"""A Hugging Face folder from parameters that live elsewhere: sharded safetensors, config and tokenizer.
+"""Exports a Hugging Face folder from parameters that are on other ranks: sharded safetensors, config and tokenizer.
 
-Parameters are asked for one after the other, in the
-same order on every rank; only the writer keeps them, and at most one shard of them.
-"""
+Every rank requests the parameters one by one in the same order. Only the writing rank keeps them, at most one shard at
+a time."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ from tawpipe.model.weights import Conversion, base_name, canonical_names, is_ada
 logger = logging.getLogger(__name__)
 
 GetParameter = Callable[[str], Tensor | None]
-"""Canonical name -> the full tensor on the writing rank. Collective: every rank calls it, in the same order."""
+"""Function from a canonical name to the full tensor on the writing rank, and to None on other ranks. It is collective:
+every rank calls it, in the same order."""
 
 
 def export_hugging_face(
@@ -49,32 +49,33 @@ def export_hugging_face(
     tokenizer: Any = None,
     carried: Carried | None = None,
 ) -> Path:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, or for a ``peft`` model ``PeftModel``.
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, or ``PeftModel`` for a ``peft`` model.
 
-    A ``peft`` model is exported as an adapter folder (``adapter_model.safetensors``, ``adapter_config.json``) to be put
-    on its base model; the frozen base weights are not written. Everything is written under ``<folder>.incomplete``,
-    small files first, and renamed at the end, so that a folder of this name is always complete; one that is there
-    already is replaced. Then the folder is opened again and compared with the model.
+    A ``peft`` model is exported as an adapter folder (``adapter_model.safetensors``, ``adapter_config.json``), to be
+    put on its base model. The frozen base weights are not written. Everything is written to ``<folder>.incomplete``,
+    small files first, and renamed at the end. So a folder of this name is always complete. An existing one is replaced.
+    Then the folder is opened again and compared with the model.
 
-    A tensor that the model's own folder has in another dtype than most, such as a router in fp32, keeps it.
+    A tensor that the model's own folder stores in another dtype than most, such as a router in fp32, keeps that dtype.
 
     Args:
-        chain: the model; its parameters may be placeholders.
+        chain: the model. Its parameters may be placeholders.
         folder: the folder to make.
-        get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
-        dtype: the type of the weights on disk; None for that of the model's own folder, fp32 without one.
-        format: ``hf``; or ``w4a16`` or ``w8a8``, with the matrices of linear layers in few bits (``compressed``).
-        merge: write the whole model of a ``peft`` model, with the adapter in its weights.
-        max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor, and by
-            adapters, which ``peft`` reads from one file.
-        is_writer: True on the rank that writes. The others only take part in ``get_parameter``.
-        tokenizer: a transformers tokenizer to be saved beside the weights.
-        carried: what ``carry`` gave; asked for here by default.
+        get_parameter: returns the values; see ``GetParameter``. Every rank must call this function.
+        dtype: dtype of the weights on disk. None takes the dtype of the model's own folder, or fp32 without one.
+        format: ``hf``; or ``w4a16`` or ``w8a8``, with the matrices of linear layers in 4 or 8 bits (``compressed``).
+        merge: write the whole model of a ``peft`` model, with the adapter merged into its weights.
+        max_shard_bytes: size of a file, and of the memory that the writer takes. Only a single larger tensor exceeds
+            it, and adapters, which ``peft`` reads from one file.
+        is_writer: True on the rank that writes. All other ranks only take part in ``get_parameter``.
+        tokenizer: a transformers tokenizer to save next to the weights.
+        carried: result of ``carry``, which is called here by default.
 
     Raises:
-        UserError: a format that this model, or an adapter alone, cannot have.
-        RunError: it could not be written, on the writer when all have taken part: what was there before is untouched,
-            and what was written stays in ``<folder>.incomplete``. Or the folder differs from the model.
+        UserError: this model, or an adapter alone, does not support the format.
+        RunError: the folder could not be written, or differs from the model. It is raised on the writer after all ranks
+            have taken part. If writing failed, the folder that existed before is unchanged, and written files stay in
+            ``<folder>.incomplete``.
     """
     folder, adapter = Path(folder), is_adapter_alone(chain, merge)
     if carried is None:
@@ -107,7 +108,7 @@ def export_hugging_face(
             write_files(partial, {CONFIG: files[CONFIG]})
             logger.info("%s", few_bits.words)
         replace_folder(partial, folder)
-    except (OSError, SafetensorError) as error:  # a full disk above all, or a place that is not ours
+    except (OSError, SafetensorError) as error:  # for example a full disk, or no permission
         _finish(tensors)
         kept = f"; {len(writer.shards)} files of weights stay in {partial}" if writer.shards else ""
         if not kept:
@@ -130,13 +131,19 @@ def carry(
     tokenizer: Any = None,
     ends: Sequence[int] = (),
 ) -> Carried:
-    """Capture what an export takes over from the folder of its model, and try its small files; see ``small_files``.
+    """Return the small files of an export, and the dtypes and duplicate tensor names to keep. Writes no folder.
+
+    They are read from the model's folder, so that an export does not need it later. The small files are made and
+    tested.
 
     Args:
-        base: the folder that the model came from; by default the one that its config names.
+        chain: the model.
+        base: the folder that the model was loaded from; by default the one that its config names.
+        dtype, format, merge, tokenizer: as in ``export_hugging_face``.
+        ends: tokens that end learned turns; see ``small_files``.
 
     Raises:
-        UserError: a format that this model cannot have, or files that cannot be made or read.
+        UserError: this model does not support the format, or files cannot be made or read.
     """
     adapter, base = is_adapter_alone(chain, merge), base or base_folder(chain.config)
     weights = None if adapter or base is None or not has_weights(base) else base
@@ -159,15 +166,15 @@ def carry(
 
 
 def is_adapter_alone(chain: Chain, merge: bool) -> bool:
-    """True if a model is exported as an adapter folder."""
+    """Return True if a model is exported as an adapter folder: it has an adapter, which is not merged."""
     return getattr(chain.given, "peft_config", None) is not None and not merge
 
 
 def few_bits_of(chain: Chain, format: str, dtype: torch.dtype, *, adapter: bool) -> FewBitsFolder | None:
-    """The matrices in few bits of an exported model; None for one in full precision.
+    """Return the writer of matrices in 4 or 8 bits for an exported model, or None in full precision.
 
     Raises:
-        UserError: this model, or an adapter alone, cannot have the format.
+        UserError: this model, or an adapter alone, does not support the format.
     """
     if format == PLAIN:
         return None
@@ -177,13 +184,23 @@ def few_bits_of(chain: Chain, format: str, dtype: torch.dtype, *, adapter: bool)
 
 
 def _finish(tensors: Iterator[object]) -> None:
-    """Take part in what is left of the collective."""
+    """Request all remaining tensors, to take part in their collective operations, and discard them."""
     for _ in tensors:
         pass
 
 
 class _ShardWriter:
-    """Writer of safetensors files: of the tensors so far whenever the next one would make the file too large."""
+    """Writer of safetensors files.
+
+    It starts a new file when the next tensor would make the present one too large.
+
+    Args:
+        folder: folder to write to.
+        stem: beginning of the files' names.
+        dtype: dtype of the tensors on disk.
+        unusual: tensor name -> its dtype, for tensors with another one.
+        max_shard_bytes: limit of a file's size.
+    """
 
     def __init__(
         self, folder: Path, stem: str, dtype: torch.dtype, unusual: Mapping[str, torch.dtype], max_shard_bytes: int
@@ -194,9 +211,12 @@ class _ShardWriter:
         self._pending_bytes = self._total_bytes = 0
         self.shards: list[list[str]] = []
         self.written: dict[str, tuple[torch.dtype, list[int]]] = {}
-        """Dtype and shape of every tensor, by name."""
+        """Tensor name -> its dtype and shape, for all tensors added so far."""
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Add a copy of ``tensor`` on the CPU, in its dtype on disk.
+
+        If the present file would exceed its size limit, it is written first."""
         dtype = self._unusual.get(name, self._dtype) if tensor.is_floating_point() else None
         kept = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
         self.written[name] = kept.dtype, list(kept.shape)
@@ -208,6 +228,7 @@ class _ShardWriter:
         self._total_bytes += size
 
     def _flush(self) -> None:
+        """Write all pending tensors to the next file."""
         from safetensors.torch import save_file
 
         save_file(self._pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
@@ -218,7 +239,7 @@ class _ShardWriter:
         return self._folder / f"{self._stem}.part-{index:05d}"
 
     def finish(self) -> None:
-        """Write the rest and give the shards their final names, which tell how many there are."""
+        """Write the remaining tensors, and rename the files to their final names, which contain the number of files."""
         if self._pending:
             self._flush()
         if len(self.shards) == 1:
@@ -235,7 +256,9 @@ class _ShardWriter:
 
 
 def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
-    """(name on disk, tensor) of the whole model; the tensor is None where this rank was not given it."""
+    """Yield (name on disk, tensor) of the whole model.
+
+    The tensor is None on ranks that do not write."""
     from transformers.core_model_loading import WeightConverter
 
     groups, renamed = _groups(chain)
@@ -250,9 +273,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
     declared = getattr(chain.model, "all_tied_weights_keys", {})
     for name, canonical in canonical_names(chain.model).items():
         name, canonical = base_name(name), base_name(canonical)
-        if (
-            name != canonical and name not in declared and canonical not in declared
-        ):  # tied by hand, which no folder says
+        if name != canonical and name not in declared and canonical not in declared:  # tied in code, not in the config
             yield renamed(name), get_parameter(canonical)
     persistent = persistent_buffers(chain.model)
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
@@ -262,7 +283,9 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
 
 
 def _groups(chain: Chain) -> tuple[list[Conversion], Callable[[str], str]]:
-    """The conversion of every parameter to its form on disk, as in ``save_pretrained``, and the renaming after it."""
+    """Return the conversions of all parameters to their form on disk, and a function that renames tensors.
+
+    Both follow ``save_pretrained`` of transformers."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
@@ -290,7 +313,11 @@ def _groups(chain: Chain) -> tuple[list[Conversion], Callable[[str], str]]:
 
 
 def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
-    """(name on disk, tensor) of the adapter, and of base parameters that are trained beside it."""
+    """Yield (name on disk, tensor) of the adapter, and of base parameters that are trained with it.
+
+    Raises:
+        UserError: a trained base parameter cannot be stored in an adapter folder.
+    """
     from peft import get_peft_model_state_dict
 
     given: Any = chain.given
@@ -318,6 +345,7 @@ def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tupl
 
 
 def _few_bits(format: str, chain: Chain, dtype: torch.dtype) -> FewBitsFolder:
+    """Return the writer of matrices in 4 or 8 bits, for layers only, not the embedding or the head."""
     from transformers.core_model_loading import WeightConverter
 
     groups, renamed = _groups(chain)

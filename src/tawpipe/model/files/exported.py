@@ -1,4 +1,4 @@
-"""A folder that was exported, opened again and compared with the model that it is to hold."""
+"""Opens an exported folder again, and compares it with the model that it must contain."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from tawpipe.model.files.carried import has_own_code, open_tokenizer, tokenizers
 from tawpipe.model.files.pretrained import SafetensorsSource, tensor_headers
 
 Written = Mapping[str, tuple[torch.dtype, list[int]]]
-"""Dtype and shape of every tensor, by name."""
+"""Tensor name -> its dtype and shape."""
 
 
 def differences(
     chain: Chain, folder: Path, written: Written, files: Mapping[str, bytes], tokenizer: Any, *, adapter: bool
 ) -> list[str]:
-    """Differences between an exported folder and the model, in words; empty if there are none.
+    """Return the differences between an exported folder and the model, as sentences; empty if there are none.
 
-    Plain JSON and safetensors are read, then transformers opens the folder on the meta device. Values are not read.
+    JSON and safetensors headers are read, then transformers opens the folder on the meta device. Values are not read.
 
     Args:
-        written: the tensors of the folder, as they were given to its writer.
-        files: the content of its small files.
-        tokenizer: that the folder is to open with; None for a folder without one.
-        adapter: the folder holds a ``peft`` adapter alone.
+        chain: the model.
+        folder: the exported folder.
+        written: the tensors that were passed to the folder's writer.
+        files: content of its small files, by name.
+        tokenizer: the tokenizer that the folder must open with; None for a folder without one.
+        adapter: True if the folder holds only a ``peft`` adapter.
     """
     lines = list[str]()
     try:
         lines.extend(_differences(chain, folder, written, files, tokenizer, adapter=adapter))
-    except UserError as error:  # names or shapes that do not fit
+    except UserError as error:  # names or shapes do not fit
         lines.append(error.expected)
-    except Exception as error:  # other programs' code, which raises every kind
+    except Exception as error:  # code of other libraries may raise any exception
         lines.append(f"it cannot be opened ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
     return lines
 
@@ -48,6 +50,15 @@ def differences(
 def _differences(
     chain: Chain, folder: Path, written: Written, files: Mapping[str, bytes], tokenizer: Any, *, adapter: bool
 ) -> Iterator[str]:
+    """Yield the differences between an exported folder and the model as sentences; arguments as in ``differences``.
+
+    Of an adapter folder, the files, the tensor headers, the tokenizer and the config of ``peft`` are checked. Of a
+    whole model also its class, its parameters' names and shapes, and its rotary frequencies.
+
+    Raises:
+        UserError: names or shapes of tensors do not fit the model that transformers builds.
+        Exception: any error of the libraries that open the folder.
+    """
     yield from (f"{name} has another content" for name in files if (folder / name).read_bytes() != files[name])
     headers = tensor_headers(folder.glob("*.safetensors"))
     yield from (
@@ -67,8 +78,8 @@ def _differences(
         _ = PeftConfig.from_pretrained(str(folder))
         return
     opened = build_model(str(folder), max_positions=1, trust_remote_code=has_own_code(chain.model)).model
-    as_chain: Any = SimpleNamespace(model=opened)  # a chain would look at what is frozen
-    _ = SafetensorsSource(as_chain, folder)  # raises for names and shapes
+    as_chain: Any = SimpleNamespace(model=opened)  # a chain would also check frozen parameters
+    _ = SafetensorsSource(as_chain, folder)  # raises if names or shapes do not fit
     if (kinds := (type(opened).__name__, type(chain.model).__name__))[0] != kinds[1]:
         yield f"transformers opens it as {kinds[0]} instead of {kinds[1]}"
         return
@@ -83,6 +94,6 @@ def _differences(
 
 
 def _frequencies(model: Any) -> dict[str, Tensor]:
-    """Rotary frequencies of a model on the meta device, computed on the CPU."""
+    """Return the rotary frequencies of a model on the meta device, computed on the CPU, by buffer name."""
     materialize_buffers(model, torch.device("cpu"))
     return {name: value for name, value in model.named_buffers() if name.endswith("inv_freq")}

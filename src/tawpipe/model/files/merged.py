@@ -1,4 +1,4 @@
-"""A model with its LoRA adapter in its weights, one parameter at a time: no process could hold all of them."""
+"""Merges a LoRA adapter into a model's weights, one parameter at a time, because no process could hold all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tawpipe.model.weights import base_name, canonical_names, is_adapter
 
 
 def refuse_unmergeable(given: nn.Module) -> None:
-    """Raise UserError for a model that has no LoRA adapter, or one that does not go into the weights."""
+    """Raise UserError if a model has no LoRA adapter, or has one that cannot be merged into its weights."""
     model = inner_model(given)
     setting = "merge"
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")}
@@ -38,12 +38,13 @@ def refuse_unmergeable(given: nn.Module) -> None:
 
 
 class Merged:
-    """The values of the base model's parameters with what the active adapter adds, by their names without ``peft``.
+    """Parameters of the base model with the active adapter merged in, by their names without ``peft``.
 
-    The adapter's part of a layer is collected once and kept while the layer's weights are asked for.
+    The adapter's tensors of a layer are collected once and kept while weights of the layer are requested.
 
     Args:
-        get_parameter: see ``export.GetParameter``; every rank must ask for the same names in the same order.
+        chain: the model.
+        get_parameter: see ``export.GetParameter``. Every rank must request the same names in the same order.
     """
 
     def __init__(self, chain: Chain, get_parameter: Callable[[str], Tensor | None]) -> None:
@@ -52,10 +53,12 @@ class Merged:
         self._names = {base_name(n): n for n in canonical_names(chain.model) if not is_adapter(chain.model, n)}
         self._units = {slot.name: unit for unit in chain.units for slot in unit.slots}
         self._adapters: dict[int, dict[str, Tensor | None]] = {}
-        """By unit, of the layer that was asked for last."""
+        """Index of a unit -> its adapter tensors, for the layer that was requested last."""
 
     def parameter(self, name: str) -> Tensor | None:
-        """One parameter in the dtype of the masters on the rank that writes, None elsewhere."""
+        """Return one merged parameter in the dtype of the master weights on the writing rank, None on other ranks.
+
+        Collective: every rank must call it."""
         peft_name = self._names[name]
         path, base, leaf = peft_name.rpartition(".base_layer.")
         if not base:
@@ -72,18 +75,27 @@ class Merged:
         )
 
     def _collect(self, unit: Unit) -> dict[str, Tensor | None]:
-        """The parts of adapters in a unit."""
+        """Collect the adapter tensors of a unit, by canonical name."""
         return {slot.name: self._get(slot.name) for slot in unit.slots if is_adapter(self._model, slot.name)}
 
 
 @torch.no_grad()
 def _merge(layer: Any, leaf: str, value: Tensor, adapters: dict[str, Tensor | None]) -> Tensor:
-    """A weight or bias of a layer with the adapter in it, by ``peft`` itself on a copy of the layer."""
+    """Return the weight or bias ``leaf`` of a layer with the adapter merged in.
+
+    ``peft`` merges a copy of the layer.
+
+    Args:
+        layer: a ``peft`` layer.
+        leaf: ``weight`` or ``bias``.
+        value: the base value.
+        adapters: the layer's adapter tensors, by name within the layer.
+    """
     memo: dict[int, Any] = {}
     for name, parameter in layer.named_parameters():
         if name == f"base_layer.{leaf}":
             content = value
-        elif (content := adapters.get(name)) is None:  # of the base layer, which is not asked for
+        elif (content := adapters.get(name)) is None:  # another tensor of the base layer, not requested
             content = torch.zeros(parameter.shape, dtype=value.dtype)
         memo[id(parameter)] = nn.Parameter(content.clone(), requires_grad=False)
     copy = deepcopy(layer, memo)

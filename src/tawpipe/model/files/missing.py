@@ -1,6 +1,4 @@
-"""Kernels of mixers that are missing: functions for which transformers falls back to torch code, since a package is not
-installed.
-"""
+"""Finds missing kernels of mixers: transformers runs torch code if their package is not installed."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from torch import nn
 from tawpipe.model.chain import Chain
 
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-"""Packages with kernels of mixers, by the names of their modules, and what they are called where they are installed."""
+"""Module name of a package with kernels of mixers -> name under which it is installed."""
 OF_DECODING = "update", "recurrent"
-"""Parts of names of functions that compute one token more."""
+"""Parts of the names of functions that compute one more token."""
 
 
 def kernel_packages() -> Iterator[tuple[str, str]]:
-    """Versions of the packages with kernels of mixers."""
+    """Yield (name, version) of every package with kernels of mixers, with a note in place of a missing version."""
     for name in KERNELS.values():
         try:
             yield name, importlib.metadata.version(name)
@@ -30,7 +28,7 @@ def kernel_packages() -> Iterator[tuple[str, str]]:
 
 
 def fallen_back(mixer: nn.Module) -> dict[str, list[str]]:
-    """Functions that a mixer calls as torch code, by the package that would have them."""
+    """Return the functions that ``mixer`` runs as torch code: package that contains a kernel -> names of functions."""
     missing: dict[str, list[str]] = {}
     names = {name for kind in type(mixer).__mro__ for name in _names_in(kind)}
     for name, function in vars(sys.modules[type(mixer).__module__]).items():
@@ -44,15 +42,18 @@ def fallen_back(mixer: nn.Module) -> dict[str, list[str]]:
 
 
 def _names_in(kind: type) -> tuple[str, ...]:
+    """Return the names that the ``forward`` method of the class ``kind`` refers to."""
     code = getattr(inspect.unwrap(vars(kind).get("forward", object)), "__code__", None)
     return code.co_names if code else ()
 
 
 def mixer_words(chain: Chain, device: torch.device, share: float) -> str:
-    """What computes the mixers of a model, in words; empty without any.
+    """Return a line about the code that computes a model's mixers: kernels or torch code; ``""`` without mixers.
 
     Args:
-        share: of the time of layers that have some; 0 where nothing was measured.
+        chain: the model.
+        device: device on which it runs.
+        share: part of the layers' time that mixers take, for layers with mixers; 0 if it was not measured.
     """
     layers = zip(chain.layers, chain.mixing, strict=False)
     mixers = [layer.get_submodule(name) for layer, mixing in layers for name in mixing.mixers]

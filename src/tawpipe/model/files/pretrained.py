@@ -1,4 +1,6 @@
-"""First values from a Hugging Face folder with safetensors, one unit at a time: no process could hold all of them."""
+"""Reads initial weights from a Hugging Face folder with safetensors, one unit at a time.
+
+No process could hold all of them."""
 
 from __future__ import annotations
 
@@ -24,25 +26,29 @@ from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_n
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SNAPSHOTS = "snapshots"
-"""Folder of the Hub's cache that has a folder for every commit."""
+"""Folder of the Hub's cache that contains one folder per commit."""
 
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
 _TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)(\.|_\d)")
-"""Files that a trainer leaves beside a model."""
+"""Pattern for files that a trainer writes next to a model."""
 
 
 class SafetensorsSource:
-    """Values from a Hugging Face folder with ``model.safetensors`` or its shards.
+    """Source of values from a Hugging Face folder with ``model.safetensors`` or its shards.
 
-    Names and layouts are converted by transformers' own rules (experts stored one by one become one tensor). Only the
-    tensors of the unit asked for are read. Adapters, which are in no such folder, come from a folder of ``peft``, or
-    from an ``InitSource``.
+    Names and layouts are converted by transformers' own rules (experts stored one by one become one tensor). Only
+    tensors of the requested unit are read. The folder contains no adapters. They are read from a ``peft`` folder, or
+    drawn by an ``InitSource``.
 
     Args:
-        checks: compare names and shapes; False for a model whose values were taken out of it.
+        chain: the model.
+        folder: folder with the weights.
+        seed: seed for adapters that are drawn.
+        adapter: ``peft`` folder with the adapter's values, or None.
+        checks: True to compare names and shapes; False for a model whose values were already removed.
 
     Raises:
-        UserError: where the folder's tensors do not fit the model, with the names of missing and unexpected ones.
+        UserError: the folder's tensors do not fit the model. The message names missing and unexpected ones.
     """
 
     def __init__(
@@ -50,7 +56,8 @@ class SafetensorsSource:
     ) -> None:
         self._folder, self._adapter, self._model = Path(folder), adapter, chain.model
         self.digests: dict[str, str] | None = None
-        """A dictionary gets the digest of every parameter of the folder that is read in a frozen unit, by name."""
+        """Set it to a dictionary to collect, by name, the digest of every parameter of the folder read in a frozen
+        unit."""
         self._tensors = FewBitsTensors(_files_by_key(self._folder))
         self._files = self._tensors.files
         self._init: InitSource | None = None
@@ -70,7 +77,22 @@ class SafetensorsSource:
             self._check_shapes(state)
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[dict[str, Conversion], dict[str, str]]:
-        """Groups by their first target, and for every canonical parameter or buffer the group that gives it."""
+        """Assign every tensor of the folder to a ``Conversion``, which makes parameters or buffers of the model.
+
+        Tensors that belong to nothing in the model are listed in ``_unexpected``. Names of further conversions that
+        make a parameter once more are listed in ``_copies``.
+
+        Args:
+            state: parameters and buffers of the model, by name without ``peft``.
+
+        Returns:
+            Two mappings. The first has the conversions, by the name of the first tensor that each one makes (its
+            target). The second maps the canonical name of a parameter or buffer to the target of the conversion that
+            makes it.
+
+        Raises:
+            UserError: two tensors of the folder that need no conversion have one name in the model.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -105,6 +127,10 @@ class SafetensorsSource:
         return groups, group_of
 
     def _check_names(self) -> None:
+        """Raise UserError if the folder lacks a parameter, or has tensors that the model lacks.
+
+        Accepted are missing adapters, and superfluous tensors that transformers would ignore, such as rotary
+        frequencies."""
         ignored = [
             *(self._model._keys_to_ignore_on_load_unexpected or ()),
             r"rotary_emb\.inv_freq",
@@ -124,7 +150,7 @@ class SafetensorsSource:
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
         def values() -> Iterator[Tensor]:
-            pending: dict[str, Tensor] = {}  # results of a group that gives several parameters
+            pending: dict[str, Tensor] = {}  # results of a group that makes several parameters
             for slot in unit.slots:
                 if slot.name in self._adapters:
                     assert self._init is not None
@@ -144,15 +170,19 @@ class SafetensorsSource:
 
     @property
     def folder(self) -> Path:
-        """The folder, from the root."""
+        """Absolute path of the folder."""
         return self._folder.absolute()
 
     def parameter(self, name: str) -> Tensor:
-        """The value of one parameter as the folder has it; of no adapter."""
+        """Return the value of one parameter as stored in the folder.
+
+        Adapter parameters are not supported."""
         return self._read(self._group_of[name])[name]
 
     def codes(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales of a matrix as ``lowbit.quantise_rows`` gives them, where the folder has it in few bits."""
+        """Return the codes and scales of a matrix that the folder stores in 4 or 8 bits, or None for other parameters.
+
+        They have the form that ``lowbit.quantise_rows`` returns."""
         from safetensors import safe_open
 
         group = self._groups[self._group_of[name]]
@@ -161,7 +191,9 @@ class SafetensorsSource:
         return self._tensors.codes(group.sources[0][0], cache(lambda path: safe_open(path, framework="pt")))
 
     def _check_shapes(self, state: dict[str, Tensor]) -> None:
-        """Compare what needs no conversion with the files' headers, before anything is read."""
+        """Raise UserError if a stored tensor that needs no conversion has another shape than in the model.
+
+        Shapes are read from the files' headers, before any values are read."""
         from safetensors import safe_open
         from transformers.core_model_loading import WeightRenaming
 
@@ -172,14 +204,18 @@ class SafetensorsSource:
                 self._check_shape(group.target, tuple(state[group.target].shape), stored)
 
     def _check_shape(self, name: str, expected: tuple[int, ...], stored: tuple[int, ...]) -> None:
+        """Raise UserError if the stored shape of a tensor differs from the expected one."""
         if stored != expected:
             raise unsupported(
                 str(self._folder), f"{name} must have shape {list(expected)} as config.json says, not {list(stored)}"
             )
 
     def stored(self) -> tuple[dict[str, torch.dtype], dict[str, list[str]]]:
-        """Parameter or buffer -> the widest dtype of its tensors in the folder; and parameter -> its names there, where
-        the folder has it more than once.
+        """Return the stored dtypes of all parameters and buffers, and the parameters that are stored several times.
+
+        Returns:
+            Parameter or buffer -> the widest dtype of its tensors in the folder, and parameter -> its names in the
+            folder, for parameters with several.
         """
         dtypes, widest = stored_dtypes(self._folder), dict[str, torch.dtype]()
         for name, target in self._group_of.items():
@@ -189,17 +225,17 @@ class SafetensorsSource:
 
     @property
     def wide_parameters(self) -> list[str]:
-        """Names of the parameters that the folder has in 32 bits while most of its numbers have 16."""
+        """Names of parameters that the folder stores in 32 bits although most of its numbers have 16."""
         usual = stored_dtype(self._folder).itemsize
         return sorted(name for name, dtype in self.stored()[0].items() if usual < 4 <= dtype.itemsize)
 
     def check_copies(self) -> None:
-        """Compare all parameters that the folder has twice; see ``unit`` for the error."""
+        """Raise UserError if the copies of a parameter that the folder stores several times differ."""
         for name in self._copies:
             self._check_tied(name, self._read(self._group_of[name])[name])
 
     def _check_tied(self, name: str, value: Tensor) -> None:
-        """Refuse further tensors of the folder for a parameter if they differ from ``value``, which would be used."""
+        """Raise UserError if the folder stores parameter ``name`` again, with a value or shape other than ``value``."""
         for target in self._copies.get(name, ()):
             other = self._read(target)[name]
             if other.shape == value.shape and other.to(value.dtype).equal(value):
@@ -218,7 +254,11 @@ class SafetensorsSource:
         return tensor_facts(_files_by_key(self._folder).values()) | adapter
 
     def _read(self, target: str) -> dict[str, Tensor]:
-        """Read and convert one group; values by canonical name."""
+        """Read and convert one group of tensors; return its values by canonical name.
+
+        Args:
+            target: first target of the group.
+        """
         from safetensors import safe_open
 
         group, opened = self._groups[target], cache(lambda path: safe_open(path, framework="pt"))
@@ -228,7 +268,7 @@ class SafetensorsSource:
 
 
 def _files_by_key(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it.
+    """Return tensor name -> the file that contains it.
 
     Raises:
         UserError: the index and the files contradict each other, or a second form of the weights is another model.
@@ -262,22 +302,32 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that the index of a folder puts it in."""
+    """Return tensor name -> file name, from the index of a folder."""
     return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
 
 
 def files_to_fetch(folder: Path) -> list[str]:
-    """Names of the files with the weights of a folder, of which only small ones are there yet."""
+    """Return the names of a folder's weight files to download.
+
+    Only the small files must exist so far."""
     return sorted(set(_weight_map(folder).values())) if (folder / INDEX).is_file() else [SINGLE]
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and the number of the others, for messages."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _refuse_two_models(folder: Path, indexed: Facts, single: Facts) -> None:
-    """Raise UserError if the files of an index and a single file beside them hold different tensors."""
+    """Raise UserError if the files of an index and a single file next to them differ in a tensor.
+
+    Names, dtypes, shapes and contents are compared; of large tensors only samples of the content.
+
+    Args:
+        folder: folder with both, for the message.
+        indexed: facts about the tensors in the files of the index.
+        single: facts about the tensors in the single file.
+    """
     bare = [{name: (fact.shown, fact.digest) for name, fact in facts.items()} for facts in (indexed, single)]
     if differing := sorted(name for name in {*bare[0], *bare[1]} if bare[0].get(name) != bare[1].get(name)):
         expected = f"one model; {SINGLE} and the files of {INDEX} differ in {_first(differing)}: remove one of the two"
@@ -285,15 +335,16 @@ def _refuse_two_models(folder: Path, indexed: Facts, single: Facts) -> None:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a folder in the Hub's cache, or ``""``."""
+    """Return the commit of a folder in the Hub's cache, or ``""`` for other folders."""
     return folder.name if folder.parent.name == SNAPSHOTS else ""
 
 
 def folder_facts(folder: Path, *, code: bool = False) -> Facts:
-    """Facts about the folder of a model or an adapter: what is read of it to train.
+    """Return facts about a folder of a model or an adapter, from all files that are read for training.
 
     Args:
-        code: modules in it are run.
+        folder: folder of a model or an adapter.
+        code: True if Python modules in the folder are run.
 
     Raises:
         UserError, OSError, ValueError: a file cannot be read.
@@ -309,30 +360,34 @@ def folder_facts(folder: Path, *, code: bool = False) -> Facts:
 
 
 def has_weights(folder: Path) -> bool:
-    """True if a model folder brings weights of its own."""
+    """Return True if a model folder contains safetensors weights."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
 def count_files(folder: Path) -> int:
-    """Number of safetensors files that hold a folder's weights."""
+    """Return the number of safetensors files with a folder's weights."""
     return len(set(_files_by_key(folder).values()))
 
 
 def unread_files(folder: Path) -> list[str]:
-    """Names of safetensors files in a folder that hold none of its weights."""
+    """Return the names of safetensors files in a folder that contain none of its weights."""
     return sorted(
         {path.name for path in folder.glob("*.safetensors")} - {p.name for p in _files_by_key(folder).values()}
     )
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Tensor name -> its dtype in a folder, for numbers of 16 bits or more; empty for a folder without weights."""
+    """Return tensor name -> its dtype in a folder, for floating-point numbers of 16 bits or more.
+
+    The result is empty for a folder without weights."""
     headers = tensor_headers(_files_by_key(folder).values()).items() if has_weights(folder) else ()
     return {name: dtype for name, (dtype, _) in headers if _is_plain(dtype)}
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that most numbers of a folder have, of those with 16 bits or more: weights are not trained in fewer."""
+    """Return the dtype of most numbers in a folder, among floating-point numbers of 16 bits or more.
+
+    Weights are not trained in fewer bits. Without any, it is fp32."""
     counts = Counter[torch.dtype]()
     for dtype, shape in tensor_headers(_files_by_key(folder).values()).values():
         counts[dtype] += torch.Size(shape).numel() if _is_plain(dtype) else 0
@@ -344,7 +399,7 @@ def _is_plain(dtype: torch.dtype) -> bool:
 
 
 def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Tensor name -> its dtype and shape, for the tensors of safetensors files."""
+    """Return tensor name -> its dtype and shape, from the headers of safetensors files."""
     from safetensors import safe_open
 
     headers: dict[str, tuple[torch.dtype, list[int]]] = {}
@@ -360,7 +415,7 @@ def check_weights(folder: Path) -> None:
     """Check that a folder without safetensors has no weights at all.
 
     Raises:
-        UserError: it has some in another form, which would be passed over for random ones.
+        UserError: it has weights in another form, which would be ignored in favour of random ones.
     """
     if has_weights(folder):
         return
@@ -383,7 +438,15 @@ def check_weights(folder: Path) -> None:
 
 
 def conversion(source: str, folder: str, **how: object) -> str:
-    """The command that writes a model as safetensors into a folder; into another folder with its tokenizer."""
+    """Return the shell command that writes the model ``source`` as safetensors into ``folder``.
+
+    If the two differ, the tokenizer is written as well.
+
+    Args:
+        source: name or folder of the model.
+        folder: folder to write to.
+        how: further arguments of ``from_pretrained``.
+    """
     given = "".join(f", {name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in how.items())
     kinds = ["AutoModelForCausalLM"] + ["AutoTokenizer"] * (source != folder)
     parts = [f"from transformers import {', '.join(kinds)}"]

@@ -1,4 +1,4 @@
-"""What stands where a mixer has its cache, while a row is computed chunk by chunk."""
+"""Replacement for a mixer's cache, which passes states on while a row is computed chunk by chunk."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from tawpipe.model.attention.chunked import State
 
 CACHES = "cache", "cache_params", "past_key_values", "past_key_value"
-"""What transformers calls the argument of a forward pass that is a cache."""
+"""Names of the forward argument that is a cache in transformers."""
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """The name of the argument that is a cache; None for a module that takes none."""
+    """Return the name of the module's forward argument that is a cache, or None if it has none."""
     return next((name for name in signature(module.forward).parameters if name in CACHES), None)
 
 
 class LayerStates:
-    """The states of a carrier as mixers of transformers before 5.21 look at them: as attributes of any layer."""
+    """States of a carrier in the form of transformers before 5.21, where mixers read them as attributes of a layer."""
 
     record_past = True
 
@@ -33,11 +33,12 @@ class LayerStates:
 
 
 class Carrier:
-    """Stands where a mixer has its cache: gives the states before some tokens, and takes those behind them, both with
-    their graph.
+    """Replacement for a mixer's cache: provides the states before some tokens and records the states behind them.
+
+    States keep their autograd graph in both directions.
 
     Args:
-        before: empty for the beginning of a document.
+        before: states before the tokens; empty at the beginning of a document.
     """
 
     def __init__(self, before: State | None = None) -> None:
@@ -57,7 +58,12 @@ class Carrier:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
     ) -> Tensor:
-        """[b, C, S] of a convolution's input; the same with what it sees before that."""
+        """Record the last inputs of a convolution, and return its inputs with earlier ones in front.
+
+        Args:
+            conv_states: inputs [b, C, S].
+            conv_kernel_size: size of the convolution; ``conv_kernel_size - 1`` inputs are recorded.
+        """
         before = self.get_conv_state(layer_idx, state_idx)
         whole = conv_states if before is None else torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
         seen = conv_kernel_size - 1
@@ -67,13 +73,15 @@ class Carrier:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
+        """Record a recurrent state in fp32 or wider, and return it unchanged."""
         wide = torch.promote_types(recurrent_states.dtype, torch.float32)
         self.after["recurrent", state_idx] = recurrent_states.to(wide)
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True keeps mixers from the code for one token more."""
+        """Return True, which keeps mixers from their code for decoding one token."""
         return True
 
     def has_previous_state(self, *_: object) -> bool:
+        """Return True if states were passed in."""
         return bool(self.before)

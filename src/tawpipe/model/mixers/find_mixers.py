@@ -1,6 +1,6 @@
-"""The mixers of a layer, found by what they ask of a cache when the layer is called, on the meta device or another: no
-list of known ones could keep up with transformers.
-"""
+"""Finds the mixers of a layer by their calls of a cache when the layer runs, on the meta device or a real one.
+
+A list of known mixers could not keep up with transformers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tawpipe.model.stubs import LayerCall
 
 @dataclass(frozen=True)
 class Mixing:
-    """What mixes the tokens of a layer.
+    """Modules of a layer that mix tokens.
 
     Args:
         mixers: names of the modules that carry a state.
-        attention: whether there is a module that hands on keys and values.
-        unknown: names of modules that take a cache, of which neither was seen.
-        why_not_chunks: why a mixer cannot go on from a state; empty if all can.
-        state_bytes: what mixers hand on for a row, from one chunk to the next.
+        attention: True if a module passes keys and values to its cache.
+        unknown: names of modules that take a cache, but were seen to use it in neither way.
+        why_not_chunks: reason why a mixer cannot continue from a state; ``""`` if all can.
+        state_bytes: bytes of the states that mixers pass on for a row, from one chunk to the next.
     """
 
     mixers: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Mixing:
 
 @dataclass
 class _Asked(Carrier):
-    """A carrier that notes what a module asks of it, and what the module gives."""
+    """Carrier that records a module's calls of its cache, and the module's output."""
 
     before: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     after: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Asked(Carrier):
         self.states = True
         return super().get_recurrent_state(*args, **kwargs)
 
-    def has_previous_state(self, *args: Any) -> bool:  # what all ask first, before transformers 5.21
+    def has_previous_state(self, *args: Any) -> bool:  # before transformers 5.21 all mixers call this first
         self.states = True
         return super().has_previous_state(*args)
 
@@ -71,10 +71,15 @@ class _Asked(Carrier):
 
 
 def mixing_of(layer: nn.Module, call: LayerCall, hidden: Tensor) -> Mixing:
-    """Call a layer, and once more from the states that it has left.
+    """Find the modules of a layer that mix tokens, by calling the layer once, and again from the states that it left.
 
     Args:
-        hidden: [b, S, H] of a few tokens.
+        layer: the layer.
+        call: its arguments besides the hidden states.
+        hidden: hidden states [b, S, H] of a few tokens.
+
+    Returns:
+        Names of the mixers, and whether the layer has attention and can run in chunks.
     """
     takers = {name: module for name, module in layer.named_modules() if name and cache_argument(module)}
     modules = {name: takers[name] for name in takers if not any(other.startswith(f"{name}.") for other in takers)}
@@ -100,7 +105,17 @@ def mixing_of(layer: nn.Module, call: LayerCall, hidden: Tensor) -> Mixing:
 def _watched(
     layer: nn.Module, call: LayerCall, hidden: Tensor, asked: dict[str, _Asked], modules: dict[str, nn.Module]
 ) -> dict[str, _Asked]:
-    """Call a layer whose modules are given these as their caches."""
+    """Call a layer with the carriers in ``asked`` as caches of its modules, and return ``asked``.
+
+    Errors of the layer, except UserError, are ignored: some layers cannot run on the meta device.
+
+    Args:
+        layer: the layer.
+        call: its arguments besides the hidden states.
+        hidden: its hidden states.
+        asked: module name -> its carrier, which records the module's calls and output.
+        modules: module name -> the module.
+    """
     hooks = []
     for name, carrier in asked.items():
         argument = cache_argument(modules[name])
@@ -116,11 +131,11 @@ def _watched(
         hooks += [modules[name].register_forward_pre_hook(give, with_kwargs=True)]
         hooks += [modules[name].register_forward_hook(take)]
     try:
-        with patch.object(torch.compiler, "is_exporting", lambda: True):  # torch code, as kernels know no meta device
+        with patch.object(torch.compiler, "is_exporting", lambda: True):  # use torch code: kernels cannot run on meta
             call(layer, hidden)
     except UserError:
         raise
-    except Exception:  # what depends on values (a router) does not run on the meta device; mixers stand before it
+    except Exception:  # code that branches on values (a router) does not run on meta; mixers run before it
         pass
     finally:
         for hook in hooks:
@@ -129,7 +144,7 @@ def _watched(
 
 
 def _why_not(asked: _Asked) -> str:
-    """Why a mixer would not go on from the states that it was given; empty if it would, or where it was not seen."""
+    """Return the reason why a mixer cannot continue from given states, or ``""`` if it can or did not run."""
     if not asked.before:
         return "has its state in a form that cannot be handed from one chunk to the next"
     if asked.output is None:

@@ -1,10 +1,8 @@
-"""Documents in turn: a model that would mix the documents of a row is called with one of them after the other, those of
-one length together.
+"""Runs a model that would mix the documents of a row on one document after another.
 
-It is the model's own code on every document by itself, so nothing need be known of what mixes tokens: whatever a model
-does with masks, positions and states, it cannot reach another document. Weights are there for a whole visit, in which
-a layer is called as many times as the documents of a micro-batch have lengths.
-"""
+Documents of equal length run together, each in its own row. The model's own code runs on every document separately. So
+no knowledge of masks, positions and states is needed: the model cannot reach another document. Weights are loaded for a
+whole visit, in which a layer is called once for each document length in the micro-batch."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ class Groups:
     """Documents that are computed together, each in a row of its own.
 
     Args:
-        lengths: of the documents, over the flattened tokens of the rows of a micro-batch.
-        numbers: of the documents of every group.
+        lengths: tokens of each document, over the flattened tokens of the rows of a micro-batch.
+        numbers: indices of the documents of every group.
     """
 
     lengths: tuple[int, ...]
@@ -34,7 +32,7 @@ class Groups:
 
     @classmethod
     def by(cls, keys: Iterable[Hashable], lengths: Sequence[int]) -> Groups:
-        """Documents with one key in a group.
+        """Group documents with equal keys.
 
         >>> Groups.by("aba", [3, 5, 4]).numbers
         ((0, 2), (1,))
@@ -45,10 +43,11 @@ class Groups:
         return cls(tuple(lengths), tuple(map(tuple, groups.values())))
 
     def split(self, rows: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Of [b, S, ...] the documents of every group, [n, L, ...], with ``fill`` behind those that are shorter than L.
-        A document that is its group is a view.
-        """
-        # Not torch.split, whose views a layer could not change in place.
+        """Split rows [b, S, ...] into the documents of every group, [n, L, ...].
+
+        Documents shorter than the longest one (L) are padded with ``fill``. A document that is alone in its group is a
+        view."""
+        # Not torch.split: a layer could not change its views in place.
         documents = torch.unsafe_split_with_sizes(rows.flatten(0, 1), self.lengths)
         return [
             documents[numbers[0]][None]
@@ -58,10 +57,11 @@ class Groups:
         ]
 
     def join(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """[b, S, ...] of what ``split`` gave, or what was computed of it.
+        """Join tensors in the form that ``split`` returned to rows [b, S, ...]; padding is dropped.
 
         Args:
-            shape: of the rows; the first two count.
+            parts: one tensor per group.
+            shape: shape of the rows, of which the first two sizes count.
         """
         numbers, documents = chain.from_iterable(self.numbers), chain.from_iterable(part.unbind() for part in parts)
         by_number = dict(zip(numbers, documents, strict=True))
@@ -71,12 +71,16 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class CallsInTurn(LayerCall):
-    """The calls of one layer for the documents of a micro-batch; ``args`` has the arguments of each."""
+    """Calls of one layer for all groups of documents of a micro-batch.
+
+    ``args`` has the arguments of each group."""
 
     groups: Groups
 
     def __call__(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Call the layer for one group after the other; [b, S, H] in and out."""
+        """Call the layer for one group after another.
+
+        Hidden states are [b, S, H], in and out."""
         parts = zip(self.args, self.groups.split(hidden), strict=True)
         return self.groups.join([LayerCall(*given)(layer, part) for given, part in parts], hidden.shape)
 
@@ -84,10 +88,11 @@ class CallsInTurn(LayerCall):
 def embed_in_turn(
     batch: MicroBatch, embed: Callable[[MicroBatch], tuple[Tensor, tuple[LayerCall, ...]]]
 ) -> tuple[Tensor, tuple[LayerCall, ...]]:
-    """Hidden states of a micro-batch and the calls of its layers.
+    """Return the hidden states of a micro-batch and the calls of its layers, computed group by group.
 
     Args:
-        embed: gives the same for a micro-batch whose rows are one document each.
+        batch: the micro-batch.
+        embed: function that returns both for a micro-batch whose rows are one document each.
     """
     rows, length = batch.input_ids.shape
     if len(batch.lengths) == rows:
@@ -100,6 +105,7 @@ def embed_in_turn(
 
 
 def _in_groups(batch: MicroBatch, groups: Groups) -> Iterator[MicroBatch]:
+    """Yield one micro-batch per group, with one document per row."""
     for ids, labels, positions in zip(*(groups.split(getattr(batch, name)) for name in TENSORS), strict=True):
         rows, length = ids.shape
         yield MicroBatch(ids, labels, positions, (length,) * rows, batch.positions_given, tokens=0)

@@ -1,15 +1,14 @@
-"""Mixers: modules of a layer that carry a state along a row (Mamba, linear attention, short convolutions), and so would
-mix its documents. All else of a layer runs on the whole row, they run on every document by itself.
+"""Mixers: modules that carry a state along a row (Mamba, linear attention, short convolutions).
 
-Documents of similar lengths are padded behind to a rectangle, one call for each. As nothing sees what is behind it,
-this is exact with any kernel. Borders that are handed to kernels are not relied on: transformers drops them on the way
-to several (Kimi-Linear's, Mamba-2's), silently.
+On a packed row they would mix its documents. So they run on every document separately, while the rest of a layer runs
+on the whole row. Documents of similar lengths are padded at the end to a rectangle and run in one call. No token sees
+tokens behind it, so this is exact with any kernel. Document borders passed to kernels would not be reliable:
+transformers silently drops them for several kernels (Kimi-Linear's, Mamba-2's).
 
-In chunks of a row a document's state goes from one chunk to the next, with its gradient: a ``Carrier`` stands where
-transformers has a cache, which would be written in place. What a mixer is, is known by what it asks of that cache. A
-document of which a chunk has the first token alone hands on this token instead of a state, since code for one token
-more writes its state in place; the next chunk begins with it again.
-"""
+In chunks of a row, a document's state is passed from one chunk to the next, with its gradient. A ``Carrier`` takes the
+place of transformers' cache, which would be written in place. A module is recognised as a mixer by its calls of that
+cache. If a chunk holds only the first token of a document, it passes on this token instead of a state, and the next
+chunk begins with it: a mixer's code for one token would write the state in place."""
 
 from __future__ import annotations
 
@@ -34,21 +33,28 @@ from tawpipe.model.stubs import HIDDEN, LayerCall
 
 MASK = "attention_mask"
 TOKEN = "token", 0
-"""The key of a first token in what is handed from chunk to chunk."""
+"""Key of a document's first token among the states passed from chunk to chunk."""
 ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Of the largest number, by how much results may differ that should be the same; of other types ``WIDE_ROUNDING``."""
+"""Tolerance, relative to the largest number, for results that should be equal. Other dtypes use ``WIDE_ROUNDING``."""
 WIDE_ROUNDING = 1e-6
 STATE_ROUNDING = 100.0
-"""Times as much for a row in two parts, in which sums have another order."""
+"""Factor on the tolerance for a row in two parts, whose sums have another order."""
 TRIED = 16
-"""Tokens on which a mixer is tried in two parts."""
+"""Number of tokens on which a mixer is tested in two parts."""
 GOES_ON_WRONGLY = "does not continue from the state that it receives when a chunk begins"
 WHOLE = "--schedule.sequence-chunk 0 runs them whole"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or the part of one that a chunk has; whether it goes on from the chunk before, and into the next."""
+    """A document, or the part of a document in a chunk.
+
+    Args:
+        row: index of the row.
+        length: number of tokens.
+        arrives: True if the document began in an earlier chunk.
+        leaves: True if the document continues in the next chunk.
+    """
 
     row: int
     length: int
@@ -57,7 +63,7 @@ class Piece:
 
 
 def pieces_of(documents: Documents, chunk: Chunk | None) -> list[Piece]:
-    """The pieces of all rows, in the order of their tokens.
+    """Return the pieces of all rows, in the order of their tokens; without a chunk these are whole documents.
 
     >>> from tawpipe.model.attention.chunked import KeyStore
     >>> whole = Documents.of((5, 3), (1, 8), torch.device("cpu"))
@@ -76,11 +82,12 @@ def pieces_of(documents: Documents, chunk: Chunk | None) -> list[Piece]:
 
 @dataclass(frozen=True, eq=False)
 class RowCall(LayerCall):
-    """A layer's call with the documents of its rows, which the layer's mixers look at."""
+    """Layer call with the documents of its rows, which the layer's mixers read."""
 
     documents: Documents
     checked: set[object] = field(default_factory=set)
-    """Mixers that have been seen to keep documents apart, or to go on from a state: by kind and type of numbers."""
+    """Mixers that were checked to keep documents apart, or to continue from a state: (class, dtype, True for whole
+    rows)."""
     chunk: Chunk | None = None
 
     def __call__(self, layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -99,9 +106,9 @@ _call: ContextVar[RowCall | None] = ContextVar("tawpipe_row_call", default=None)
 
 
 class Mixer(nn.Module):
-    """What a mixer becomes an instance of, besides its own class: in a ``RowCall`` it runs on every piece by itself."""
+    """Mixin class for a mixer, which in a ``RowCall`` runs on every piece separately."""
 
-    @torch.compiler.disable  # which pieces there are differs from call to call
+    @torch.compiler.disable  # the pieces differ from call to call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward  # type: ignore[misc]
         call = _call.get()
@@ -112,7 +119,7 @@ class Mixer(nn.Module):
         output = pieces(hidden)
         key = type(self), hidden.dtype, call.chunk is None
         if key not in call.checked and not hidden.is_meta:
-            with torch.no_grad(), _evaluating(self):  # dropout would draw, and differ
+            with torch.no_grad(), _evaluating(self):  # dropout would make results differ
                 pieces.check(hidden.detach())
             call.checked.add(key)
         if call.chunk is not None and call.chunk.only_keys:
@@ -122,7 +129,7 @@ class Mixer(nn.Module):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """A module and what is in it in evaluation mode, and then as they were."""
+    """Return a context in which a module and its submodules are in evaluation mode; modes are restored afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -134,6 +141,10 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def _with_mixer(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of ``kind``, with the same name, whose forward pass is ``Mixer.forward``.
+
+    It is made once for each class."""
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return Mixer.forward(self, *args, **kwargs)
 
@@ -142,7 +153,9 @@ def _with_mixer(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_mixer(module: nn.Module) -> None:
-    """Let a module run on every document by itself, where it is called in a ``RowCall``. No other of its class does."""
+    """Change the class of ``module`` in place, so that in a ``RowCall`` it runs on every document separately.
+
+    Other modules of its class are not changed."""
     if not isinstance(module, Mixer):
         module.__class__ = _with_mixer(type(module))
 
@@ -151,8 +164,10 @@ class OnPieces:
     """One call of a mixer, on the pieces of some rows.
 
     Args:
+        mixer: the mixer.
         run: its own forward pass.
-        given: what it was called with.
+        given: arguments of the call.
+        call: the layer's call, with documents and chunk.
     """
 
     def __init__(self, mixer: nn.Module, run: Callable[..., Any], given: LayerCall, call: RowCall) -> None:
@@ -161,10 +176,17 @@ class OnPieces:
         self._pieces = pieces_of(call.documents, call.chunk)
         self._arrived = call.chunk.arrived.get(mixer, {}) if call.chunk else {}
         self.results = 0
-        """Length of the tuple that the mixer gives; 0 for a tensor."""
+        """Length of the tuple that the mixer returns; 0 for a tensor."""
 
     def __call__(self, hidden: Tensor, fill: float = 0.0) -> Tensor:
-        """Its output, [b, S, H] as its input, with ``fill`` behind what is shorter than others."""
+        """Run the mixer on all pieces, group by group.
+
+        Input and output are [b, S, H].
+
+        Args:
+            hidden: hidden states of all rows.
+            fill: value of the padding behind shorter pieces.
+        """
         groups = Groups.by(map(self._kind, self._pieces), [piece.length for piece in self._pieces])
         leaves, form = tree_flatten((self._given.args, self._given.kwargs))
         split = [groups.split(leaf) if _along_tokens(leaf, hidden) else None for leaf in leaves]
@@ -176,12 +198,16 @@ class OnPieces:
         return groups.join(outputs, hidden.shape)
 
     def _kind(self, piece: Piece) -> Hashable:
-        """What pieces of one group have in common. A state behind a piece is that behind its last token."""
+        """Return a key that is equal for pieces that can run in one call.
+
+        Pieces that continue in the next chunk need equal lengths, because the state is taken behind the last token.
+        Others may have similar lengths."""
         after_token = piece.arrives and TOKEN in self._arrived[piece.row]
         size = piece.length if piece.leaves else (piece.length - 1).bit_length()
         return piece.arrives, after_token, piece.leaves, size
 
     def _on_group(self, pieces: Sequence[Piece], part: Tensor, given: LayerCall) -> Tensor:
+        """Run the mixer on the pieces of one group, [n, L, H]; pass states in, and store states for the next chunk."""
         length, leaves = part.shape[1], pieces[0].leaves
         before: State = {}
         if pieces[0].arrives:
@@ -202,6 +228,13 @@ class OnPieces:
         return output[:, first : first + length]
 
     def _call(self, part: Tensor, given: LayerCall, carrier: Carrier | None) -> Tensor:
+        """Call the mixer's own forward pass without an attention mask, and return its output.
+
+        Args:
+            part: hidden states of some pieces, [n, L, H].
+            given: all other arguments.
+            carrier: replacement for the mixer's cache, or None to leave that argument unchanged.
+        """
         kwargs = {**given.kwargs, MASK: None} if MASK in given.kwargs else dict(given.kwargs)
         if carrier is not None:
             assert self._name is not None
@@ -214,10 +247,13 @@ class OnPieces:
         return output[0] if isinstance(output, tuple) else output
 
     def check(self, hidden: Tensor) -> None:
-        """Raise UserError if documents reach one another, or if states are not what a mixer goes on from.
+        """Check this mixer by running it again on other inputs; raise UserError if its results are wrong.
+
+        On whole rows, the outputs of a document must not depend on other documents. In chunks, a row that is run in two
+        parts, the second from the states of the first, must give the output of the whole row.
 
         Args:
-            hidden: of the call.
+            hidden: hidden states of the call, [b, S, H].
         """
         name = type(self._mixer).__name__
         if self._chunk is None:
@@ -237,14 +273,19 @@ class OnPieces:
 def check_apart(
     name: str, mixer: Callable[[Tensor, float], Tensor], hidden: Tensor, output: Tensor, first: int
 ) -> None:
-    """Exchange the first document for another, and what stands behind documents: what comes of the others must stay.
+    """Check that a mixer keeps documents apart: run it again with another first document and other padding.
+
+    The outputs of all other documents must not change.
 
     Args:
-        mixer: is given hidden states, and a number to stand behind documents.
-        first: tokens of the first document.
+        name: name of the mixer, for messages.
+        mixer: function of hidden states and a number for the padding.
+        hidden: hidden states [b, S, H].
+        output: the mixer's output for them.
+        first: number of tokens in the first document.
 
     Raises:
-        UserError: a document reaches others.
+        UserError: the output of another document has changed.
     """
     tokens = hidden.flatten(0, 1)
     other = torch.cat([tokens[:first].flip(-1) + 1, tokens[first:]]).view_as(hidden)
@@ -256,10 +297,12 @@ def check_apart(
 
 
 def _alike(first: Tensor, second: Tensor, times: float) -> bool:
+    """Return True if two tensors are equal within the tolerance of their dtype, times ``times`` for wide dtypes."""
     largest = float(first.abs().nan_to_num().amax()) if first.numel() else 0.0
     limit = ROUNDING.get(first.dtype, WIDE_ROUNDING * times) * largest
     return torch.allclose(first, second, rtol=0.0, atol=limit, equal_nan=True)
 
 
 def _along_tokens(leaf: object, hidden: Tensor) -> bool:
+    """Return True if ``leaf`` is a tensor with one entry for each token of ``hidden``."""
     return isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[:2] == hidden.shape[:2]
