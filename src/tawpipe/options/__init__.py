@@ -1,11 +1,11 @@
-"""A tree of dataclasses as command-line options and as documented YAML.
+"""Command-line options and documented YAML for a tree of dataclasses.
 
 Every leaf field of the tree is one setting. Its name on the command line has dashes (``--optimizer.clip-norm``), in
 YAML underscores and nesting (``optimizer: {clip_norm: 1.0}``). The string under a field is its help in both places.
-A command line beats a file, wherever ``--config`` stands; of several files the last one wins.
+Values on the command line beat values in files, in any order. Of several files the last one wins.
 
-YAML is read with the safe loader and values are scalars or lists of them: a file can neither name a class nor run code.
-A value is refused where it is read, so that the message can name the setting and say what it may be.
+YAML is read with the safe loader, and values are scalars or lists of scalars: a file can neither name a class nor run
+code. A value is checked where it is read, so that the message can name the setting and its allowed values.
 """
 
 from tawpipe.options.command import Options

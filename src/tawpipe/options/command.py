@@ -1,4 +1,4 @@
-"""The settings of one command: read from its command line and from files, printed as help and as YAML."""
+"""Settings of one command: reading them from the command line and from files, and printing them as help and YAML."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from tawpipe.options.values import kinds_of
 
 T = TypeVar("T")
 Values = dict[tuple[str, ...], Any]
-"""Values of settings, by their paths."""
+"""Values of settings, by path."""
 
 
 class Options(Generic[T]):
-    """The settings of ``cls`` for one command.
+    """Settings of one command, which are the fields of the dataclass ``cls``.
 
     Args:
         cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text or of numbers) or
-            dataclasses of them. Every field has a default.
+            dataclasses of settings. Every field has a default.
         prog: the command as the user types it.
-        choices: of settings whose values stand in a table: key -> value -> what it means.
-        leading: the keys that ``--help`` shows, each with an example; it shows all where there are none.
-        elsewhere: what other programs call a setting, see ``Names``.
+        description: description of the command, for the help.
+        choices: tables of values for some settings: key -> value -> meaning.
+        leading: keys that ``--help`` shows, each with an example; None shows all.
+        elsewhere: names that other programs use for settings, see ``Names``.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class Options(Generic[T]):
         self._leading, self._elsewhere = dict(leading or {}), dict(elsewhere or {})
 
     def parse(self, argv: Sequence[str], below: Callable[[T, Values], Values] = lambda *_: {}) -> T:
-        """Settings from a command line. ``--help`` and ``--print-config`` print and raise SystemExit(0).
+        """Read the settings from a command line. ``--help`` and ``--print-config`` print and raise SystemExit(0).
 
         Args:
-            below: gives values that hold where the command line and its files say nothing, from what these say: the
-                settings with usual values for the rest, and the values that were given.
+            argv: arguments of the command line.
+            below: returns values for settings that the command line and its files do not give. It is called with the
+                settings so far, with defaults for the rest, and with the given values.
 
         Raises:
             UserError: an unknown option or key, a value of the wrong type, an unreadable file.
@@ -71,10 +73,11 @@ class Options(Generic[T]):
         return config
 
     def values(self, files: Sequence[str], words: Mapping[str, Any]) -> Values:
-        """What files say, and what words of a command line say above them.
+        """Return the values in files and in words of the command line, which take precedence.
 
         Args:
-            words: by the keys of their settings.
+            files: YAML files; a later file takes precedence over an earlier one.
+            words: words of the command line, by the keys of their settings.
 
         Raises:
             UserError: an unknown key, a value of the wrong type, an unreadable file.
@@ -85,11 +88,11 @@ class Options(Generic[T]):
         return values | {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
 
     def build(self, values: Values) -> T:
-        """The settings with these values, and usual ones for the rest."""
+        """Return an object of ``cls`` with ``values``, and with defaults for all other settings."""
         return self._build(self.cls, self.members, values)
 
     def values_in(self, file: str) -> Values:
-        """What a YAML file of settings gives.
+        """Return the values in a YAML file of settings.
 
         Raises:
             UserError: an unknown key, a value of the wrong type, an unreadable file.
@@ -97,12 +100,17 @@ class Options(Generic[T]):
         return self._from_mapping(read_mapping(file), file)
 
     def located(self, error: UserError, argv: Sequence[str]) -> UserError:
-        """The same error with the file and the line of its setting, if that is from a file of this command line."""
+        """Return ``error`` with the file and line of its setting, if a file on the command line ``argv`` sets it."""
         given = self._given(argv)
         return self.located_in(error, given.config, vars(given))
 
     def located_in(self, error: UserError, files: Sequence[str], words: Mapping[str, Any]) -> UserError:
-        """The same for files and words as ``values`` takes them."""
+        """Return ``error`` with the file and line of its setting, if one of ``files`` sets it and ``words`` do not.
+
+        Args:
+            files: see ``values``.
+            words: see ``values``.
+        """
         leaf = self._by_key.get(error.setting.removeprefix("--").replace("-", "_"))
         if leaf is None or leaf.key in words:
             return error
@@ -110,14 +118,14 @@ class Options(Generic[T]):
         return UserError(f"{error.setting} in {places[-1]}", error.value, error.expected) if places else error
 
     def _given(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The words of a command line by the setting that they belong to.
+        """Split a command line into settings; return their words, not yet converted, by the key of the setting.
 
         Raises:
-            UserError: an unknown option, or one without its value.
+            UserError: an unknown option, or an option without its value.
         """
         try:
             given, left = self.parser.parse_known_args([self._checked_option(word) for word in argv])
-        except argparse.ArgumentError as error:  # an option without its value: the parser judges nothing else
+        except argparse.ArgumentError as error:  # the parser raises this for an option without its value only
             leaf = self._by_option.get(error.argument_name or "")
             raise UserError(error.argument_name or "", "nothing", leaf.expected if leaf else "a YAML file") from error
         if left:
@@ -126,14 +134,16 @@ class Options(Generic[T]):
         return given
 
     def to_yaml(self, config: T) -> str:
-        """All settings with their help as comments. Feeding it back gives an equal ``config``."""
+        """Return all settings in ``config`` as the text of a YAML file, with their help as comments.
+
+        Reading this file gives settings that are equal to ``config``."""
         lines = [f"# Settings of `{self.prog}`: use with --config FILE; command-line options override the file."]
         self._write(lines, self.members, config, indent="")
         return "\n".join(lines) + "\n"
 
     @cached_property
     def parser(self) -> CommandParser:
-        """Splits words into settings and prints the help; what a word means is read afterwards."""
+        """Parser that splits the command line into settings and prints the help; values stay texts."""
         parser = CommandParser(
             leading={self._by_key[key].option: example for key, example in self._leading.items()},
             prog=self.prog,
@@ -162,7 +172,11 @@ class Options(Generic[T]):
         return parser
 
     def _checked_option(self, word: str) -> str:
-        """An option with the dashes that it is known by; ``--micro_batch`` is taken for ``--micro-batch``."""
+        """Return a word of the command line; an option has dashes instead of underscores in its name.
+
+        Raises:
+            UserError: the option does not exist.
+        """
         if not word.startswith("--"):
             return word
         name, equals, value = word.partition("=")
@@ -174,7 +188,16 @@ class Options(Generic[T]):
         return name + equals + value
 
     def _from_mapping(self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()) -> Values:
-        """The settings that a file gives, each under its path."""
+        """Convert the nested mapping of a file to values by path.
+
+        Args:
+            mapping: mapping of the file, or of a group in it.
+            file: name of the file, for messages.
+            above: path of the mapping in the file.
+
+        Raises:
+            UserError: an unknown key, or a value of the wrong type.
+        """
         groups = {group.path for group in self.groups}
         values: Values = {}
         for key, value in mapping.items():
@@ -197,6 +220,7 @@ class Options(Generic[T]):
         return values
 
     def _build(self, cls: type, members: Sequence[Leaf | Group], values: Mapping[tuple[str, ...], Any]) -> Any:
+        """Return an object of ``cls``, in which every group is an object, too. Missing values have their defaults."""
         hints = get_type_hints(cls)
         arguments = {}
         for member in members:
@@ -208,6 +232,7 @@ class Options(Generic[T]):
         return cls(**arguments)
 
     def _write(self, lines: list[str], members: Sequence[Leaf | Group], values: Any, indent: str) -> None:
+        """Append the YAML lines of ``members``, with their help as comments, to ``lines``."""
         for member in members:
             name = member.path[-1]
             value = getattr(values, name)
@@ -221,7 +246,15 @@ class Options(Generic[T]):
 
 
 def _add(container: Any, leaf: Leaf) -> None:
-    """Declare one option. Without a value a boolean means true, and a setting with ``on`` means on."""
+    """Add the option of one setting to a parser or an argument group.
+
+    If the option is given without a value, it means ``true`` for a boolean, and ``on`` for a setting that allows
+    ``on``. A list takes any number of values.
+
+    Args:
+        container: parser or argument group.
+        leaf: the setting.
+    """
     alone = "true" if leaf.hint is bool else "on" if "on" in get_args(leaf.hint) else None
     nargs = {"nargs": "*"} if leaf.is_list else {"nargs": "?", "const": alone} if alone else {}
     text = f"{leaf.help} ({leaf.expected}; default: {leaf.text(leaf.default)})".replace("%", "%%")

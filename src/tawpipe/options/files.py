@@ -1,4 +1,4 @@
-"""Files of settings: read with the safe loader, and searched for the line of a setting."""
+"""Files of settings: reading them with the safe loader, and finding the line of a setting."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tawpipe.errors import UserError
 
 
 class _EachKeyOnce(yaml.SafeLoader):
-    """The safe loader, which by itself takes the last of equal keys without a word."""
+    """Safe loader that refuses a key given twice. The base class takes the last value without a message."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the node of a mapping; raise an error with both line numbers if a key is given twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -28,10 +29,10 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 def read_mapping(file: str) -> dict[Any, Any]:
-    """The mapping at the top of a YAML file; an empty file is an empty one.
+    """Read the mapping at the top level of a YAML file; an empty file gives an empty mapping.
 
     Raises:
-        UserError: the file cannot be read, is no YAML, has a key twice, or holds something else than a mapping.
+        UserError: the file cannot be read, is not YAML, has a key twice, or contains no mapping.
     """
     try:
         values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_EachKeyOnce)
@@ -48,18 +49,18 @@ def read_mapping(file: str) -> dict[Any, Any]:
 
 
 def _in_words(error: yaml.YAMLError) -> str:
-    """What is wrong in a file, and in which line."""
+    """Return the text of an error in a YAML file for the user, with the number of its line."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     problem = error.problem or ""
     if "\\t" in problem:
         return f"line {error.problem_mark.line + 1} has a tab; use spaces"
-    mark = error.context_mark or error.problem_mark  # where it began
+    mark = error.context_mark or error.problem_mark  # the line at which the faulty part begins
     return f"line {mark.line + 1}: {problem}"
 
 
 def place_in(file: str, path: Sequence[str]) -> str:
-    """``FILE, line N`` for the key at ``path`` of a file that can be read; empty if the file does not have it."""
+    """Return ``FILE, line N`` for the key at ``path`` in a YAML file; ``""`` if the file does not have the key."""
     node = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     line = None
     for name in path:

@@ -1,6 +1,6 @@
-"""The library's errors in a command's words: they name an argument of the library, and a command has an option for it.
+"""Errors of the library in terms of the command line: arguments of the library become options.
 
-Settings that are called alike on both sides (``schedule.recompute``) are not here: they stay as they are.
+Settings with equal names on both sides (``schedule.recompute``) are not in this table and keep their names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ OPTIONS = {
     "vocab_size": "--tokenizer",
     "where": "--resume",
 }
-"""Argument -> option, for arguments that commands call otherwise."""
+"""Argument of the library -> option, if their names differ."""
 GROUPS = ("lora", "rope")
 """Settings of the library that are groups of options."""
 
 
 def as_option(error: UserError) -> UserError:
-    """The same error under the name of the option.
+    """Return an error that names the command-line option instead of the library's argument.
+
+    An error whose name is not in the table is returned unchanged, as ``seed`` in the example.
 
     >>> str(as_option(UserError("local_rank", 2, "at most 1"))), str(as_option(UserError("seed", -1, "0 or more")))
     ('--nproc: got 2; at most 1', 'seed: got -1; 0 or more')

@@ -1,4 +1,4 @@
-"""The name that was meant: by somebody who mistyped one, or who knows a setting under another trainer's name."""
+"""Suggestions for mistyped names of settings, and for names that other trainers use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def option_of(key: str) -> str:
-    """How a setting is called on the command line.
+    """Return the command-line option of a setting.
 
     >>> option_of("optimizer.clip_norm")
     '--optimizer.clip-norm'
@@ -19,10 +19,10 @@ def option_of(key: str) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of a setting.
+    """New value of a setting.
 
     Args:
-        setting: its key (``optimizer.clip_norm``).
+        setting: key of the setting (``optimizer.clip_norm``).
     """
 
     setting: str
@@ -30,7 +30,7 @@ class Change:
 
 
 def spelled(changes: Iterable[Change]) -> str:
-    """Return the words of the command line that make these changes.
+    """Return the command-line arguments that make ``changes``.
 
     >>> spelled([Change("optimizer.clip_norm", 0), Change("schedule.early_updates", True)])
     '--optimizer.clip-norm 0 --schedule.early-updates true'
@@ -40,13 +40,13 @@ def spelled(changes: Iterable[Change]) -> str:
 
 
 class Names:
-    """All names that a command or a file may use.
+    """Names that a command or a file accepts, and names of other programs.
 
     Args:
-        known: the settings by their keys (``optimizer.clip_norm``).
-        elsewhere: names that other programs use, with dashes, and what takes their place here: words in which
-            ``{key}`` stands for a setting. Those with a setting that is not known are left out.
-        options: whether names are written as on the command line (``--clip-norm``), or as keys of a file.
+        known: keys of the settings (``optimizer.clip_norm``).
+        elsewhere: names that other programs use, with dashes, and their replacements here: words in which ``{key}``
+            stands for a setting. A name is left out if its setting is not known.
+        options: True to write names as on the command line (``--clip-norm``), False to write keys of a file.
     """
 
     def __init__(self, known: Iterable[str], elsewhere: Mapping[str, str], *, options: bool) -> None:
@@ -59,7 +59,7 @@ class Names:
         }
 
     def meant(self, unknown: str) -> str:
-        """A hint for who wrote ``unknown``; empty if nothing comes near.
+        """Return a hint for a user who wrote the unknown name ``unknown``; ``""`` if no name is similar.
 
         >>> names = Names(["learning_rate", "optimizer.clip_norm"], {"lr": "{learning_rate}"}, options=True)
         >>> names.meant("--lr"), names.meant("--learning-rte")

@@ -1,4 +1,4 @@
-"""``argparse`` as the commands use it: with a short help and a whole one, and a hint for mistyped options."""
+"""Argument parser of the commands: ``argparse`` with a short and a full help, and hints for mistyped options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HELP_ALL = "--help-all"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of one command.
+    """Parser of one command.
 
     Args:
-        leading: the options that ``--help`` shows, each with an example of its value; ``--help-all`` shows all. Empty
-            where ``--help`` shows all.
-        elsewhere: what other programs call an option, see ``Names``.
+        leading: options that ``--help`` shows, each with an example value; ``--help-all`` shows all options. Empty if
+            ``--help`` shows all.
+        elsewhere: names that other programs use for options, see ``Names``.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(HELP_ALL, action=_HelpAll, help="show all options and exit")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """The arguments of a command line.
+        """Parse the arguments of a command line.
 
         Raises:
-            UserError: an option that is not there.
-            SystemExit: anything else that argparse refuses, and help.
+            UserError: an option does not exist.
+            SystemExit: argparse refuses the arguments for another reason, or has printed help.
         """
         self._check_options(sys.argv[1:] if args is None else args)
         return super().parse_args(args, namespace)
 
     def _check_options(self, words: Sequence[str]) -> None:
-        """Refuse options that are not there, before anything else is complained about.
+        """Check that all options in ``words`` exist, before argparse checks anything.
 
         Raises:
-            UserError: with what was probably meant.
+            UserError: an option does not exist. The message suggests the option that was probably meant.
         """
         within = self._chosen(words)
         known = [name for parser in (within, self) for name in parser._option_string_actions if name.startswith("--")]
@@ -59,14 +59,15 @@ class CommandParser(argparse.ArgumentParser):
                 raise UserError("command line", option, f"no such option; {hint}")
 
     def format_help(self) -> str:
-        """The leading options with examples, or all of them where none lead."""
+        """Return the help: the leading options with examples, or all options if there are no leading ones."""
         return self._short_help() if self._leading else super().format_help()
 
     def whole_help(self) -> str:
-        """All options in their groups."""
+        """Return the help of all options, in their groups."""
         return super().format_help()
 
     def _short_help(self) -> str:
+        """Return the help with the leading options only, and the name of the option that shows all."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -78,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _examples(self) -> Iterator[argparse.Action]:
-        """The leading options, each with an example for its value and the first sentence of its help."""
+        """Yield the leading options, each with an example value and the first sentence of its help."""
         for option, example in self._leading.items():
             action = copy.copy(self._option_string_actions[option])
             action.metavar, action.option_strings = example, [option]
@@ -87,7 +88,7 @@ class CommandParser(argparse.ArgumentParser):
             yield action
 
     def _chosen(self, words: Sequence[str]) -> argparse.ArgumentParser:
-        """The parser of the subcommand that the words name, or this one."""
+        """Return the parser of the subcommand in ``words``; this parser if there is none."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and words:
                 return action.choices.get(words[0], self)
@@ -95,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def first_sentence(text: str) -> str:
-    """A text up to its first full stop.
+    """Return ``text`` up to its first full stop, without the full stop.
 
     >>> first_sentence("One of them. There are two."), first_sentence("A, B, ...")
     ('One of them', 'A, B, ...')

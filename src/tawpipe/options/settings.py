@@ -1,4 +1,4 @@
-"""A tree of dataclasses as settings: every leaf field is one, with its place in the tree, its type and its help."""
+"""Settings as leaves of a tree of dataclasses, each with its path in the tree, its type and its help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Choices = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One setting: where it is in the tree, what it may be and what it is for."""
+    """Setting: its path in the tree, its type, default and help."""
 
     path: tuple[str, ...]
     hint: Any
@@ -42,7 +42,7 @@ class Leaf:
         return get_origin(self.hint) in (tuple, list)
 
     def text(self, value: Any) -> str:
-        """A value of the setting in YAML, on one line."""
+        """Return a value of the setting as YAML on one line."""
         if isinstance(value, Open):
             return value.word
         value = list(value) if self.is_list else value
@@ -51,17 +51,19 @@ class Leaf:
 
     @property
     def expected(self) -> str:
-        """The values that the setting may have, in words."""
+        """Description of the values that the setting allows."""
         if choices := self.metadata.get("choices"):
             return f"one of {', '.join(choices)}"
         words = describe(self.hint, describe_bounds(self.metadata))
         return f"{words} or {self.default.word}" if isinstance(self.default, Open) else words
 
     def read(self, value: object) -> Any:
-        """The setting's value from what a file or a word of the command line says.
+        """Convert a value from a file or the command line to the setting's type, and return it. Bounds are not checked.
+
+        An ``Open`` default is returned for None and for its own word.
 
         Raises:
-            UserError: it is of another type. Bounds are not looked at.
+            UserError: the value has another type.
         """
         if isinstance(self.default, Open) and value in (None, "null", self.default.word):
             return self.default
@@ -78,7 +80,7 @@ class Leaf:
         raise UserError(self.option, plain, f"{why}; {self.expected}" if why else self.expected)
 
     def check(self, value: object) -> None:
-        """Raise UserError for a number out of the setting's bounds."""
+        """Raise UserError if ``value`` is a number outside the setting's bounds."""
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
         bounds = self.metadata
@@ -95,7 +97,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Group:
-    """A nested dataclass: the head of its docstring is its help."""
+    """Nested dataclass of settings. The first paragraph of its docstring is its help."""
 
     path: tuple[str, ...]
     help: str
@@ -103,7 +105,12 @@ class Group:
 
 
 def tree(cls: type, path: tuple[str, ...] = ()) -> tuple[Leaf | Group, ...]:
-    """The settings of a dataclass: its own in the order of their definition, those of its bases, the groups."""
+    """Return the settings of a dataclass: its own fields in order, then fields of its bases, then groups.
+
+    Args:
+        cls: the dataclass.
+        path: path of the dataclass in a larger tree.
+    """
     hints = get_type_hints(cls)
     helps = field_help(cls)
     inherited = {
@@ -124,7 +131,12 @@ def tree(cls: type, path: tuple[str, ...] = ()) -> tuple[Leaf | Group, ...]:
 
 
 def with_choices(members: Sequence[Leaf | Group], choices: Choices) -> tuple[Leaf | Group, ...]:
-    """The same settings, with values from tables in their help and in what is expected of them."""
+    """Return a copy of the settings in which the values in ``choices`` are allowed values and part of the help.
+
+    Args:
+        members: settings and groups.
+        choices: key of a setting -> value -> meaning. Settings without an entry are unchanged.
+    """
     changed: list[Leaf | Group] = []
     for member in members:
         if isinstance(member, Group):
@@ -138,7 +150,7 @@ def with_choices(members: Sequence[Leaf | Group], choices: Choices) -> tuple[Lea
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """The help of every field: the string below it, or its line under ``Args:`` in the docstring of the class."""
+    """Return the help of every field: the string below it, or its line under ``Args:`` in the class docstring."""
     from docstring_parser import parse_from_object
 
     helps: dict[str, str] = {}
@@ -150,7 +162,7 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def all_of(members: Sequence[Leaf | Group]) -> Iterator[Leaf | Group]:
-    """The members of a tree, those of its groups included."""
+    """Yield every setting and every group of a tree; each group is followed by its own members."""
     for member in members:
         yield member
         if isinstance(member, Group):

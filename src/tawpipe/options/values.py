@@ -1,4 +1,4 @@
-"""Values of settings: which a type allows, how they are read from words and from YAML, and how that is said."""
+"""Values of settings: the values that a type allows, reading them from text and YAML, and describing them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 
 class Open:
-    """A number that nobody has set: ``null`` or ``auto`` for the user, and for whoever computes with it what is usual,
-    until the run knows what suits.
+    """Number that the user has not set: the user sees ``null`` or ``auto``, and computations see the usual value.
+
+    A run replaces it when it knows a suitable value.
     """
 
     word = "null"
-    """The value as the user writes it."""
+    """Value as the user writes it."""
 
 
 class _OpenInt(Open, int):
@@ -26,13 +27,13 @@ class _OpenFloat(Open, float):
 
 
 def open_number(usual: Any, word: str = "null") -> Any:
-    """The default of a setting that the run chooses where it is not set; a number like ``usual``.
+    """Return the default of a setting that the run settles if the user does not: an ``Open`` number equal to ``usual``.
 
     >>> open_number(60) + 1, isinstance(open_number(60), Open), open_number(512, "auto").word
     (61, True, 'auto')
 
     Args:
-        word: the value as the user writes it.
+        word: value as the user writes it.
     """
     number = (_OpenFloat if isinstance(usual, float) else _OpenInt)(usual)
     number.word = word
@@ -47,21 +48,34 @@ def bounded(
     maximum: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field whose number must lie within bounds. ``None`` passes where the type allows it."""
+    """Return a dataclass field for a number within bounds. ``None`` is allowed if the type allows it.
+
+    Args:
+        default: default value.
+        minimum: least value.
+        above: the value must be greater than this.
+        maximum: greatest value.
+        below: the value must be less than this.
+    """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
 
 
 def describe_bounds(metadata: Mapping[str, Any]) -> str:
+    """Return the bounds in a field's metadata as text, such as ``at least 1 and below 5``; ``""`` without bounds."""
     words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
     return " and ".join(f"{words[name]} {metadata[name]:g}" for name in words if name in metadata)
 
 
 def describe(hint: Any, bounds: str = "") -> str:
-    """The values that a type allows, in words.
+    """Return a description of the values that a type allows.
 
     >>> describe(int | None, "at least 1"), describe(Literal["a", "b"])
     ('a whole number at least 1 or null', 'one of a, b')
+
+    Args:
+        hint: the type.
+        bounds: words about bounds of numbers.
     """
     words = {int: f"a whole number {bounds}".strip(), float: f"a number {bounds}".strip(), bool: "true or false"}
     words |= {str: "a text", types.NoneType: "null"}
@@ -77,28 +91,28 @@ def describe(hint: Any, bounds: str = "") -> str:
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows: ``int | None`` -> ``(int, NoneType)``."""
+    """Return the types that a hint allows: ``int | None`` -> ``(int, NoneType)``."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-"""The words that YAML has for them."""
+"""Words for true and false, as in YAML."""
 
 
 def read_scalar(kind: Any, value: object) -> Any:
-    """A value from YAML, or a word, as ``kind`` has it.
+    """Convert a value from YAML, or a word from the command line, to the type ``kind``.
 
     >>> read_scalar(float, "3e-4"), read_scalar(bool, "true"), read_scalar(types.NoneType, "null")
     (0.0003, True, None)
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no value of this type.
     """
     text = value if isinstance(value, str) else None
     if get_origin(kind) is Literal:
         if value in (allowed := get_args(kind)):
             return value
-        switch = {True: "on", False: "off"}.get(read_scalar(bool, value))  # as YAML reads these words
+        switch = {True: "on", False: "off"}.get(read_scalar(bool, value))  # YAML reads on and off as booleans
         if switch in allowed:
             return switch
     elif kind is types.NoneType:
