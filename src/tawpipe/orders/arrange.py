@@ -1,4 +1,7 @@
-"""An order for any layout and number of micro-batches, made for the costs at hand."""
+"""Search for an order for any layout and number of micro-batches, made for the given costs.
+
+F, B, I and W are the kinds of works, see the docstring of ``tawpipe.orders``.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,40 @@ from tawpipe.schedule.pipelines.periodic import Periodic, periodic
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
 ROUNDS = 6
-"""Of a pass backward in time and one forward, at most."""
+"""Maximum number of rounds; each is one pass backward in time and one forward."""
 MANY = 4096
-"""Works of a pipeline beyond which few beginnings are tried: those that are best with few micro-batches."""
+"""Number of works of a pipeline above which only a few starting orders are tried: the best with few micro-batches."""
 HOPEFUL, FEW = 3, 2
-"""So many beginnings, and for each position micro-batches."""
+"""Above ``MANY`` works: maximum number of starting orders, and micro-batches per position with which they are
+compared."""
 MOST = 250_000
-"""Works beyond which even fewer are."""
+"""Number of works that limits starting orders further: all rounds together list about this many works, at least
+once."""
 LONG = 3
-"""Times as many micro-batches more as an order that goes on begins with: by such a length orders are compared."""
+"""Orders that repeat are compared at a length of 1 + this many times the micro-batches that they begin with."""
 SLACK = 1
-"""Thousandths by which an order may be longer than the shortest, if it takes less memory."""
+"""Thousandths by which an order may be longer than the shortest one if it needs less memory."""
 WAITING = 2
-"""W that wait on a position, for each position: with room for more, orders are hardly ever shorter."""
+"""Number of W that wait on a position, for each position. More memory for W hardly ever gives shorter orders."""
 
 Option = TypeVar("Option")
 
 
 def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> Order:
-    """The shortest of a few orders, or one that takes hardly longer and less memory.
+    """Try several orders of the works for a layout; return the shortest, or one hardly longer that needs less memory.
 
-    Under any of them all ends, and no position ever keeps more than ``costs.memory``. Where ``split``, gradients of
-    weights fill gaps; a backward pass stays whole where nothing is gained by parting it, or where the memory does not
-    hold what its parts have between them. The published orders are among those compared, where the layout is theirs.
+    No order deadlocks, and no position ever keeps more than ``costs.memory``. With ``split``, the gradients of weights
+    (W) fill gaps. A backward pass stays whole if splitting it gains nothing, or if the memory cannot hold what is kept
+    between its parts. If the layout allows published orders, they are among the compared ones.
+
+    Args:
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        split: allow backward passes in two parts, I and W.
 
     Raises:
-        UserError: the memory does not hold one micro-batch; names the least that works.
+        UserError: the memory cannot hold one micro-batch. The message names the least that works.
 
     >>> from tawpipe.schedule.pipelines.work import BlockTimes
     >>> costs = PipelineCosts((BlockTimes(0, 0, 0), *[BlockTimes(1, 1, 1)] * 4, BlockTimes(0, 0, 0)))
@@ -62,7 +73,9 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
 
 @lru_cache(maxsize=64)
 def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> Periodic:
-    """The order that ``arrange`` makes for more micro-batches than are searched: what is best with many.
+    """Return the periodic order that ``arrange`` extends if there are more micro-batches than it searches with.
+
+    It is the one with the shortest step, or hardly longer, for many micro-batches. Results are cached.
 
     Raises:
         UserError: see ``arrange``.
@@ -78,15 +91,20 @@ def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> P
 
 
 def hardly_longer(options: Sequence[tuple[float, float, Option]]) -> Option:
-    """Of (length, most memory, what has them) that with least memory among those hardly longer than the shortest."""
+    """Return the option that needs the least memory among those hardly longer (``SLACK``) than the shortest.
+
+    Args:
+        options: (length, maximum memory, option) of each option.
+    """
     limit = min(length for length, _, _ in options) * (1 + SLACK / 1000)
     return min((option for option in options if option[0] <= limit), key=lambda option: (option[1], option[0]))[2]
 
 
 def lean(layout: Layout, costs: PipelineCosts) -> PipelineCosts:
-    """Costs with no more memory than an order mostly needs that is as short as any: for the activations of as many
-    stages as a published zero bubble has, and for ``WAITING`` times as many W. As they are where W need none.
-    """
+    """Return a copy of the costs with a lower memory limit: what an order of the best length mostly needs.
+
+    The limit holds the activations of as many stages as a published zero-bubble order, and ``WAITING`` W per position.
+    It is never raised. The costs are returned unchanged if W keeps no memory."""
     stages = costs.stages(layout)
     if not any(stages.kept_for_weights):
         return costs
@@ -98,14 +116,20 @@ def lean(layout: Layout, costs: PipelineCosts) -> PipelineCosts:
 def _orders(
     layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool, *, regular: bool = False
 ) -> list[tuple[int, int, Order]]:
-    """(makespan, most memory, order) of all that are tried, also with little memory for W.
+    """Return (makespan in ticks, maximum memory, order) of all orders that are tried.
+
+    They include orders for a lower memory limit (``lean``).
 
     Args:
-        regular: those that searches begin with, too.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        split: allow backward passes in two parts.
+        regular: include the starting orders that are improved.
     """
     orders, less = _within(layout, costs, micro_batches, split, regular), lean(layout, costs)
     if split and less.memory < costs.memory:
-        with suppress(UserError):  # it is not for one micro-batch
+        with suppress(UserError):  # the lower limit may not hold one micro-batch
             orders += _within(layout, less, micro_batches, split, regular)
     return orders
 
@@ -113,6 +137,15 @@ def _orders(
 def _within(
     layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool, regular: bool
 ) -> list[tuple[int, int, Order]]:
+    """Return (makespan in ticks, maximum memory, order) of all orders tried under the memory limit of ``costs``.
+
+    Args:
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        split: allow backward passes in two parts.
+        regular: include the starting orders that are improved.
+    """
     ticks = Ticks.of(costs)
     stages = ticks.stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))
@@ -135,22 +168,31 @@ def _within(
 
 
 def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:
-    """(micro-batches under way at most, those that go through a stage together): what orders begin with."""
+    """Return the pairs of parameters with which ``began`` makes the starting orders.
+
+    Returns:
+        (maximum micro-batches in flight, micro-batches that pass a stage as one group) of each order.
+    """
     flying = sorted({min(times * positions, 2 * micro_batches) // 2 for times in (2, 3, 4, 6, 8)} | {micro_batches})
     groups = sorted({1, min(positions, micro_batches), micro_batches})
     return [(most, group) for most in flying for group in groups if group <= most]
 
 
 def began(passes: Passes, flying: int, group: int) -> TimedOrder:
-    """A pass in which positions prefer backward passes, the oldest first; then forward passes, in groups of so many
-    micro-batches; then W.
+    """Make a starting order from fixed priorities in one pass forward in time, within the memory limit.
+
+    A free position prefers backward passes, the oldest micro-batch first. Then it runs forward passes, in groups of
+    ``group`` micro-batches, and then W.
 
     Args:
-        flying: at most so many micro-batches under way; 0 for any number.
+        passes: layout, costs and number of micro-batches.
+        flying: maximum number of micro-batches in flight; 0 for any number.
+        group: micro-batches that pass a stage as one group.
     """
     stages, count = passes.stages.layout.stages, passes.micro_batches
 
     def key(work: int) -> tuple[int, ...]:
+        """Return the priority of a work; smaller is more urgent."""
         step, m = divmod(work, count)
         if step < stages:
             return (1, m // group, step if group > 1 else -step, m)
@@ -160,12 +202,15 @@ def began(passes: Passes, flying: int, group: int) -> TimedOrder:
 
 
 def justified(passes: Passes, first: TimedOrder, flying: int = 0, rounds: int = ROUNDS) -> TimedOrder:
-    """The best of some passes in turn backward and forward in time, each with the list that the last one made.
+    """Improve an order by passes that alternate backward and forward in time; return the best order found.
+
+    Each pass takes its priorities from the times of the pass before it.
 
     Args:
-        first: the pass that they begin with.
-        flying: at most so many micro-batches under way; 0 for any number.
-        rounds: at most so many of two passes; they end when they find nothing better.
+        passes: layout, costs and number of micro-batches.
+        first: order to begin with.
+        flying: maximum number of micro-batches in flight; 0 for any number.
+        rounds: maximum number of rounds with two passes each. The search ends when a round finds nothing better.
     """
     best = timed = first
     for _ in range(rounds):
@@ -184,10 +229,9 @@ def justified(passes: Passes, first: TimedOrder, flying: int = 0, rounds: int = 
 
 
 def joined(passes: Passes, timed: TimedOrder) -> Order:
-    """A schedule's order, with B in the place of I and W that follow each other where that lets nothing begin later.
+    """Convert a timed order to an ``Order``. I and W that run in a row are joined to B if nothing starts later.
 
-    W of a stage take equally long: in each one's place runs the latest that waits.
-    """
+    All W of a stage take equally long. So at each place of a W, the latest waiting one is run."""
     stages, count = passes.stages.layout.stages, passes.micro_batches
     places, travel = passes.stages.layout.places, passes.stages.costs.travel
     chain = 2 * stages * count
@@ -218,7 +262,9 @@ def joined(passes: Passes, timed: TimedOrder) -> Order:
 
 
 def published(layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool) -> Iterator[Order]:
-    """The published orders that a layout and a number of micro-batches allow."""
+    """Yield the published orders (1F1B, interleaved, zero bubble) that fit the layout and the micro-batches.
+
+    They may exceed the memory limit. Zero bubble is included only with ``split``."""
     for make in (one_f_one_b, interleaved):
         try:
             yield make(layout, micro_batches)

@@ -1,4 +1,4 @@
-"""How short a step of a pipeline can be at best, by arithmetic."""
+"""Lower bounds for the time of a pipeline's step, by arithmetic."""
 
 from __future__ import annotations
 
@@ -9,34 +9,44 @@ from tawpipe.schedule.pipelines.work import PipelineCosts, StageCosts
 
 
 def apart(table: StageCosts, stage: int) -> bool:
-    """True if there is room for both, what I gives back and what it takes: else the backward pass has to be whole."""
+    """Return True if the backward pass of ``stage`` can be split into I and W.
+
+    W must take time, and the memory must hold both what I frees and what it takes for W. Otherwise the pass is whole.
+    """
     both = table.kept[stage] + table.kept_for_weights[stage]
     return table.seconds["W", stage] > 0 and both <= table.limits[table.layout.places[stage]]
 
 
 def _kinds(table: StageCosts, *, split: bool) -> list[str]:
-    """Of every stage what a gradient has to wait for at least, I or B."""
+    """Return for every stage the kind of work that yields its input gradient: I if the pass can be split, else B."""
     return ["I" if split and apart(table, stage) else "B" for stage in range(table.layout.stages)]
 
 
 def _ends(table: StageCosts, *, split: bool) -> tuple[list[float], list[float]]:
-    """By stage: the earliest start of an F, and the least time from the end of its B or I to the end of the step."""
+    """Return, by stage, the earliest start of the first F, and the least time after the last B or I.
+
+    The second is the time from the end of that B or I to the end of the step."""
     stages, kinds = table.layout.stages, _kinds(table, split=split)
     head, tail = [0.0] * stages, [0.0] * stages
     for stage in range(1, stages):
         hop = table.costs.travel(table.layout.places[stage], table.layout.places[stage - 1])
         head[stage] = head[stage - 1] + table.seconds["F", stage - 1] + hop
-        # The first stage ends with its W, apart or not.
+        # The step ends with the first stage's W, whether it is split off or not.
         kind = kinds[stage - 1] if stage > 1 else "B"
         tail[stage] = tail[stage - 1] + table.seconds[kind, stage - 1] + hop
     return head, tail
 
 
 def bound(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool) -> float:
-    """A step takes no less: every position's work between its earliest start and its latest end, and its memory.
+    """Return a lower bound of the time of a step: no order of this pipeline can be shorter.
+
+    For every position, it takes into account the work between its earliest start and its latest end, and its memory.
 
     Args:
-        split: gradients of weights may be computed apart from those of inputs.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        split: gradients of weights may be computed apart from gradients of inputs.
     """
     table = costs.stages(layout)
     head, tail = _ends(table, split=split)
@@ -53,7 +63,9 @@ def bound(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bo
 
 
 def _late(table: StageCosts, micro_batches: int, place: int) -> float:
-    """The most work that can be left of W at the end of the last B or I of a position, beside which it has to fit."""
+    """Return the maximum total time of W that a position can still have to run when its last B or I ends.
+
+    Its memory limits this time, because each waiting W holds memory."""
     stages = table.layout.stages_of(place)
     parts = [(table.kept_for_weights[stage], table.seconds["W", stage]) for stage in stages if apart(table, stage)]
     most = micro_batches * sum(seconds for _, seconds in parts)
@@ -67,10 +79,18 @@ def _late(table: StageCosts, micro_batches: int, place: int) -> float:
 
 
 def _memory(table: StageCosts, micro_batches: int, place: int, *, split: bool) -> float:
-    """The shortest time in which memory of the limit's size can hold all that has to be held, for as long as it has.
+    """Return a lower bound of the time of a position's works that follows from its limited memory; 0 without a limit.
 
-    What stays is held for a round trip at least; what goes to the host for F, O, R and B, while the link is busy with
-    it. What is kept for W is held while I and W run, or else, B being whole, all that F kept while it runs on.
+    The memory that works hold, multiplied by the time for which they hold it, has to fit into limit times duration.
+    Activations that stay are held for at least a round trip. Activations that go to the CPU memory are held during F,
+    O, R and B, and occupy the link. Memory for W is held while I and W run. If B is whole instead, all that F kept is
+    held during B.
+
+    Args:
+        table: costs of the stages.
+        micro_batches: number of micro-batches.
+        place: the position.
+        split: gradients of weights may be computed apart.
     """
     stages, kinds = table.layout.stages_of(place), _kinds(table, split=split)
     sizes = {size for stage in stages if (size := table.kept[stage]) > 0}
@@ -102,14 +122,17 @@ def _memory(table: StageCosts, micro_batches: int, place: int, *, split: bool) -
 
 
 def _held(total: float, saved: list[tuple[float, float]], limit: float) -> float:
-    """Time for so much memory times seconds, of which seconds of the host's link save some.
+    """Return the least duration with which ``total`` memory-seconds fit into ``limit``. Offloading can lower the total.
 
     Args:
-        saved: (memory times seconds for a second of the link, seconds of the link), the best first.
+        total: memory multiplied by the time for which it is held.
+        saved: (memory-seconds saved per second of the link, seconds of the link), the best first.
+        limit: memory of the position.
     """
     left, spent = total, 0.0
     for rate, link in saved:
-        # left is what has to be held after so many seconds of the link; more of them lower it, and raise the time.
+        # left: memory-seconds to hold after spent seconds of the link. More link time lowers left but is itself a
+        # bound.
         time = (left + rate * spent) / (limit + rate)
         if time <= spent + link:
             return max(time, spent)

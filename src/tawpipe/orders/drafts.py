@@ -1,4 +1,4 @@
-"""What annealing tries: what layers keep and where, their stages, and how an order is made for them."""
+"""Drafts of the annealing search: what each layer keeps and where, the stages, and how an order is made for them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts
 
 SPARE = (2, 1, 3)
-"""Places for what moves, see ``Draft``."""
+"""Values of ``Draft.spare`` that are tried."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """What layers keep, and the stages that they are in.
+    """Choice of what each layer keeps until its backward pass, and of the stages.
 
     Args:
-        keeps: for every block what its backward pass computes again, as in ``ScheduleSettings.recompute``.
-        moving: blocks whose memory may go to the host's.
+        layout: stages and their positions.
+        keeps: for every block, what its backward pass computes again, as in ``ScheduleSettings.recompute``.
+        moving: blocks whose saved activations may go to the CPU memory.
     """
 
     layout: Layout
@@ -32,12 +33,20 @@ class Keeping:
 
     @property
     def recompute(self) -> str:
-        """The setting that says so, from the last layer backwards."""
+        """Value of the setting ``recompute`` that gives this choice, for example ``none:4,selective:8,full``.
+
+        The setting counts layers from the last one backwards."""
         runs = [(how, len([*same])) for how, same in groupby(reversed(self.keeps[1:-1]))]
         return ",".join([*(f"{how}:{count}" for how, count in runs[:-1]), runs[-1][0]])
 
     def costs(self, options: Mapping[str, PipelineCosts]) -> PipelineCosts:
-        """The costs of it, by those with all layers alike; with no host where nothing moves."""
+        """Combine the costs of the recomputation options into the costs of this choice.
+
+        The link to the CPU memory is infinitely slow if no block moves.
+
+        Args:
+            options: for each recomputation option, the costs if all layers use it.
+        """
         blocks = []
         for number, how in enumerate(self.keeps):
             block = options[how].blocks[number]
@@ -48,13 +57,15 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Draft:
-    """A choice, and how an order is made for it.
+    """Choice of stages and recomputation, with the parameters of its order.
 
     Args:
-        parted: by stage, whether gradients of weights are computed apart, where memory holds that.
-        policy: see ``arrange.policies``.
-        hosted: by stage, whether what its layers keep waits in the host's memory.
-        spare: places of a position for what is on its way to or from there, each for the most that one stage keeps.
+        choice: stages, and what layers keep.
+        parted: for each stage, True to compute gradients of weights apart if the memory allows it.
+        policy: (maximum micro-batches in flight, group size), see ``arrange.policies``.
+        hosted: for each stage, True if the activations that its layers keep wait in the CPU memory.
+        spare: number of buffers on each position for activations on their way to or from the CPU memory. Each is as
+            large as the most that one stage keeps.
     """
 
     choice: Keeping
@@ -65,7 +76,7 @@ class Draft:
 
     @property
     def chosen(self) -> Keeping:
-        """The choice with the layers whose memory moves."""
+        """Copy of ``choice`` in which ``moving`` has all blocks, except the embedding, of the stages in ``hosted``."""
         layout = self.choice.layout
         moving = (block for stage, away in enumerate(self.hosted) if away for block in layout.blocks_of(stage) if block)
         return replace(self.choice, moving=frozenset(moving))
@@ -73,12 +84,15 @@ class Draft:
 
 @dataclass(frozen=True)
 class Judged:
-    """A draft with the order that it is judged by.
+    """Draft with the order by which its quality is measured.
 
     Args:
-        length: of a step, in ticks.
-        energy: what annealing lowers, see ``LEAN``.
-        order: with the host's works, where there are some.
+        draft: the draft.
+        passes: layout, costs and number of micro-batches in ticks.
+        timed: its order with times.
+        length: duration of a step in ticks.
+        energy: value that annealing minimises, see ``LEAN``.
+        order: order with the transfers to and from the CPU memory, or None without offloading.
     """
 
     draft: Draft
@@ -90,7 +104,7 @@ class Judged:
 
     @cached_property
     def starts(self) -> list[int]:
-        """When works start, by number; a W that is none begins with its B."""
+        """Start times of all works by number. A W that is part of a whole B gets the start of that B."""
         count, stages, starts = self.passes.micro_batches, len(self.passes.split), self.passes.starts(self.timed)
         for step, split in enumerate(reversed(self.passes.split)):
             if not split:
@@ -99,7 +113,14 @@ class Judged:
         return starts
 
     def urgency(self, passes: Passes) -> list[int]:
-        """All works of a neighbour, in the order of their starts here."""
+        """Return the numbers of all works of a neighbouring draft, sorted by their start times in this order.
+
+        If the neighbour has other stages, each of its stages takes the times of the stage that holds its first block
+        here.
+
+        Args:
+            passes: layout, costs and number of micro-batches of the neighbour.
+        """
         count, here, there = passes.micro_batches, self.draft.choice.layout, passes.stages.layout
         starts = self.starts
         if here.stages != there.stages:

@@ -1,7 +1,7 @@
-"""Fixed ways to stay within a limit of memory: fewer micro-batches in flight, or some in the host's memory for a while.
+"""Fixed strategies to stay within a memory limit: fewer micro-batches in flight, or offloading some to the CPU memory.
 
-An order is made in two passes (listing.py): what is computed when, as if there were room for more, and then what goes
-to the host in the meantime, in a pattern or by Belady's rule.
+An order is made in two passes (listing.py). The first decides what is computed when, as if there were more memory. The
+second decides which activations go to the CPU memory in the meantime, in a pattern or by Belady's rule.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work
 from tawpipe.schedule.refusal import MemoryOfPosition
 
 MARGINS = (0.0, 1.0, 2.0)
-"""Units of memory that are kept free for what is on its way to or from the host."""
+"""Amounts of memory kept free for transfers to and from the CPU memory, in units of the largest stage's activations."""
 SHARES = (1.0, 1.25, 1.5, 2.0, 4.0, math.inf)
-"""Of the micro-batches that do not fit: how many go to the host."""
+"""Numbers of micro-batches that are offloaded, relative to the number that does not fit in memory."""
 LATE = (1, 2, math.inf)
-"""W of a position that wait, where memory is not looked at."""
+"""Maximum numbers of W that wait on a position, if the memory limit is ignored."""
 SPARE = (0, 1, 2, 4)
-"""Micro-batches in flight beyond what a round trip needs."""
+"""Numbers of micro-batches in flight beyond what a round trip needs."""
 MOST = 200_000
-"""Works that are played under each name, after which no other variant is tried: seconds on one core."""
+"""Number of works played for each strategy after which no other variant is tried: seconds on one core."""
 
 
 def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[int]:
-    """Micro-batches of every stage under way from its F to its B, if all positions are always busy; 1F1B's numbers."""
+    """Return for every stage the number of micro-batches in flight, from F to B, that keeps the busiest position busy.
+
+    With equal stages, these are the numbers of 1F1B. ``spare`` is added to each."""
     seconds = costs.stages(layout).seconds
     round_trip = [[seconds[kind, stage] for kind in "FB"] for stage in range(layout.stages)]
     busiest = max(sum(sum(round_trip[stage]) for stage in layout.stages_of(place)) for place in range(layout.size))
@@ -45,7 +47,17 @@ def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[in
 
 
 def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, share: float):
-    """A fixed pattern: of every stage evenly spread micro-batches, as many times ``share`` as do not fit."""
+    """Select micro-batches to offload at regular distances, on every stage of a position without enough memory.
+
+    Args:
+        layout: stages and their positions.
+        compute: compute order of each position.
+        costs: times and memory of the blocks.
+        share: number to offload, relative to the number that does not fit in memory.
+
+    Returns:
+        Set of (stage, micro-batch).
+    """
     away, table = set(), costs.stages(layout)
     for place, works in enumerate(compute):
         most, room = max(table.levels(works)), table.rooms[place]
@@ -59,7 +71,19 @@ def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
 
 
 def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, margin: float):
-    """Whenever something does not fit, what is wanted last goes (Belady's rule), by the order alone."""
+    """Select micro-batches to offload by Belady's rule, in compute order and without times.
+
+    Whenever the memory is exceeded, the activations whose backward pass is last in the order are offloaded.
+
+    Args:
+        layout: stages and their positions.
+        compute: compute order of each position.
+        costs: times and memory of the blocks.
+        margin: memory to keep free, in units of the largest stage's activations.
+
+    Returns:
+        Set of (stage, micro-batch).
+    """
     away, table = set(), costs.stages(layout)
     for place, works in enumerate(compute):
         unit = max(table.taken["F", work.stage] for work in works)
@@ -88,14 +112,16 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
 def patterns(
     layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts
 ) -> list[frozenset[tuple[int, int]]]:
-    """(stage, micro-batch) pairs that may go to the host's memory, so that the rest fits."""
+    """Return several sets of (stage, micro-batch) to offload; without duplicates and empty sets.
+
+    Each is meant to make the rest fit in memory. Whether it does is not checked."""
     options = [_evenly(layout, compute, costs, share) for share in SHARES]
     options += [_latest(layout, compute, costs, margin) for margin in MARGINS]
     return [*dict.fromkeys(map(frozenset, filter(None, options)))]
 
 
 def one_by_one(layout: Layout, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
-    """Compute orders with one micro-batch in flight."""
+    """Return the compute order of every position with a single micro-batch in flight: all its F, then all its B."""
     works = [
         Work(kind, stage, number)
         for number in range(micro_batches)
@@ -106,22 +132,25 @@ def one_by_one(layout: Layout, micro_batches: int) -> tuple[tuple[Work, ...], ..
 
 
 def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> dict[str, Order]:
-    """Fixed ways within ``costs.memory``, by name; of every name the fastest of a few variants.
+    """Return orders of fixed strategies within ``costs.memory`` by name. Each is the fastest of a few variants.
 
-    ``1f1b`` and ``zero-bubble`` have fewer micro-batches in flight where memory is short, ``1f1b-offload`` and
-    ``zero-bubble-offload`` send some to the host's memory in a fixed pattern, and ``one-by-one`` is there where nothing
-    else fits.
+    ``1f1b`` and ``zero-bubble`` have fewer micro-batches in flight if memory is short. ``1f1b-offload`` and
+    ``zero-bubble-offload`` send some to the CPU memory. ``one-by-one`` is included only if nothing else fits.
 
     Args:
-        split: the zero-bubble ways too.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        split: include the zero-bubble strategies.
 
     Raises:
-        UserError: a limit that nothing meets.
+        UserError: no order fits in the memory.
     """
     smallest(layout, costs)
     best: dict[str, tuple[float, Order]] = {}
 
     def offer(name: str, order: Order | None) -> None:
+        """Keep an order under ``name`` if it fits in memory and is faster than the one so far."""
         if order is None or not all(fits(costs, most) for most in peak(layout, order, costs)):
             return
         seconds = makespan(play(layout, order, costs))
@@ -157,24 +186,33 @@ def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, spli
 
 
 def fastest(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> Order:
-    """The shortest of ``heuristics``."""
+    """Return the shortest order of ``heuristics``."""
     orders = heuristics(layout, costs, micro_batches, split=split).values()
     return min(orders, key=lambda order: makespan(play(layout, order, costs)))
 
 
 @lru_cache(maxsize=64)
 def continuing(layout: Layout, costs: PipelineCosts) -> Periodic:
-    """The one that goes on for any number of micro-batches: the shortest of ``heuristics`` with many."""
+    """Return the order of ``heuristics`` whose repeated part is shortest per micro-batch, as a periodic order.
+
+    Results are cached.
+
+    Raises:
+        UserError: no order fits in the memory.
+    """
     few = filling(layout.size)
     orders = (periodic(layout, order, costs, few) for order in heuristics(layout, costs, few).values())
     return min(orders, key=lambda order: order.length / order.period)
 
 
 def smallest(layout: Layout, costs: PipelineCosts) -> float:
-    """Memory of the order that needs least: one micro-batch in flight, and all but one stage's in the host's memory.
+    """Return the memory of the order that needs the least, after checking that it fits.
+
+    It has a single micro-batch in flight. On each position, all but one stage's activations are in the CPU memory.
+    Without a link to the CPU memory, all of them stay on the device.
 
     Raises:
-        UserError: more than the limit.
+        UserError: this exceeds the memory limit.
     """
     table = costs.stages(layout)
     if math.isinf(costs.host):

@@ -1,11 +1,12 @@
-"""A layout made for a model's costs: partition, placement and order tuned together, in the way of AdaPtis (Guo et al.).
+"""Layouts made for a model's costs: partition, placement and order tuned together, similar to AdaPtis (Guo et al.).
 
-A plan is judged by the order that is made for it. From the best of many beginnings a search goes on to the best
-neighbour that it has not gone on from, even if that is worse. What it tries first follows from where positions are
-idle: if that differs between positions by more than the smallest layer takes, layers move to another stage; if it is
-more before the first and after the last work than in between, stages move to another position; else either. A bound
-that costs no playing says which neighbours are worth it. It ends after so much work that is played, and not after
-seconds: all ranks find the same.
+A plan is judged by the order that is made for it. The search starts from the best of many plans and continues from the
+best neighbour that it has not continued from before, even if that neighbour is worse.
+
+Idle times decide what it tries first. If they differ between positions by more than the smallest layer takes, layers
+move to another stage. If positions are idle mostly before their first and after their last work, stages move to another
+position. Otherwise both are tried. A lower bound, which needs no playing, selects promising neighbours. The search ends
+after a number of played works, not after a time, so that all ranks find the same result.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe.schedule.refusal import LeastLayers
 
 MOST = 1_000_000
-"""The same for what is looked at in any case."""
+"""Minimum budget of works for starting plans and finalists, which are examined in any case."""
 STAGES = 6
-"""Of a position, at most."""
+"""Maximum number of stages on a position."""
 STAGE_PENALTY = 2000
-"""A stage more of every position has to win one part in so many: it costs what no clock here knows."""
+"""An additional stage on every position must save 1/2000 of the time, for costs that no simulation here includes."""
 WIDTH = 6
-"""Neighbours played before the search goes on to the best of them."""
+"""Number of neighbours played before the search continues from the best of them."""
 POOL = 100
-"""Neighbours of either kind whose bound is looked at, those with the smallest load, for which there is memory."""
+"""Maximum number of neighbours of each kind whose bound is computed. Those that fit in memory with the least load
+count."""
 UNFIT = 8
-"""Works in whose place a plan is looked at that has no memory."""
+"""Number of works that examining a plan without enough memory costs of the budget."""
 PATIENCE = 8
-"""Steps without a better plan before the search goes back to the best one that it has not gone on from."""
+"""Number of steps without a better plan before the search returns to the best plan it has not continued from."""
 SUNK = 10
 BEGINNINGS = 3
 FINALISTS = 4
@@ -49,17 +51,22 @@ FINALISTS = 4
 def generate(
     costs: PipelineCosts, positions: int, micro_batches: int, *, split: bool = True, budget: int = BUDGET
 ) -> Layout:
-    """The layout of the shortest step that a search finds; its order is ``arrange(layout, costs, micro_batches)``.
+    """Return the layout with the shortest step that a search finds.
 
-    By the stages' clock it is never behind 1F1B, interleaved 1F1B or zero bubble with stages of equally many layers or
-    of balanced times, as far as the memory lets these be.
+    Its order is ``arrange(layout, costs, micro_batches)``. By the simulated time of the stages, it is never slower than
+    1F1B, interleaved 1F1B or zero bubble with equal numbers of layers or balanced times, if these fit in memory.
+    Results are cached.
 
     Args:
-        split: whether a backward pass may be parted into that for inputs and that for weights.
-        budget: works that are put into lists; it ends soon after. With 0 the layout is one of a published order.
+        costs: times and memory of the blocks.
+        positions: number of pipeline positions.
+        micro_batches: number of micro-batches.
+        split: allow backward passes in two parts, for inputs and for weights.
+        budget: number of listed works after which the search ends. With 0, only layouts of published orders are
+            compared.
 
     Raises:
-        UserError: fewer blocks than positions, or memory for no layout that was tried.
+        UserError: there are fewer layers than positions, or no layout that was tried fits in memory.
 
     >>> from tawpipe.schedule.pipelines.work import BlockTimes
     >>> end, layer = BlockTimes(0, 0, 0), BlockTimes(1, 1, 1)
@@ -70,7 +77,7 @@ def generate(
         expected = f"at least {positions}, one for every position; or a pipeline of {max(1, len(costs.blocks) - 2)}"
         raise UserError("layers of the model", len(costs.blocks) - 2, expected, need=LeastLayers(positions))
     most = max(MOST, budget)
-    if micro_batches > searched(positions):  # the order goes on as it does with fewer
+    if micro_batches > searched(positions):  # longer orders repeat the period of this one
         micro_batches, most = filling(positions), budget
     search = _Search(costs, positions, micro_batches, split)
     fixed = list(fixed_layouts(search.moves, positions))
@@ -112,9 +119,10 @@ def generate(
 
 
 def fixed_layouts(moves: Moves, positions: int) -> Iterator[Layout]:
-    """Those of the published orders: a stage on every position, two and more in rounds, two in a V; with equally many
-    layers, and with cuts such that the loads are balanced.
-    """
+    """Yield the layouts of the published orders, each with equal numbers of layers and then with balanced loads.
+
+    They have one stage on every position, two to four stages in rounds, or two stages in a V. Layouts with more stages
+    than layers are left out."""
     for stages, folded in ((1, False), (2, False), (2, True), (3, False), (4, False)):
         if positions * stages <= min(moves.blocks - 2, moves.most):
             layout = Layout.even(moves.blocks, positions, stages, folded=folded)
@@ -123,7 +131,7 @@ def fixed_layouts(moves: Moves, positions: int) -> Iterator[Layout]:
 
 
 class _Search:
-    """Plans and what is known of them."""
+    """State of the search: plans, their scores and bounds, and the works spent so far."""
 
     def __init__(self, costs: PipelineCosts, positions: int, micro_batches: int, split: bool) -> None:
         self.costs = costs
@@ -142,7 +150,10 @@ class _Search:
         self._bounds: dict[StagePlan, tuple[int, int]] = {}
 
     def score(self, plan: StagePlan) -> int | None:
-        """The makespan with what stages cost beyond it; None where memory holds no micro-batch."""
+        """Return the simulated makespan of a plan plus a penalty per stage, in ticks; None if it does not fit.
+
+        It does not fit if the memory cannot hold one micro-batch. A plan is simulated only the first time. The works of
+        the simulation are added to ``spent``."""
         if plan not in self.scores:
             layout = Layout(self.moves.blocks, *plan)
             stages = self.ticks.stages(layout)
@@ -158,27 +169,30 @@ class _Search:
         return self.scores[plan]
 
     def holds(self, plan: StagePlan) -> bool:
-        """True if every position has memory for a micro-batch."""
+        """Return True if every position has enough memory for one micro-batch."""
         return math.isinf(self.ticks.memory) or max(self.memory[0].loads(plan)) <= self.ticks.memory
 
     def eased(self, plan: StagePlan) -> Iterable[StagePlan]:
-        """A plan and, where memory is too little for some micro-batches in each of its positions, those to which moving
-        its cuts leads there.
-        """
+        """Return the plan, and variants with cuts moved so that several micro-batches fit in memory if possible.
+
+        The plan itself is left out if it does not fit."""
         eased = [moves.balanced(plan, self.ticks.memory) for moves in self.memory]
         return dict.fromkeys([plan] * self.holds(plan) + eased)
 
     def time(self, layout: Layout, order: Order) -> int:
-        """A score by the clock itself."""
+        """Simulate a layout in a given order with the exact costs; return its makespan plus the penalty, in ticks."""
         times = play(layout, order, self.costs)
         return round(makespan(times) * self.ticks.scale) + self.penalty * layout.stages
 
     def best(self, number: int) -> list[StagePlan]:
-        """Of all that have been played, those of the smallest scores."""
+        """Return the ``number`` simulated plans with the smallest scores, the best first."""
         return sorted((plan for plan, score in self.scores.items() if score is not None), key=self._key)[:number]
 
     def walk(self, plan: StagePlan, limit: int) -> None:
-        """Go on from a plan until so much has been spent."""
+        """Score neighbours of a plan, then neighbours of the best of these, and so on; results are kept in ``scores``.
+
+        Ends when ``spent`` reaches ``limit`` works, or when nothing better is possible. After ``PATIENCE`` steps
+        without a better plan, it continues from the best plan that it has not continued from."""
         best, without = self._key(plan), 0
         self.gone_on.add(plan)
         while self.spent < limit and best[0] > self.enough:
@@ -194,7 +208,9 @@ class _Search:
             best = min(best, self._key(plan))
 
     def sunk(self, plan: StagePlan) -> StagePlan:
-        """A plan from which no change lowers the bound."""
+        """Move to the neighbour with the lowest bound, again and again, while it decreases; return the last plan.
+
+        Nothing is simulated."""
         while True:
             limit = max(self.moves.loads(plan)) * 51 // 50
             options = (*self.moves.shifts(plan, limit), *self.moves.placements(plan, limit))
@@ -204,7 +220,12 @@ class _Search:
             plan = better[1]
 
     def _step(self, plan: StagePlan, best: int) -> StagePlan | None:
-        """The best neighbour that the search has not gone on from, among the most hopeful ones."""
+        """Score promising neighbours; return the best one that the search has not continued from, or None.
+
+        Args:
+            plan: plan to leave.
+            best: score to undercut. The first neighbour with a smaller score is returned at once.
+        """
         self.spent += 1000
         limit = (best - self.penalty * len(plan.cuts)) // self.micro_batches
         layers, edges = self._idle[plan]
@@ -226,7 +247,11 @@ class _Search:
         return min(chosen, key=self._key, default=None)
 
     def _least(self, micro_batches: int) -> int:
-        """No layout takes less: the mean work of a position, and what the position of any one block has to do."""
+        """Return a time that no layout undercuts, in ticks.
+
+        It is the mean work of a position, or the work of the position that holds the largest block. It is 0 if
+        positions have different speeds.
+        """
         if self.ticks.pace:
             return 0
         before, whole = self.moves.forward[0], self.moves.total[0]
@@ -234,6 +259,13 @@ class _Search:
         return max(whole[-1] * micro_batches // self.moves.positions, *alone)
 
     def _lightest(self, options: Iterable[tuple[int, StagePlan]]) -> list[StagePlan]:
+        """Return the plans with the smallest loads that fit in memory, at most ``POOL``.
+
+        Each plan that does not fit adds ``UNFIT`` works to ``spent``.
+
+        Args:
+            options: (largest load, plan) of each plan.
+        """
         lightest: list[StagePlan] = []
         for _, plan in sorted(options):
             if len(lightest) == POOL:
@@ -245,17 +277,25 @@ class _Search:
         return lightest
 
     def _key(self, plan: StagePlan) -> tuple[int, StagePlan]:
+        """Return the sorting key of a played plan: its score, then the plan itself."""
         return self.scores[plan] or 0, plan
 
     def _bound(self, plan: StagePlan) -> tuple[int, int]:
-        """(no score is smaller, what it is compared by: the largest bound, and a little the mean one)."""
+        """Return a lower bound of a plan's score, and a number by which plans are sorted. Results are stored.
+
+        The number combines the largest and the mean bound of the positions."""
         if plan not in self._bounds:
             bounds, penalty = self.moves.bounds(plan), self.penalty * len(plan.cuts)
             self._bounds[plan] = max(bounds) + penalty, 8 * max(bounds) + sum(bounds) // len(bounds) + 9 * penalty
         return self._bounds[plan]
 
     def _diagnosis(self, passes: Passes, timed: TimedOrder) -> tuple[bool, bool]:
-        """(idle times differ by more than the smallest layer takes, they are at the edges rather than inside)."""
+        """Return two flags that tell which kind of neighbour to try first.
+
+        Returns:
+            (True if idle times of positions differ by more than the smallest layer takes, True if most idle time is
+            before the first or after the last work of positions)
+        """
         loads, starts = (
             self.moves.loads(StagePlan(passes.stages.layout.cuts, passes.stages.layout.places)),
             passes.starts(timed),

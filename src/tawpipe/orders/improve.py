@@ -1,9 +1,9 @@
-"""A better order for a pipeline that is already training: looked for beside it, in a process of its own.
+"""Search for a better order of a pipeline while it trains, in a process of its own.
 
-The costs are those that were measured in the first steps. The solver (orders/solver/solve.py) begins with
-the order that runs, or with a fixed way that is better by those costs. It has a low priority and an end, and knows
-nothing but numbers: what it finds comes back as text, which every rank reads alike. Where it fails, training goes on as
-it is.
+It uses the costs that were measured in the first steps. The solver (orders/solver/solve.py) starts from the running
+order, or from a fixed strategy that is better by the measured costs. The process has a low priority and a time limit,
+and works only with numbers. Its result is sent as text, which every rank parses to the same order. If the search fails,
+training continues with its present order.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tawpipe.worker import Worker
 logger = logging.getLogger(__name__)
 
 GRACE_S = 300.0
-"""For the worker to start and to end, besides its time for solving."""
+"""Seconds that the process may take to start and to end, in addition to its time for solving."""
 NICENESS = 10
 PARTS = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
 
 
 @dataclass(frozen=True)
 class Improved:
-    """What was found.
+    """Result of the search.
 
     Args:
-        order: as text (``Order.parse``).
-        before: makespan of the order that ran, by the measured costs.
-        after: of this one.
-        bound: proved: no order takes less.
-        status: the solver's, in words.
-        seconds: that it took.
+        order: new order as text (``Order.parse``).
+        before: makespan of the running order, by the measured costs.
+        after: makespan of the new order, by the measured costs.
+        bound: proven lower bound of the makespan of any order.
+        status: status of the solver for the user, for example "optimal".
+        seconds: seconds that the search took.
     """
 
     order: str
@@ -50,27 +50,30 @@ class Improved:
 
     @property
     def gain(self) -> float:
-        """Share of a step's time."""
+        """Share of the step time that the new order saves."""
         return 1 - self.after / self.before
 
 
 def measured(
     layout: Layout, costs: PipelineCosts, seconds: Mapping[tuple[int, str, int], float], hop: float | None = None
 ) -> PipelineCosts:
-    """Costs whose times are those measured, and whose memory is that of ``costs``.
+    """Return a copy of ``costs`` with measured times instead of the expected ones. Memory stays as it is.
 
-    A stage's time is shared among its blocks as it was, as is that of a B among its parts where these were not measured
-    themselves. What was not measured is scaled like what was, in the median.
+    The time of a stage is divided among its blocks in proportion to their earlier times. So is the time of a B among
+    its two parts if they were not measured. Times that were not measured are scaled by the median ratio of the measured
+    ones.
 
     Args:
-        seconds: by (position, kind, stage), of one micro-batch; kinds as in ``Work``. O and R say what the host's link
-            takes, in their median.
-        hop: of a boundary, if measured.
+        layout: stages and their positions.
+        costs: expected costs.
+        seconds: measured seconds of one micro-batch by (position, kind, stage), with kinds as in ``Work``. O and R give
+            the speed of the link to the CPU memory, as their median.
+        hop: measured seconds of a transfer between positions, or None.
     """
     table, known = costs.stages(layout), dict[tuple[str, int], float]()
     for (_, kind, stage), value in seconds.items():
         expected = table.moved[stage] if kind in "OR" else table.seconds[kind, stage]
-        if value > 0 and expected:  # an embedding alone is expected to take no time
+        if value > 0 and expected:  # an embedding alone has an expected time of zero
             known[kind, stage] = value
     scales = [value / table.seconds[key] for key, value in known.items() if key[0] in "FBIW"]
     usual = statistics.median(scales or [1.0])
@@ -100,12 +103,16 @@ def measured(
 
 
 class Improvement:
-    """``solve`` beside the training. Start it, poll it between steps, close it at the end.
+    """Run of the solver in another process. Start it, poll it between steps, and close it at the end.
+
+    A warning is logged if the process cannot be started.
 
     Args:
-        costs: of the run (``measured``).
-        start: the order that runs.
-        seconds: for solving.
+        layout: stages and their positions.
+        costs: costs of the run (``measured``).
+        micro_batches: number of micro-batches.
+        start: running order.
+        seconds: time limit of the solver.
     """
 
     def __init__(
@@ -123,11 +130,14 @@ class Improvement:
 
     @property
     def running(self) -> bool:
-        """True while something may still be found."""
+        """True while the search process runs."""
         return self._worker is not None
 
     def poll(self) -> Improved | None:
-        """The improvement, once it is there; does not wait. None before, and also later if nothing better exists."""
+        """Return the better order if it has been found, else None. Does not wait.
+
+        None is returned while the search runs, and also later if it failed or found nothing better. The process is
+        ended when it has answered, failed or exceeded its time limit."""
         if self._worker is None:
             return self._improved
         if not self._worker.ready:
@@ -145,7 +155,7 @@ class Improvement:
         return self._improved
 
     def close(self) -> None:
-        """End the search. May be called more than once."""
+        """Stop the search and its process. Can be called more than once."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -158,7 +168,18 @@ class Improvement:
 
 
 def answer(layout: Layout, costs: PipelineCosts, micro_batches: int, start: Order, seconds: float) -> Improved:
-    """Solve, in the worker of an ``Improvement``."""
+    """Lower the priority of this process, search for a better order, and return it with its statistics.
+
+    Runs in the process of an ``Improvement``. If nothing better is found, the returned order is as long as the present
+    one.
+
+    Args:
+        layout: stages and their positions.
+        costs: measured costs.
+        micro_batches: number of micro-batches.
+        start: running order.
+        seconds: time limit of the solver.
+    """
     from tawpipe.orders.fitting import heuristics
     from tawpipe.orders.solver.solve import solve
 

@@ -1,9 +1,9 @@
-"""A better order for a pipeline while it trains: some steps are timed, a solver looks beside the run, and what it finds
-is swapped in between two steps.
+"""Improvement of a pipeline's order while it trains.
 
-Only what is made for costs is improved so (``solved``). Orders change when an addition happens and nothing else: the
-numbers are the same, but for the last bits of sums. All ranks time the same steps, look at the same ones, and swap
-before the same one.
+Some steps are timed, a solver runs in another process, and a better order replaces the present one between two steps.
+Only orders that are made for costs are improved (strategy ``solved``). A new order changes only when additions happen.
+Results are the same, except for the last bits of sums. All ranks time the same steps, check for a result at the same
+steps, and swap before the same step.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.strategies.table import strategies
 
 TIMED = range(2, 5)
-"""Steps of this run that are timed: the first ones warm up."""
+"""Indices of this run's steps that are timed. Earlier steps warm up."""
 LOOK_EVERY = 5
-"""Steps between two looks at whether something was found: a word between all ranks each."""
+"""Number of steps between two checks for a result. Each check is a short message between all ranks."""
 SOLVE_S = 60.0
 WORTH = 0.005
-"""Share of a step's time below which an order stays."""
+"""Minimum share of the step time that a new order must save."""
 KINDS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
 MOVES = {Op.OFFLOAD: "O", Op.RELOAD: "R"}
 
 
 class Improving:
-    """What the loop asks before and after every step.
+    """Improvement of the order for one run; the training loop calls it before and after every step.
 
     Args:
-        rows: of a step.
-        steps: that this run does; 0 to leave it out.
+        pipeline: pipeline that trains.
+        world: the processes.
+        console: prints the result.
+        rows: number of rows in a step.
+        steps: number of steps of this run; 0 switches the improvement off.
     """
 
     def __init__(self, pipeline: Pipeline, world: World, console: Console, *, rows: int, steps: int) -> None:
@@ -48,18 +51,27 @@ class Improving:
         self._search: Improvement | None = None
         self._recordings: list[Recording] = []
         self._done = 0
-        """Steps of this run."""
+        """Number of steps that this run has done."""
         self.active = steps > TIMED.stop + LOOK_EVERY and _can_improve(pipeline, rows)
 
     def recording(self, step: int) -> Recording | None:
-        """What takes down the times of the next step, where it is one of those that are timed."""
+        """Return a new recording for the next step if that step is one of the timed steps, else None.
+
+        The recording is kept here, and evaluated after the last timed step."""
         if not self.active or self._done not in TIMED:
             return None
         self._recordings.append(Recording(self._world.device, step))
         return self._recordings[-1]
 
     def after(self, step: int) -> None:
-        """Look for something better, or swap it in; on all ranks."""
+        """Count a step. After the last timed step, start the search; later, check for its result at some steps.
+
+        A check every ``LOOK_EVERY`` steps is a message between all ranks. If a better order is found, all ranks swap to
+        it here. Call on all ranks after every step.
+
+        Args:
+            step: number of the step, for the printed line.
+        """
         self._done += 1
         if not self.active:
             return
@@ -69,11 +81,14 @@ class Improving:
             self._look(step)
 
     def close(self) -> None:
-        """End the search."""
+        """Stop the search and its process, if one runs."""
         if self._search is not None:
             self._search.close()
 
     def _begin(self) -> None:
+        """Gather the measured times on rank 0, and start the solver there. Call on all ranks.
+
+        Waits until all actions of this rank have ended."""
         pipeline = self._pipeline
         pipeline.drain()
         schedule = pipeline.schedule(self._rows)
@@ -93,6 +108,9 @@ class Improving:
             self._search = Improvement(shape.layout, costs, count, shape.order_of(count), seconds=SOLVE_S)
 
     def _look(self, step: int) -> None:
+        """Send the result of rank 0, if it has one, to all ranks; they swap to the new order if it is worth it.
+
+        Call on all ranks. After a result, or the failure of the search, this object is no longer ``active``."""
         improved = self._search.poll() if self._search else None
         worth = improved is not None and improved.gain >= WORTH and self._fits(Order.parse(improved.order))
         ended = self._search is not None and (improved is not None or not self._search.running)
@@ -111,13 +129,14 @@ class Improving:
             self._console.line(f"step {step}: the pipeline keeps its order; no better one was found{status}")
 
     def _fits(self, order: Order) -> bool:
-        """True within the limit of memory, what is on its way between positions included."""
+        """Return True if the order, with transfers between positions, stays within the memory limit."""
         step = self._pipeline.schedule(self._rows).step
         assert isinstance(step.strategy, ActivationPipeline)
         shape = step.strategy.shape(step.model, step.topology)
         return fits(shape.costs, held_at_once(step, shape, order))
 
     def _say(self, step: int, improved: Improved | None, took_s: float) -> None:
+        """Print the new order's gain on rank 0, the only rank for which ``improved`` is not None."""
         if improved is not None:
             self._console.line(
                 f"step {step}: new pipeline order, {improved.gain:.1%} shorter by measured times "
@@ -127,6 +146,7 @@ class Improving:
 
 
 def _can_improve(pipeline: Pipeline, rows: int) -> bool:
+    """Return True if the strategy makes its order for costs and all ranks have equally many micro-batches."""
     if not isinstance(strategies()[pipeline.settings.strategy], SolvedPipeline):
         return False
     step = pipeline.schedule(rows).step
@@ -134,10 +154,14 @@ def _can_improve(pipeline: Pipeline, rows: int) -> bool:
 
 
 def seconds_of(steps: list[list[tuple[str, float, float]]], layout: Layout) -> dict[tuple[str, int], float]:
-    """Seconds of every kind of work on every stage of this rank, the mean over steps and micro-batches.
+    """Return the seconds of every kind of work on every stage of this rank: the mean over steps and micro-batches.
 
     Args:
-        steps: (action, begin, end) of every action.
+        steps: for each timed step, (action, begin, end) of every action.
+        layout: stages and their positions.
+
+    Returns:
+        Seconds by (kind, stage).
     """
     of_block: dict[tuple[str, int], list[float]] = {}
     for spans in steps:
@@ -150,7 +174,7 @@ def seconds_of(steps: list[list[tuple[str, float, float]]], layout: Layout) -> d
         for stage in range(layout.stages):
             blocks = layout.blocks_of(stage)
             mine = [fmean(of_block[kind, block]) for block in blocks if (kind, block) in of_block]
-            if kind == "I" and mine:  # the embedding and the head have theirs whole
+            if kind == "I" and mine:  # embedding and head have a whole B instead
                 mine += [fmean(of_block["B", block]) for block in blocks if ("B", block) in of_block]
             if kind == "B" and any(("I", block) in of_block for block in blocks):
                 continue

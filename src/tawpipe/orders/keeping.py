@@ -1,13 +1,15 @@
-"""What layers keep, with stages and order, by simulated annealing: many quick orders instead of a few good ones.
+"""Search for what layers keep, with stages and order, by simulated annealing with many quickly made orders.
 
-A layer keeps everything, attention's results or its input alone, on the device or for a while in the host's memory. The
-search (``choose``) ends after a number of tries and not after seconds.
+A layer keeps everything, the results of attention, or only its input, on the device or for a while in the CPU memory.
+The search (``choose``) ends after a number of tries, not after a time.
 
-A draft is judged by one order: a pass in time under the limit of memory, and one backward and forward in time. So much
-depends on where backward passes are parted (between its parts a layer keeps more than before them) and on how many
-micro-batches are under way that these belong to a draft, like its cuts and what every layer keeps. A neighbour's order
-begins with that of the draft before it. A stage whose layers' memory waits in the host's takes none in such a pass but
-places for what is on its way; then the works of the host's link are added, and their time and memory count.
+A draft is judged by one order: a pass forward in time within the memory limit, then one backward and one forward. The
+result depends strongly on two choices: where backward passes are split (between its parts, a layer keeps more than
+before), and how many micro-batches are in flight. So a draft includes them, like its cuts and what every layer keeps.
+The order of a neighbour starts from the order of the draft before it.
+
+If the activations of a stage wait in the CPU memory, the passes count only buffers for transfers. Afterwards the
+transfers are added to the order, and their time and memory count.
 """
 
 from __future__ import annotations
@@ -31,23 +33,26 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, StageCosts, makespan, play
 
 WARM, COLD = 4e-3, 1e-5
-"""Share of a step's time by which a worse draft is accepted, about, in the beginning and in the end."""
+"""Share of the step time by which a worse draft is typically accepted, at the beginning and at the end of the
+search."""
 HOPELESS, NEAR = 1.2, 1.01
-"""Times as long as what would be accepted: a first pass after which no second one is made; the same for a pass that
-begins with the order of a neighbour."""
+"""A first pass that is longer than an acceptable result by this factor is not improved. ``NEAR`` is the factor for a
+pass that starts from a neighbour's order."""
 LEAN = 0.05
-"""Of the mean work of positions, what is added to the time of a step: of equal steps the one that computes less."""
+"""Share of the mean work of positions that is added to the step time. Of equally long steps, the one that computes less
+wins."""
 STARTS = 4
-"""Shares of the layers that keep less, the first ones, in the drafts that annealing may begin with."""
+"""Number of sizes of the first group of layers, which keeps less, among the starting drafts."""
 STAGES = 6
-"""Of a position, at most."""
+"""Maximum number of stages on a position."""
 
 
 class Annealing:
-    """Drafts that are judged.
+    """Simulated annealing over drafts, with a fixed random seed.
 
     Args:
-        options: by what layers compute again their costs.
+        options: for each recomputation option, the costs if all layers use it.
+        micro_batches: number of micro-batches.
     """
 
     def __init__(self, options: Mapping[str, PipelineCosts], micro_batches: int) -> None:
@@ -62,9 +67,14 @@ class Annealing:
         self._ticks = replace(ticks, blocks=(), host=costs.host * ticks.scale / ticks.memory_scale)
 
     def best(self, layouts: Iterable[Layout], tries: int) -> Judged | None:
-        """The best draft after so many tries, those of the beginnings not counted; None if memory holds none.
+        """Return the best draft after ``tries`` attempts, or None if no starting draft fits in memory.
 
-        Half of them go on from the best beginning of each layout, the others from the best that these have found.
+        Starting drafts do not count as attempts. With several layouts, half of the attempts start from the best
+        starting draft of each layout. The others start from the best draft that these have found.
+
+        Args:
+            layouts: layouts of the starting drafts.
+            tries: number of attempts.
         """
         begun = list[Judged]()
         for layout in layouts:
@@ -79,7 +89,9 @@ class Annealing:
         return self._annealed(best, tries - first)
 
     def _annealed(self, here: Judged, tries: int) -> Judged:
-        """The best after so many neighbours."""
+        """Try ``tries`` random changes one after another, starting from ``here``; return the best draft found.
+
+        A worse draft may become the next starting point; how much worse it may be decreases with time."""
         best = here
         for number in range(tries):
             warmth = WARM * (1 - number / tries) + COLD
@@ -92,20 +104,23 @@ class Annealing:
         return best
 
     def order(self, judged: Judged) -> Order:
-        """A draft's order, with more passes than it was judged by where nothing moves."""
+        """Return the order of a judged draft. Without offloading, it is first improved by more passes."""
         if judged.order is not None:
             return judged.order
         passes = judged.passes
         return joined(passes, justified(passes, judged.timed, judged.draft.policy[0], ROUNDS))
 
     def judged(self, draft: Draft, most: float = math.inf, before: Judged | None = None) -> Judged | None:
-        """A draft with a quick order; None where there is no memory, or it takes ``most`` or longer.
+        """Make a quick order for a draft; return None if it does not fit in memory or its energy is not below ``most``.
 
         Args:
-            before: what it is a neighbour of, whose order its own begins with.
+            draft: the draft.
+            most: energy that the result must stay below.
+            before: judged draft of which this one is a neighbour. Its order is the starting point, if both have one
+                policy.
         """
         layout, flying, moves = draft.choice.layout, draft.policy[0], any(draft.hosted)
-        if draft.hosted[-1]:  # the head's own input stays
+        if draft.hosted[-1]:  # the input of the head is never offloaded
             return None
         costs = self._costs(draft)
         stages = costs.stages(layout)
@@ -135,10 +150,11 @@ class Annealing:
 
     @property
     def scale(self) -> float:
-        """Ticks of a unit of time."""
+        """Ticks per unit of time."""
         return self._ticks.scale
 
     def _costs(self, draft: Draft) -> Ticks:
+        """Return the costs of a draft in ticks."""
         layout, blocks = draft.choice.layout, []
         for stage, away in enumerate(draft.hosted):
             table = self._moving if away else self._staying
@@ -146,7 +162,7 @@ class Annealing:
         return replace(self._ticks, blocks=tuple(blocks))
 
     def _hopeless(self, draft: Draft, costs: Ticks, stages: StageCosts, most: float) -> bool:
-        """True if no order can be as short, or the host's link cannot."""
+        """Return True if a lower bound of the step, or the time of transfers to the CPU, reaches ``most`` ticks."""
         layout = draft.choice.layout
         for place in range(layout.size) if any(draft.hosted) else ():
             if 2 * self.micro_batches * sum(stages.seconds["O", stage] for stage in layout.stages_of(place)) >= most:
@@ -154,7 +170,13 @@ class Annealing:
         return bound(layout, costs, self.micro_batches, split=True) >= most
 
     def _without(self, draft: Draft, costs: Ticks, stages: StageCosts) -> Ticks:
-        """As if what moves took no memory but places for what is on its way."""
+        """Return a copy of ``costs`` in which offloaded activations take no memory, except buffers for their transfers.
+
+        Args:
+            draft: draft that says which stages are offloaded, and the number of buffers.
+            costs: costs of the draft, in ticks.
+            stages: costs of its stages.
+        """
         layout, blocks = draft.choice.layout, [*costs.blocks]
         for place in range(layout.size):
             away = [stage for stage in layout.stages_of(place) if draft.hosted[stage]]
@@ -167,14 +189,19 @@ class Annealing:
         return replace(costs, blocks=tuple(blocks))
 
     def _hosted(self, draft: Draft, passes: Passes, timed: TimedOrder, most: float) -> tuple[Order | None, float]:
-        """The draft with works of the host's link, if these do not make it too long."""
+        """Add the transfers of offloaded activations to the draft's order; return the order, and its length in ticks.
+
+        Returns (None, inf) if the order would be longer than ``most`` ticks or comes to a halt."""
         layout, costs, scale = draft.choice.layout, draft.chosen.costs(self.options), self._ticks.scale
         away = {(s, m) for s, moves in enumerate(draft.hosted) if moves for m in range(self.micro_batches)}
         order = with_host(layout, joined(passes, timed).compute, away, costs, most / scale)
         return order, makespan(play(layout, order, costs)) * scale if order else math.inf
 
     def _beginnings(self, layout: Layout) -> Iterator[Draft]:
-        """With all layers alike, or less kept by the first ones; with few or many micro-batches under way."""
+        """Yield starting drafts without offloading, for all combinations of a few choices.
+
+        All layers keep alike, or the first ones keep less. Backward passes are split in the first half of the stages,
+        in the second half, in both or in none. Few or many micro-batches are in flight."""
         kept = {how: sum(block.kept for block in costs.blocks) for how, costs in self.options.items()}
         for more, less, part in product(self.names, self.names, range(STARTS)):
             if kept[less] > kept[more] or (more == less and part):
@@ -186,7 +213,10 @@ class Annealing:
                 yield Draft(choice, parted, (min(flying, self.micro_batches), 1), (False,) * layout.stages)
 
     def changed(self, draft: Draft) -> Draft | None:
-        """A neighbour at random; None if there is none of the kind."""
+        """Return a random neighbour of a draft, or None if the drawn kind of change is not possible.
+
+        One of these changes at random: cuts, what layers keep, offloading, split backward passes, the policy of the
+        order, or the position and number of stages."""
         draw, choice = self.random.random(), draft.choice
         if draw < 0.3:
             return self._with_cuts(draft)
@@ -206,7 +236,10 @@ class Annealing:
         return self._placed(draft)
 
     def _with_cuts(self, draft: Draft) -> Draft | None:
-        """Some cuts beside each other a layer further, or a layer before; sometimes a layer keeps otherwise, too."""
+        """Move some neighbouring cuts by one layer, and sometimes change what a layer keeps.
+
+        Returns None if the cuts cannot move.
+        """
         choice, layout = draft.choice, draft.choice.layout
         if layout.stages < 2:
             return None
@@ -221,7 +254,9 @@ class Annealing:
         return replace(draft, choice=replace(choice, layout=replace(layout, cuts=tuple(cuts)), keeps=keeps))
 
     def _kept(self, keeps: tuple[str, ...]) -> tuple[str, ...]:
-        """A layer that keeps what its neighbour does, or anything, while another layer keeps what it did."""
+        """Return a copy of ``keeps`` in which a random layer keeps what its neighbour keeps, or any random choice.
+
+        In the second case, another random layer sometimes takes over the former choice."""
         new, last = [*keeps], len(keeps) - 2
         block = self.random.randint(1, last)
         borders = [b for b in range(1, last) if keeps[b] != keeps[b + 1]]
@@ -236,7 +271,10 @@ class Annealing:
         return tuple(new)
 
     def _placed(self, draft: Draft) -> Draft | None:
-        """A stage on another position, parted in two, or joined to the next."""
+        """Move a random stage to another position, split it in two, or join it with the next one.
+
+        Returns None if this is not possible or changes nothing.
+        """
         choice, layout = draft.choice, draft.choice.layout
         stage, place = self.random.randrange(layout.stages), self.random.randrange(layout.size)
         cuts, places, parted, hosted, kind = (
@@ -264,11 +302,13 @@ class Annealing:
 
 @dataclass(frozen=True)
 class Kept:
-    """A choice with its order.
+    """Choice of stages and recomputation, with its order.
 
     Args:
-        costs: of it.
-        makespan: by ``play``.
+        choice: stages, and what layers keep.
+        costs: costs of this choice.
+        order: order of its works.
+        makespan: duration of a step by ``play``.
     """
 
     choice: Keeping
@@ -278,16 +318,19 @@ class Kept:
 
 
 def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micro_batches: int, *, tries: int) -> Kept:
-    """The shortest step that a search finds; never longer than the best with all layers alike in one of the layouts.
+    """Search stages, what each layer keeps, offloading and order together; return the choice with the shortest step.
+
+    It is never longer than the best choice in which all layers keep alike in one of the given layouts.
 
     Args:
-        options: by what layers compute again their costs, which differ in times and memory of blocks alone. Memory goes
-            to the host's where its link is not endlessly slow.
-        layouts: to begin with.
-        tries: neighbours that annealing looks at.
+        options: for each recomputation option, the costs if all layers use it. They differ only in times and memory of
+            blocks. Activations can be offloaded if the link to the CPU memory has a finite speed.
+        layouts: starting layouts.
+        micro_batches: number of micro-batches.
+        tries: number of neighbours that annealing tries.
 
     Raises:
-        UserError: memory for no choice.
+        UserError: no choice fits in memory.
     """
     costs = next(iter(options.values()))
     beginnings = dict.fromkeys(
@@ -297,6 +340,7 @@ def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micr
     refused: UserError | None = None
 
     def offer(choice: Keeping, order: Order) -> None:
+        """Add a choice and its order to the candidates."""
         costs = choice.costs(options)
         offers.append(Kept(choice, costs, order, makespan(play(choice.layout, order, costs))))
 
@@ -316,6 +360,6 @@ def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micr
 
 
 def _balanced(layout: Layout, costs: PipelineCosts, micro_batches: int) -> Layout:
-    """The layout with loads as even as can be."""
+    """Return the layout with its cuts moved by single layers until no move makes the loads of positions more even."""
     moves = Moves(Ticks.of(costs), layout.size, micro_batches, layout.stages)
     return Layout(layout.blocks, *moves.balanced(StagePlan(layout.cuts, layout.places)))

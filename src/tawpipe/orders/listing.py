@@ -1,8 +1,9 @@
-"""Orders by playing: works start one by one, as soon as what they need is there and memory has room.
+"""Orders by simulation: works start one by one, as soon as their inputs have arrived and the memory has space.
 
-``listed`` makes the order of the compute lanes: always what lies furthest back, with a cap on micro-batches in flight.
-``with_host`` then plays it, sends given works' memory to the host right after F, brings it back as soon as all that
-runs before has room, and lets works wait until there is room for them.
+``listed`` makes the compute orders. It prefers backward works, then forward works of late stages, with a limit on
+micro-batches in flight. ``with_host`` then plays such an order with offloading: it sends the activations of given works
+to the CPU memory right after F, and loads them back as soon as the memory has space for all works before. Works wait
+until the memory has space for them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work
 
 
 class _Play:
-    """Works that run one by one on two lanes of every position, each started by hand."""
+    """Simulation of works on two lanes (compute and link to the CPU memory) of every position.
+
+    The caller starts each work.
+
+    Args:
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        away: (stage, micro-batch) of the activations that are offloaded.
+    """
 
     def __init__(self, layout: Layout, costs: PipelineCosts, away: Collection[tuple[int, int]] = ()) -> None:
         self.layout, self.costs, self.away, self.table = layout, costs, away, costs.stages(layout)
@@ -29,12 +38,12 @@ class _Play:
         self.held = [0.0] * layout.size
         self.busy = [[False, False] for _ in range(layout.size)]
         self.awake = [True] * layout.size
-        """Positions for which something has changed since ``woken`` asked: nothing else can start anything."""
+        """True for positions where something has changed since the last ``woken``. Only these can start a work."""
         self._events: list[tuple[float, int, int, Work | None]] = []
         self._count = count()
 
     def ready(self, work: Work) -> bool:
-        """True if all that it needs has been done and has arrived."""
+        """Return True if all inputs of ``work`` have been computed and have arrived at the present simulated time."""
         place = self.layout.places[work.stage]
         for choice in needs(work, self.layout.stages):
             if choice[0].kind == "R" and (work.stage, work.micro_batch) not in self.away:
@@ -49,11 +58,14 @@ class _Play:
         return True
 
     def room(self, work: Work) -> bool:
-        """True if its memory fits beside what is held."""
+        """Return True if the memory of a work fits in addition to what its position holds."""
         place = self.layout.places[work.stage]
         return self.held[place] + self.table.taken[work.kind, work.stage] <= self.table.limits[place]
 
     def start(self, work: Work) -> None:
+        """Start a work at the present simulated time: occupy its lane and memory, and schedule its end and its arrival.
+
+        The arrival is that of its output on the position of the next stage."""
         place, places = self.layout.places[work.stage], self.layout.places
         end = self.now + self.table.seconds[work.kind, work.stage]
         self.times[work] = self.now, end
@@ -68,14 +80,14 @@ class _Play:
             heapq.heappush(self._events, (arrives, next(self._count), places[following], None))
 
     def woken(self) -> Iterator[int]:
-        """Positions that may have something to start."""
+        """Yield the positions that may be able to start a work, and mark them as unchanged."""
         for place in range(self.layout.size):
             if self.awake[place]:
                 self.awake[place] = False
                 yield place
 
     def advance(self) -> bool:
-        """On to the next time at which something ends or arrives; False if there is none."""
+        """Advance the time to the next end or arrival; return False if there is none."""
         if not self._events:
             return False
         self.now = self._events[0][0]
@@ -89,7 +101,17 @@ class _Play:
 
 
 class _Listed:
-    """One position's choice of what to compute next. The micro-batches of a stage run in their order."""
+    """Selection of the next work on one position. The micro-batches of a stage run in order.
+
+    Args:
+        played: the simulation.
+        place: the position.
+        micro_batches: number of micro-batches.
+        caps: maximum number of micro-batches in flight, by stage.
+        split: split backward passes into I and W.
+        room: memory of the position for activations.
+        late: number of waiting W at which a W runs first.
+    """
 
     def __init__(
         self, played: _Play, place: int, micro_batches: int, caps: Sequence[int], split: bool, room: float, late: float
@@ -103,7 +125,11 @@ class _Listed:
         self.order: list[Work] = []
 
     def choose(self) -> Work | None:
-        """B or I of the oldest micro-batch, else F of the latest stage, else W."""
+        """Return the work that the position should start now, or None if it should wait. Nothing is started.
+
+        If ``late`` W are waiting, it is the oldest W. Otherwise it is the B or I of the oldest micro-batch, else the F
+        of the latest stage, else the oldest W. B, I and F count only if their inputs have arrived, ``caps`` allows the
+        F, and all micro-batches in flight can still finish with the memory that is left."""
         if len(self.weights) >= self.late:
             return self.weights[0]
         ready = []
@@ -123,6 +149,7 @@ class _Listed:
         return self.weights[0] if self.weights else None
 
     def started(self, work: Work) -> None:
+        """Record that the selected work has started."""
         self.order.append(work)
         if work.kind == "W":
             self.weights.popleft()
@@ -132,7 +159,7 @@ class _Listed:
             self.weights.append(Work("W", work.stage, work.micro_batch))
 
     def _safe(self, work: Work) -> bool:
-        """True if all micro-batches in flight can still end, the oldest first."""
+        """Return True if all micro-batches in flight can still finish after this work, the oldest first."""
         more = self.table.taken[work.kind, work.stage]
         if not more:
             return True
@@ -167,12 +194,18 @@ def listed(
     room: float,
     late: float = math.inf,
 ) -> tuple[tuple[Work, ...], ...] | None:
-    """Compute orders by list scheduling, with nothing in the host's memory; None where ``room`` is too little.
+    """Simulate list scheduling without offloading; return the compute order of every position.
+
+    None is returned if ``room`` is too little for all works to finish.
 
     Args:
-        caps: micro-batches in flight, by stage.
-        room: memory of a position, in the place of ``costs.memory``.
-        late: W of a position that may wait while something else could run.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        caps: maximum number of micro-batches in flight, by stage.
+        split: split backward passes into I and W.
+        room: memory of a position, instead of ``costs.memory``.
+        late: maximum number of W that wait on a position while other works could run.
     """
     played = _Play(layout, costs)
     rooms = [room * (1 + ROUNDING) - resident for resident in played.table.resident]
@@ -196,11 +229,20 @@ def with_host(
     costs: PipelineCosts,
     most: float = math.inf,
 ) -> Order | None:
-    """An order within the limit that computes in the orders given; None if it comes to a halt, or takes too long.
+    """Add transfers to and from the CPU memory to given compute orders, so that they stay within the memory limit.
+
+    Activations leave right after their F. They return as soon as the memory has space for them and for all works before
+    the one that needs them.
 
     Args:
-        away: (stage, micro-batch) of what is in the host's memory between F and B.
-        most: time that it may take.
+        layout: stages and their positions.
+        compute: compute order of each position.
+        away: (stage, micro-batch) of activations that are in the CPU memory between F and B.
+        costs: times and memory of the blocks.
+        most: maximum time.
+
+    Returns:
+        The order, or None if the simulation comes to a halt for lack of memory or takes longer than ``most``.
     """
     played = _Play(layout, costs, away)
     table = played.table
@@ -211,7 +253,10 @@ def with_host(
     host: list[list[Work]] = [[] for _ in compute]
 
     def reload(place: int) -> Work | None:
-        """The next R, if there is room for it and for all that runs before the work that wants it."""
+        """Return the next R of a position, or None if it cannot start now.
+
+        The memory must have space for it, and for all works before the one that needs it.
+        """
         works = compute[place]
         if not reloads[place]:
             return None

@@ -1,4 +1,4 @@
-"""Layouts that differ a little from one, and what bounds their time from below, without playing them."""
+"""Neighbours of a layout, and lower bounds for the time of layouts, computed without playing their orders."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from tawpipe.schedule.pipelines.work import TIMES, BlockTimes
 
 
 class StagePlan(NamedTuple):
-    """A layout's cuts and places."""
+    """First block of each stage (``cuts``) and position of each stage (``places``)."""
 
     cuts: tuple[int, ...]
     places: tuple[int, ...]
 
 
 def _sums(times: Sequence[int], pace: float = 1) -> list[int]:
+    """Return the running sums of times, each rounded after multiplication with ``pace``; the first sum is 0."""
     return list(accumulate((round(time * pace) for time in times), initial=0))
 
 
 class Moves:
-    """Changes of layouts.
+    """Changes of layouts, and loads and bounds of the results.
 
     Args:
-        most: stages of all positions.
+        ticks: costs in whole numbers.
+        positions: number of pipeline positions.
+        micro_batches: number of micro-batches.
+        most: maximum number of stages on all positions together.
     """
 
     def __init__(self, ticks: Ticks, positions: int, micro_batches: int, most: int) -> None:
@@ -37,26 +41,31 @@ class Moves:
             [_sums(times, pace) for pace in ticks.pace] if ticks.pace else [_sums(times)] * positions
             for times in (*kinds[:2], [sum(three) for three in zip(*kinds, strict=True)])
         )
-        """By position the time of so many of the first blocks."""
+        """By position: running sums of the time of the first blocks, for F (``forward``), I (``inputs``) and all kinds
+        (``total``)."""
 
     @classmethod
     def of_memory(cls, ticks: Ticks, positions: int, most: int, flying: int) -> Moves:
-        """Changes of layouts whose loads are memory: what is resident, and what so many micro-batches keep."""
+        """Return a ``Moves`` object whose loads are memory instead of time.
+
+        The load of a block is its resident memory plus what ``flying`` micro-batches keep."""
         blocks = tuple(BlockTimes(block.resident + flying * block.kept, 0, 0) for block in ticks.blocks)
         return cls(replace(ticks, blocks=blocks, pace=()), positions, 1, most)
 
     def loads(self, plan: StagePlan) -> list[int]:
-        """Time of a micro-batch on every position."""
+        """Return the load of every position: the time of F, I and W of one micro-batch in all its stages, in ticks.
+
+        The loads of an object from ``of_memory`` are memory instead."""
         loads, total = [0] * self.positions, self.total
         for first, end, place in zip(plan.cuts, self._ends(plan), plan.places, strict=True):
             loads[place] += total[place][end] - total[place][first]
         return loads
 
     def bounds(self, plan: StagePlan) -> list[int]:
-        """For every position a time that no order of its works is shorter than.
+        """Return for every position a time that no order of its works can undercut.
 
-        Before the first micro-batch comes to a stage, its position has nothing to do but F of earlier stages; after
-        the last one has gone back through it, nothing but I and W of these.
+        Before the first micro-batch reaches a stage, its position can run only F of earlier stages. After the last one
+        has gone back through it, the position can run only I and W of earlier stages.
         """
         count, travel, places, loads = self.micro_batches, self.travel, plan.places, self.loads(plan)
         forward, inputs = [0] * self.positions, [0] * self.positions
@@ -92,7 +101,9 @@ class Moves:
         return bounds
 
     def shifts(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
-        """(largest load, plan) of all in which one or two cuts are a block further, and no load reaches the limit."""
+        """Return neighbours of ``plan`` with one or two cuts moved by a block, each as (largest load, plan).
+
+        Only plans whose loads all stay below ``limit`` are included."""
         cuts, places, total = plan.cuts, plan.places, self.total
         loads, ends = self.loads(plan), self._ends(plan)
         plans, single = [], []
@@ -123,7 +134,10 @@ class Moves:
         return plans
 
     def placements(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
-        """The same of all in which a stage goes elsewhere, two change places, one becomes two or two become one."""
+        """Return neighbours of ``plan`` with other positions or stages, each as (largest load, plan).
+
+        A stage moves to another position, two stages swap positions, one stage is split, or two are joined. Only plans
+        whose loads all stay below ``limit`` are included."""
         loads, plans = self.loads(plan), []
         for less, more, (first, end), (start, stop), changed in self._placed(plan):
             if len(set(changed.places)) < self.positions:
@@ -140,7 +154,12 @@ class Moves:
         return plans
 
     def _placed(self, plan: StagePlan) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int], StagePlan]]:
-        """(position that gives blocks, that takes them, from and to which, those that come back, plan)."""
+        """Yield all neighbours with other positions, and the blocks that move.
+
+        Yields:
+            (position that gives blocks, position that takes them, first and end of the blocks, first and end of blocks
+            that move back, plan)
+        """
         cuts, places, ends, none = plan.cuts, plan.places, self._ends(plan), (0, 0)
         for stage, place in enumerate(places):
             first, end, before, after = cuts[stage], ends[stage], places[:stage], places[stage + 1 :]
@@ -163,10 +182,13 @@ class Moves:
                 yield other, place, (end, ends[stage + 1]), none, StagePlan(fewer, (*before, place, *after[1:]))
 
     def balanced(self, plan: StagePlan, enough: float = -1) -> StagePlan:
-        """The cuts moved one or two at a time for as long as the largest load, and then the sum of squares, sink.
+        """Move one or two cuts by a block, again and again, while this lowers the largest load; return the result.
+
+        At an equal largest load, a smaller sum of squared loads counts as better.
 
         Args:
-            enough: the largest load with which it is over.
+            plan: plan to begin with.
+            enough: stop at this largest load.
         """
         while max(loads := self.loads(plan)) > enough:
             now = max(loads), sum(load * load for load in loads)
@@ -180,8 +202,10 @@ class Moves:
         return plan
 
     def starts(self) -> Iterator[StagePlan]:
-        """Balanced plans in which stages go round the positions, or forth and back, with and without a round of single
-        blocks before, which brings work to all positions soon.
+        """Yield balanced starting plans.
+
+        Their stages go round the positions, or there and back. Some begin with a round of single-block stages, which
+        gives work to all positions early.
         """
         size, blocks = self.positions, self.blocks
         there, back = tuple(range(size)), tuple(range(size - 1, -1, -1))
@@ -196,4 +220,5 @@ class Moves:
                 yield self.balanced(StagePlan(cuts, (*ramp, *turned)))
 
     def _ends(self, plan: StagePlan) -> tuple[int, ...]:
+        """Return the end of each stage: the number of the block after its last one."""
         return (*plan.cuts[1:], self.blocks)

@@ -1,13 +1,15 @@
-"""List scheduling of a layout's works, forward and backward in time: what ``arrange`` and ``generate`` ask thousands of
-times, and therefore the fast twin of ``work.play``.
+"""List scheduling of a layout's works, forward and backward in time.
 
-Works are numbers here. With M micro-batches and S stages, work ``step * M + m`` is micro-batch m on its way: steps 0 to
-S - 1 are forward passes, S to 2S - 1 backward passes (or their parts I) from the last stage to the first, and 2S to
-3S - 1 the W of these in the same order. What a work waits for is thereby M before it.
+``arrange`` and ``generate`` call it thousands of times, so it is a fast version of ``work.play``.
 
-A pass lets every position do, whenever it is free, the first work of a list that is ready. A pass backward in time is
-the same for the mirrored pipeline; the order in which it ends is the list of the next pass forward, and so on: double
-justification, as in scheduling projects under limited resources, which closes gaps that no fixed rule sees.
+Works are numbers here. With M micro-batches and S stages, work ``step * M + m`` belongs to micro-batch m. Steps 0 to S
+- 1 are forward passes. Steps S to 2S - 1 are backward passes (or their parts I), from the last stage to the first.
+Steps 2S to 3S - 1 are the W of these, in the order of the backward passes. The work that precedes another one in its
+chain therefore has a number smaller by M.
+
+In a pass, every free position runs the first ready work of a list. A pass backward in time does this for the mirrored
+pipeline. The order of its end times is the list of the next pass forward, and so on. This is double justification,
+known from project scheduling under limited resources. It closes gaps that no fixed rule sees.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from tawpipe.schedule.pipelines.work import Order, StageCosts, Work
 
 @dataclass(frozen=True)
 class TimedOrder:
-    """A schedule.
+    """Order of a pipeline's works with their end times.
 
     Args:
-        ends: of works, by number; of no meaning for those that are none.
+        ends: end time of each work, by number. Without meaning for W that are part of a whole B.
         lanes: works of every position, in order.
-        makespan: the last end.
+        makespan: end of the last work.
     """
 
     ends: list[int]
@@ -41,10 +43,12 @@ class TimedOrder:
 
 @dataclass(frozen=True)
 class Passes:
-    """Schedules of a layout.
+    """Scheduling of a layout's works.
 
     Args:
-        split: by stage, true for I and W apart, false for B.
+        stages: costs of the layout's stages, in ticks.
+        micro_batches: number of micro-batches.
+        split: for each stage, True for separate I and W, False for a whole B.
     """
 
     stages: StageCosts
@@ -53,7 +57,7 @@ class Passes:
 
     @cached_property
     def _steps(self) -> tuple[list[int], list[int], list[int]]:
-        """(time, position, time until what follows M later can begin) of every work."""
+        """Three lists by work: its time, its position, and the time until the next work of its chain can begin."""
         table, places, count = self.stages, self.stages.layout.places, self.micro_batches
         back = range(len(places) - 1, -1, -1)
         times = [table.seconds["F", s] for s in range(len(places))]
@@ -70,14 +74,14 @@ class Passes:
 
     @cached_property
     def works(self) -> list[int]:
-        """All numbers of works."""
+        """Numbers of all works."""
         count, stages = self.micro_batches, self.stages.layout.stages
         chain = 2 * stages * count
         kept = [step for step in range(stages) if self.split[stages - 1 - step]]
         return [*range(chain), *(chain + step * count + m for step in kept for m in range(count))]
 
     def named(self, work: int) -> Work:
-        """A number's work."""
+        """Return the ``Work`` with this number."""
         step, m = divmod(work, self.micro_batches)
         stages = len(self.split)
         turn, at = divmod(step, stages)
@@ -85,29 +89,30 @@ class Passes:
         return Work("F" if turn == 0 else "W" if turn == 2 else "I" if self.split[stage] else "B", stage, m)
 
     def order(self, timed: TimedOrder) -> Order:
-        """A schedule's order."""
+        """Convert a timed order to an ``Order``, which has no times."""
         return Order(tuple(tuple(map(self.named, lane)) for lane in timed.lanes))
 
     def starts(self, timed: TimedOrder) -> list[int]:
-        """When the works of a schedule start, by number."""
+        """Return the start times of all works, by number."""
         return [end - time for end, time in zip(timed.ends, self._steps[0], strict=True)]
 
     def fits(self, timed: TimedOrder) -> bool:
-        """True if a schedule keeps within the limit of memory."""
+        """Return True if the order stays within the memory limit."""
         limit = self.stages.costs.memory
         return math.isinf(limit) or max(worst(self.stages, self.order(timed))) <= limit
 
     def forward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
-        """One pass in time.
+        """Start each work as early as possible, in one pass forward in time, within the memory limit; return the order.
 
         Args:
-            works: all of them, the most urgent first.
-            flying: micro-batches that are under way at most; 0 for any number.
+            works: all works, the most urgent first.
+            flying: maximum number of micro-batches in flight; 0 for any number.
         """
         count, stages, away = self.micro_batches, self.stages.layout.stages, self._steps[2]
         chain, half, flying = 2 * stages * count, stages * count, min(flying, count) or count
 
         def following(work: int) -> Sequence[tuple[int, int]]:
+            """Return the works that wait for a work, each with the time between them."""
             after = [(work + count, away[work])] if work + count < chain else []
             if half <= work < chain:
                 if self.split[stages - 1 - (work - half) // count]:
@@ -121,11 +126,13 @@ class Passes:
         return TimedOrder(*self._listed(works, missing, following, room))
 
     def backward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
-        """One pass against time, mirrored: a schedule that ends as late as can be.
+        """Let each work end as late as possible, in one pass backward in time; return the order.
+
+        The memory limit is not checked, see ``fits``.
 
         Args:
-            works: all of them, first what should end last.
-            flying: see ``forward``.
+            works: all works, first the one that should end last.
+            flying: maximum number of micro-batches in flight; 0 for any number.
         """
         count, stages, away = self.micro_batches, self.stages.layout.stages, self._steps[2]
         chain, half, flying = 2 * stages * count, stages * count, min(flying, count) or count
@@ -139,6 +146,7 @@ class Passes:
                     missing[work] += 1
 
         def following(work: int) -> Sequence[tuple[int, int]]:
+            """Return the works that wait for a work in the mirrored pipeline, each with the time between them."""
             if work >= chain:
                 return [(work - half, 0)]
             if work >= count:
@@ -156,11 +164,16 @@ class Passes:
         following: Callable[[int], Sequence[tuple[int, int]]],
         room: OrderMemory | None = None,
     ) -> tuple[list[int], list[list[int]], int]:
-        """(ends of works, works of every position, the last end) of one pass.
+        """Simulate list scheduling: every free position runs the first work in ``works`` that is ready.
 
         Args:
-            missing: how many works each one waits for; is used up.
-            following: the works that wait for one, each with the time between them.
+            works: all works, the most urgent first.
+            missing: for each work, the number of works it waits for. This list is modified.
+            following: returns the works that wait for a work, each with the time between them.
+            room: memory of the positions, which is updated; None for no limit.
+
+        Returns:
+            (end time of each work, works of every position, end of the last work)
         """
         times, places, _ = self._steps
         size, rank, due, ends = self.stages.layout.size, [0] * len(times), [0] * len(times), [0] * len(times)

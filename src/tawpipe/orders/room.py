@@ -1,7 +1,8 @@
-"""What a position can still take under a limit of memory, so that everything under way can end: the banker's algorithm.
+"""Memory that a position can still give to new works so that everything in flight can finish: the banker's algorithm.
 
-A stage's forward pass takes what it keeps, its I takes what W needs and then gives the former back, W gives the latter
-back, B the former. W is always ready, so what waits for it can be had at any time.
+A stage's F takes the memory of what it keeps. Its I first takes the memory that W needs, and then frees the memory of
+F. W frees the memory that I took. B frees the memory of F. W is always ready, so the memory that it frees is available
+at any time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from tawpipe.schedule.refusal import MemoryOfPosition
 
 
 def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
-    """By stage, true if I and W can be apart: they are to be, W takes time, and memory holds what is between them.
+    """Return for each stage True if I and W are separate, False if its backward pass must be whole.
+
+    They are separate if ``split`` is set, W takes time, and the memory holds what is kept between them.
 
     Raises:
-        UserError: memory does not hold one micro-batch.
+        UserError: the memory cannot hold one micro-batch.
     """
     layout, rooms = stages.layout, stages.rooms
     apart = [split and stages.seconds["W", stage] > 0 for stage in range(layout.stages)]
@@ -40,13 +43,13 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
 
 
 def all_end(free: float, wanted: Sequence[float], held: Sequence[float], enough: float = math.inf) -> bool:
-    """True if all that is under way can end, one after the other (the banker's algorithm).
+    """Return True if everything in flight can finish, one after another (the banker's algorithm).
 
     Args:
-        free: memory.
-        wanted: what each needs besides what it holds, in order.
-        held: what each gives back at its end.
-        enough: all can end with so much free.
+        free: free memory.
+        wanted: for each micro-batch in order, the memory that it needs in addition to what it holds.
+        held: for each micro-batch in order, the memory that it frees at its end.
+        enough: amount of free memory with which all can certainly finish.
     """
     for more, there in zip(wanted, held, strict=True):
         if free >= enough:
@@ -58,10 +61,12 @@ def all_end(free: float, wanted: Sequence[float], held: Sequence[float], enough:
 
 
 class OrderMemory:
-    """The memory of all positions while works start one after the other.
+    """Memory of all positions while works start one after another.
 
     Args:
-        split: by stage, see ``whole_stages``.
+        stages: costs of the stages.
+        micro_batches: number of micro-batches.
+        split: for each stage, True if I and W are separate, see ``whole_stages``.
     """
 
     def __init__(self, stages: StageCosts, micro_batches: int, split: Sequence[bool]) -> None:
@@ -71,37 +76,46 @@ class OrderMemory:
         parts = [part if apart else 0 for part, apart in zip(stages.kept_for_weights, split, strict=True)]
         self.stages, self.kept = layout.stages, kept
         self.takes = [*kept, *parts[::-1], *[0] * layout.stages]
-        """By step (passes.py), memory from the start of a work on."""
+        """By step (passes.py): memory that a work takes at its start."""
         self.changes = [
             *kept,
             *(w - k for w, k in zip(parts[::-1], kept[::-1], strict=True)),
             *(-w for w in parts[::-1]),
         ]
-        """By step, the same less what is free again after the work."""
+        """By step: memory that a work takes at its start, minus the memory that it frees at its end."""
         self.held = [0] * layout.size
         self.waiting = [0] * layout.size
-        """For W, of what is held."""
+        """By position: the part of ``held`` that is kept for W."""
         self.mine = [[0] * micro_batches for _ in range(layout.size)]
-        """By position and micro-batch, between F and I."""
+        """By position and micro-batch: memory held between F and I."""
         self.left = [[len(layout.stages_of(place))] * micro_batches for place in range(layout.size)]
-        """Stages whose backward pass is still to come, the first ones of the position."""
+        """By position and micro-batch: number of the position's stages, counted from its first, without a backward pass
+        yet."""
         self.most: list[list[int]] = []
-        """By position and number of such stages, what a micro-batch needs to end."""
+        """By position and number of stages without a backward pass yet: memory that a micro-batch needs to finish."""
         for place in range(layout.size):
             own_stages = layout.stages_of(place)
             sums = list(accumulate((kept[stage] for stage in own_stages), initial=0))
             ends = [total + parts[stage] for total, stage in zip(sums[1:], own_stages, strict=True)]
             self.most.append(list(accumulate(ends, max, initial=0)))
         self.wanted = [[most[-1]] * micro_batches for most in self.most]
-        """By position and micro-batch, what it needs to end besides what it has."""
+        """By position and micro-batch: memory that it needs to finish, in addition to what it holds."""
 
     def first(self, place: int, ready: list[int], works: Sequence[int]) -> int:
-        """The most urgent work that may start, which then has; -1 if none may.
+        """Start the most urgent ready work that the memory allows, and return the number of this work.
+
+        A started work is removed from ``ready``, and its memory is accounted for. A forward pass may start only if
+        everything in flight can still finish.
 
         Args:
-            ready: a heap of indices of ``works``; what is taken leaves it.
+            place: the position.
+            ready: heap of indices of ``works`` that are ready.
+            works: numbers of all works in the order of urgency.
+
+        Returns:
+            An element of ``works``, or -1 if no work may start.
         """
-        ready.sort()  # a sorted list is a heap, and the next sort has little to do
+        ready.sort()  # a sorted list is a heap, and sorting it again is fast
         room, enough = self.rooms[place] - self.held[place], self.most[place][-1] - self.waiting[place]
         for at, index in enumerate(ready):
             work = works[index]
@@ -114,7 +128,13 @@ class OrderMemory:
         return -1
 
     def _all_end(self, place: int, work: int, free: int) -> bool:
-        """True if all that is under way can end beside an F that leaves so much free, the oldest first."""
+        """Return True if everything in flight can finish after the F ``work``, the oldest micro-batch first.
+
+        Args:
+            place: the position.
+            work: number of the F.
+            free: memory that is free after its start.
+        """
         mine, wanted, (step, number) = self.mine[place], self.wanted[place], divmod(work, self.count)
         takes = self.takes[step]
         mine[number] += takes
@@ -125,7 +145,7 @@ class OrderMemory:
         return fits
 
     def _start(self, place: int, work: int) -> None:
-        """Take and give back what a work does; nothing else runs there before it ends."""
+        """Account for all memory that ``work`` takes and frees. No other work runs on the position before its end."""
         step, m = divmod(work, self.count)
         self.held[place] += self.changes[step]
         if step < self.stages:

@@ -1,4 +1,4 @@
-"""Registers the searches that pipelines with orders made for their costs call."""
+"""Registers the search functions that pipelines with orders made for their costs call."""
 
 from __future__ import annotations
 

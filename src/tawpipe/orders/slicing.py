@@ -1,9 +1,10 @@
-"""An order for micro-batches of which some are slices of documents, listed in time for the bins of a step as they are.
+"""Orders for micro-batches of which some are slices of documents, listed for the exact packed micro-batches of a step.
 
-``causal`` makes one of any other order, in which a position does all slices of a document where it did the first. It
-waits while a long document comes slice by slice. Here whatever is there comes first, as far as the slices' own order
-lets it. Slices send less than bins of whole documents that take as long, and the last ones of a document least: in
-which turn documents begin is tried with the times and bytes of a step's own bins.
+``causal`` makes an order with slices from any other order: a position runs all slices of a document where it ran the
+first one. It waits while a long document arrives slice by slice. The orders here instead run whatever has arrived, as
+far as the order of the slices allows. Slices send less data than packed micro-batches of whole documents with equal
+computing time, and the last slices of a document send the least. So several sequences of documents are tried, with the
+times and bytes of the step.
 """
 
 from __future__ import annotations
@@ -23,29 +24,35 @@ from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work
 
 AHEAD = (math.inf, 3.0, 6.0)
-"""Micro-batches by which a stage is ahead of each one behind it before it prefers to go back."""
+"""Values tried for the lead of a stage: it prefers backward passes when it is ahead of the last stage by this many
+micro-batches for each stage between."""
 LAST = 4
-"""Documents and bins, the last ones, whose backward passes are taken apart where not all are."""
+"""Number of last documents and packed micro-batches whose backward passes are split, where not all are."""
 FIRST = 4
-"""Numbers of bins of whole documents before the others that are tried, about."""
+"""Approximate number of values tried for the count of packed micro-batches that come before all documents."""
 
 
 def listed(
     layout: Layout, costs: PipelineCosts, order: Order, slices: tuple[int, ...], load: LaneLoad, most: int
 ) -> Order:
-    """The shortest of ``causal(order, slices)`` and of orders that are listed, as far as memory has room for these, or
-    one that is hardly longer and takes less.
+    """Return the shortest of ``causal(order, slices)`` and several listed orders.
+
+    An order that is hardly longer and needs less memory is preferred. Listed orders count only if they fit in memory.
 
     Args:
-        load: of the bins of a step.
-        most: works that are listed altogether, about.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        order: order without slices.
+        slices: number of slices of each document that is cut; these are the first micro-batches.
+        load: times and sizes of the packed micro-batches of a step.
+        most: approximate maximum number of works that are listed.
 
     Raises:
-        UserError: as of ``causal``.
+        UserError: ``causal`` cannot convert the order.
     """
     stages = costs.stages(layout)
     split = [*whole_stages(stages, split=True)]
-    begins, split[0] = split[0], False  # nobody waits for what the first one sends
+    begins, split[0] = split[0], False  # no position waits for the input gradients of the first stage
     waiting = (math.inf, WAITING * layout.size) if any(stages.kept_for_weights) else (math.inf,)
     first, places = causal(order, slices), [*product(range(layout.stages), range(order.micro_batches))]
     options = [(played(layout, first, costs, load), max(peak(layout, first, costs)), first)]
@@ -58,14 +65,15 @@ def listed(
             options.append((taken, max(peak(layout, other, costs)), other))
     order = hardly_longer([options[0], *(option for option in options[1:] if fits(costs, option[1]))])
     ended, alone = _ended(layout, order) if begins else order, load._replace(beside=0.0)
-    later = played(layout, ended, costs, alone) > played(layout, order, costs, alone)  # by W that had gaps to run in
+    later = played(layout, ended, costs, alone) > played(layout, order, costs, alone)  # W no longer fills gaps
     return order if later or not fits(costs, max(peak(layout, ended, costs))) else ended
 
 
 def _ended(layout: Layout, order: Order) -> Order:
-    """The same with the last few backward passes of the first stage apart: W may go layer by layer, so that what is
-    summed over ranks as the step ends is there earlier.
-    """
+    """Return a copy of the order in which the last backward passes of the first stage, at most ``LAST``, are split.
+
+    W can then run layer by layer, so that gradients which are summed over ranks at the end of the step are ready
+    earlier."""
     place, works = layout.places[0], order.compute[layout.places[0]]
     last = [*islice(takewhile(lambda work: work[:2] == ("B", 0), reversed(works)), LAST)][::-1]
     parts = [work._replace(kind=kind) for kind in "IW" for work in last]
@@ -75,9 +83,16 @@ def _ended(layout: Layout, order: Order) -> Order:
 
 
 def _turns(slices: Sequence[int], load: LaneLoad) -> Iterator[list[range]]:
-    """The micro-batches of documents, and of bins of whole ones, of which some come first. The others come behind the
-    documents, or between them, the last document at the end: while its slices pass a stage, the one before has bins to
-    go back with. Documents are as they are, or in reverse. Empty bins come second, where nothing waits for them.
+    """Yield sequences in which the micro-batches can begin: documents that are cut, and packed whole documents.
+
+    Some packed micro-batches of whole documents begin the sequence. The rest follow the cut documents, or lie between
+    them, with the last document at the end: while its slices pass a stage, the stage before has other backward passes
+    to run. Cut documents keep their order or are reversed. Empty micro-batches are second, where no other work waits
+    for them.
+
+    Args:
+        slices: number of slices of each document that is cut.
+        load: times and sizes of all micro-batches.
     """
     cut = [range(end - size, end) for end, size in zip(accumulate(slices), slices, strict=True)]
     bins = [range(m, m + 1) for m in range(sum(slices), len(load.times))]
@@ -98,12 +113,17 @@ def _turns(slices: Sequence[int], load: LaneLoad) -> Iterator[list[range]]:
 def _in_turn(
     linked: Linked, layout: Layout, documents: Sequence[range], ahead: float, most_waiting: float
 ) -> tuple[float, Order]:
-    """(time, order) in which every position does what is ready: of one kind what belongs to the first document.
+    """Simulate a step in which every position runs what is ready; return its duration and the order.
+
+    Of the ready works of one kind, a position runs the work of the earliest document in ``documents``.
 
     Args:
-        documents: the micro-batches of each, in this order; a bin of whole documents is one.
-        ahead: of ``AHEAD``.
-        most_waiting: so many W of a position wait until there is nothing else to do.
+        linked: works of the step, with their times.
+        layout: stages and their positions.
+        documents: the micro-batches of each document in sequence. A packed micro-batch of whole documents counts as
+            one.
+        ahead: lead of a stage, see ``AHEAD``.
+        most_waiting: maximum number of W that wait on a position while there are other works.
     """
     turn = {m: number for number, document in enumerate(documents) for m in document}
     ready: dict[str, list[list[tuple]]] = {kind: [[] for _ in range(layout.size)] for kind in "FBW"}
@@ -111,11 +131,15 @@ def _in_turn(
     head = layout.stages - 1
 
     def come(number: int) -> None:
+        """Add a work to the ready works of its position."""
         kind, stage, m = work = linked.works[number]
         urgency = turn[m], m if kind in "FW" else -m, -stage
         heappush(ready["B" if kind == "I" else kind][linked.places[number]], (urgency, number, work))
 
     def chosen(place: int) -> int | None:
+        """Add the work that a free position runs next to its order, and return its number; None if none is ready.
+
+        The work is removed from the ready works."""
         forward, back, rest = (ready[kind][place] for kind in "FBW")
         if rest and (len(rest) > most_waiting or not (forward or back)):
             heap = rest

@@ -1,4 +1,4 @@
-"""Times and memory in whole numbers, so that a search decides alike on every machine."""
+"""Times and memory as whole numbers, so that a search decides alike on every machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from tawpipe.schedule.pipelines.work import ROUNDING, BlockTimes, PipelineCosts
 
 DIGITS = 40
-"""Binary digits of the largest number. What is a whole number in the costs stays exact."""
+"""Binary digits of the largest number. Whole numbers in the costs stay exact."""
 
 
 def scale_of(values: Iterable[float]) -> float:
-    """The power of two that leaves the largest of some numbers ``DIGITS`` digits.
+    """Return the power of two by which the largest of ``values`` gets ``DIGITS`` binary digits.
 
     >>> scale_of([3.0, 2.0**39])
     1.0
@@ -23,11 +23,11 @@ def scale_of(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Ticks(PipelineCosts):
-    """Costs in whole numbers; without the host's.
+    """Costs of a pipeline in whole numbers, without the link to the CPU memory.
 
     Args:
-        scale: ticks of a unit of time.
-        memory_scale: the same for memory.
+        scale: ticks per unit of time.
+        memory_scale: ticks per unit of memory.
     """
 
     scale: float = 1.0
@@ -35,7 +35,9 @@ class Ticks(PipelineCosts):
 
     @classmethod
     def of(cls, costs: PipelineCosts) -> Ticks:
-        """Of some costs, rounded."""
+        """Round times and memory of ``costs`` to whole ticks.
+
+        The scales are powers of two, chosen by the largest values, so that whole numbers stay exact."""
         times = [
             time for block in costs.blocks for time in (block.forward, block.backward_input, block.backward_weight)
         ]
@@ -65,4 +67,5 @@ class Ticks(PipelineCosts):
         )
 
     def paced(self, time: float, position: int) -> int:
+        """Return the ticks that blocks need on a position: ``time`` times the position's pace, rounded."""
         return round(time * self.pace[position]) if self.pace else round(time)

@@ -1,6 +1,4 @@
-"""The published zero-bubble order (Qi et al.): two stages a position in the shape of a V, gradients of weights apart
-from those of inputs, filled in.
-"""
+"""The published zero-bubble order (Qi et al.): two stages per position as a V, with split backward passes."""
 
 from __future__ import annotations
 
@@ -13,12 +11,19 @@ from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work
 
 
 def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Order:
-    """Zero bubble on a V, greedy by the real times: gradients of inputs first, then forward passes, then gradients of
-    weights, of which no more wait than two for every position. Micro-batches begin as long as a position holds fewer
-    than 1F1B does on its first.
+    """Return the zero-bubble order for a V, made greedily with the real times.
+
+    A position prefers gradients of inputs, then forward passes, then gradients of weights. At most two gradients of
+    weights per position of the pipeline wait. A micro-batch begins while its position holds fewer micro-batches than
+    1F1B's first position does.
+
+    Args:
+        layout: stages and their positions.
+        micro_batches: number of micro-batches.
+        costs: times of the blocks.
 
     Raises:
-        UserError: stages that make no V.
+        UserError: the stages do not form a V.
 
     >>> from tawpipe.schedule.pipelines.work import BlockTimes
     >>> layout = Layout.even(6, 2, 2, folded=True)
@@ -39,7 +44,7 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
     heads = [{(kind, stage): 0 for stage in layout.stages_of(p) for kind in "FI"} for p in range(size)]
 
     def ready(task: Work) -> int | None:
-        """When all that a forward or backward pass needs is there; None if that is not known yet."""
+        """Return the time at which all inputs of a forward or backward pass are ready; None if it is not known yet."""
         before = -1 if task.kind == "F" else 1
         needed = [] if task.kind == "F" else [Work("F", task.stage, task.micro_batch)]
         if 0 <= task.stage + before < layout.stages:
@@ -52,7 +57,7 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
         return at
 
     def choice(p: int) -> tuple[int, int, int, int, int, Work] | None:
-        """(start, what decides between equal ones..., work): what a position would do next."""
+        """Return the next work of position ``p``: (start, values that decide between equal starts, work), or None."""
         options = []
         for (kind, stage), m in heads[p].items():
             if m == micro_batches or (kind == "F" and stage < size and held[p] >= most):

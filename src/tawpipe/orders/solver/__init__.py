@@ -1,1 +1,1 @@
-"""The solver for orders, and its model."""
+"""Solver for orders: its constraint model, its rounded costs, and its search."""

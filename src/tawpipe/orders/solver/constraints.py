@@ -1,4 +1,4 @@
-"""A pipeline's step as a constraint program: all of it, or a window of an order while the rest stays as it is."""
+"""A pipeline's step as a constraint program: the whole step, or a window of an order while the rest stays fixed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from tawpipe.schedule.pipelines.memory import fits, guarded
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
 EARLY = 3
-"""Works of a window, in whose place the rest of a position may be earlier."""
+"""Weight of moving a position's later works earlier, in works of the window (objective of ``early``)."""
 
 
 class Model:
-    """Everything as variables of CP-SAT: a start for every work, and what is optional.
+    """Constraint program for CP-SAT: a start variable for every free work, and variables for what is optional.
 
-    I stands for B as well: then W follows in the same work. Works of a window are free. What starts before it is fixed;
-    what starts after it keeps its distances on its position, all of which may move ahead together.
+    Kind I also represents B: W then follows directly within the same work. Works in the window are free. Works that
+    start before it are fixed. Works that start after it keep their distances on their position, but may all move
+    earlier together.
 
     Args:
-        split: backward passes may be whole or in two parts; else they are whole.
-        order: to start from.
-        window: from when to when, in ticks of ``order`` as it is played; None for everything.
-        early: no shorter step is looked for, but one in which all of the window is as early as can be.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        split: backward passes may be whole or in two parts; if False they are whole.
+        order: order to start from.
+        window: begin and end in ticks of ``order`` as played; None for the whole step.
+        early: do not minimise the step, but make all works of the window start as early as possible.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Model:
         self.first, self.last = window or (0, self.horizon + 1)
         width = self.last - self.first
         self.far = self.last + width if window else self.horizon
-        """Free works end until then."""
+        """Time at which all free works have ended."""
         least = up(bound(layout, costs, micro_batches, split=split) / self.ticks.unit)
         self.end = model.new_int_var(min(least, self.horizon), self.horizon, "")
         model.add_hint(self.end, self.horizon)
@@ -63,7 +67,7 @@ class Model:
         self.slack: dict[tuple[int, int], int] = {}
         self.start: dict[Work, Any] = {}
         self.until: dict[tuple[int, int], Any] = {}
-        """The ends of B or I."""
+        """Ends of B or I by (stage, micro-batch)."""
         self.away: dict[tuple[int, int], Any] = {}
         self.whole: dict[tuple[int, int], Any] = {}
         self.lanes: list[list[Any]] = [[] for _ in range(2 * layout.size)]
@@ -88,19 +92,20 @@ class Model:
             model.minimize(self.end * (width * layout.size + 1) - sum(self.moves) if window else self.end)
 
     def _apart(self, stage: int) -> bool:
-        """True if the backward pass of a stage may be split."""
+        """Return True if the backward pass of a stage may be split."""
         return self.split and apart(self.table, stage)
 
     def _time(self, kind: str, stage: int) -> int:
+        """Return the ticks of a work. An I that cannot be split from its W takes the time of B."""
         kind = "B" if kind == "I" and not self._apart(stage) else kind
         return self.times[kind, stage]
 
     def _is_whole(self, work: Work) -> bool:
-        """True if I stands for B in the order given."""
+        """Return True if ``work`` is an I that represents a whole B in the starting order."""
         return work.kind == "I" and (work.stage, work.micro_batch) in self.wholes
 
     def _now(self, times: Mapping[Work, tuple[float, float]]) -> dict[Work, int | None]:
-        """Starts in the order given; None of O and R that are not there."""
+        """Return the start of every work in the starting order; None for O and R that it does not have."""
         starts: dict[Work, int | None] = {}
         for stage in range(self.layout.stages):
             for number in range(self.micro_batches):
@@ -114,12 +119,15 @@ class Model:
         return starts
 
     def _side(self, work: Work) -> int:
-        """-1: fixed; 0: free; 1: moves with its position."""
+        """Return -1 if a work is fixed, 0 if it is free, 1 if it moves with its position."""
         start = self.now[work]
         return 0 if start is None or self.first <= start < self.last else -1 if start < self.first else 1
 
     def _begin(self, work: Work) -> Any:
-        """The start of a work: a number, a variable, or a number less what its position moves by."""
+        """Return the start of a work for the model, and store it in ``start``.
+
+        It is a number if the work is fixed, a new variable if it is free, or a number minus the move of its position.
+        """
         start, side = self.now[work], self._side(work)
         if side == 0:
             last = min(self.far, self.horizon) - self._time(work.kind, work.stage)
@@ -133,14 +141,17 @@ class Model:
         return begin
 
     def _lane(self, work: Work, size: int, interval: Any) -> None:
-        """Onto its lane, if it can be in the way of what is free."""
+        """Add an interval to the lane of its work if it may overlap a free one."""
         start = self.now[work]
         reach = self.far + self.last - self.first
         if start is None or (start + size > self.first and start < reach):
             self.lanes[2 * self.layout.places[work.stage] + (work.kind in "OR")].append(interval)
 
     def _after(self, work: Work, end: Any, other: Work, gap: int = 0) -> None:
-        """A work starts so much after the end of another one."""
+        """Require in the model that ``work`` starts at least ``gap`` ticks after ``end``, the end of ``other``.
+
+        Nothing is needed if both are fixed. If both move with their positions, the difference between these moves is
+        limited."""
         sides = self._side(work), self._side(other)
         if sides == (1, 1):
             key = self.layout.places[work.stage], self.layout.places[other.stage]
@@ -154,7 +165,7 @@ class Model:
             self.model.add(self.start[work] >= end + gap)
 
     def _compute(self, stage: int, number: int) -> None:
-        """F and the backward pass of a stage and micro-batch."""
+        """Add F and the backward pass of a stage and micro-batch, whole or split, to the model."""
         model, key = self.model, (stage, number)
         front, back, rest = (Work(kind, stage, number) for kind in "FIW")
         forward, inputs, weights = (self._time(kind, stage) for kind in "FIW")
@@ -194,14 +205,19 @@ class Model:
         model.add(end <= self.end)
 
     def _travel(self, stage: int, number: int) -> None:
-        """An activation to a stage, a gradient from it."""
+        """Require that F of ``stage`` waits for its activation, and I of the stage before for its gradient.
+
+        Each of the two transfers takes the time of a hop between the positions of the stages."""
         hop = int(self.ticks.travel(self.layout.places[stage], self.layout.places[stage - 1]))
         front, before = Work("F", stage, number), Work("F", stage - 1, number)
         self._after(front, self.start[before] + self._time("F", stage - 1), before, hop)
         self._after(Work("I", stage - 1, number), self.until[stage, number], Work("I", stage, number), hop)
 
     def _limit(self, place: int) -> None:
-        """Memory of a position, and what may go to its host."""
+        """Add the memory limit of a position, and the offloading of its activations, to the model.
+
+        Nothing is added if everything fits in memory at the same time.
+        """
         layout, costs, model = self.layout, self.costs, self.model
         stages = layout.stages_of(place)
         kept = {stage: self.table.kept[stage] for stage in stages}
@@ -216,7 +232,14 @@ class Model:
         held, demands = [], []
 
         def hold(first: Work, last: Work, memory: float, present: Any = True) -> None:
-            """From the start of a work to the end of another one."""
+            """Note memory that is held from the start of one work to the end of another, for the position's limit.
+
+            Args:
+                first: work at whose start the memory is taken.
+                last: work at whose end it is freed.
+                memory: amount.
+                present: True, False, or the variable that decides whether it is held at all.
+            """
             start = self.start[first]
             end = self.until[stage, number] if last.kind == "I" else self.start[last] + self._time(last.kind, stage)
             sides = self._side(first), self._side(last)
@@ -261,7 +284,11 @@ class Model:
         model.add_cumulative(held, demands, math.floor(room / unit + 1e-6))
 
     def _transfers(self, stage: int, number: int) -> Any:
-        """O and R, if they are there: true, false or a variable."""
+        """Add O and R of one stage and micro-batch to the model, if they may exist.
+
+        Returns:
+            True or False if it is fixed whether the activations are offloaded, else the variable that decides.
+        """
         if math.isinf(self.costs.host):
             return False
         model, key = self.model, (stage, number)
@@ -291,17 +318,21 @@ class Model:
         return away
 
     def _in_order(self, stage: int) -> None:
-        """The micro-batches of a stage in their order: they are alike."""
+        """Require that every kind of work of a stage runs its micro-batches in order, as they are interchangeable."""
         for kind in "FIWOR":
             for number in range(1, self.micro_batches):
                 now, before = Work(kind, stage, number), Work(kind, stage, number - 1)
                 if now in self.start and before in self.start and not (self._side(now) and self._side(before)):
-                    # Lengths are for lanes to keep; a backward pass may be whole or not.
+                    # Lanes keep the lengths of works; a backward pass may be whole or split.
                     gap = self._time(kind, stage) if kind in "FI" else 0
                     self.model.add(self.start[now] >= self.start[before] + gap)
 
     def order(self, solver: Any) -> Order:
-        """What was found, safe in every timing."""
+        """Return the order that the solver found, made safe for every timing (``guarded``).
+
+        Args:
+            solver: solver after a successful run of this model.
+        """
         times: dict[Work, tuple[float, float]] = {}
         for work, start in self.start.items():
             key = work.stage, work.micro_batch
@@ -326,4 +357,5 @@ class Model:
 
 
 def _value(solver: Any, literal: Any) -> bool:
+    """Return a fixed boolean, or the value of a variable in the solution."""
     return literal if isinstance(literal, bool) else solver.boolean_value(literal)

@@ -1,4 +1,4 @@
-"""Costs in whole ticks for a solver that knows nothing else; exact where they are multiples of one."""
+"""Costs in whole ticks for a solver that knows only whole numbers. Exact if all times are multiples of one unit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import PipelineCosts, StageCosts
 
 FINEST = 60
-"""An exact unit of time or memory is looked for down to this part of the smallest number."""
+"""An exact unit is searched for down to the smallest time or memory divided by this number."""
 TICKS, GRAINS = 200, 10**9
-"""Where there is none: ticks of the shortest work, and parts of the limit of memory."""
+"""Without an exact unit: ticks of the shortest work, and parts of the memory limit (``GRAINS``)."""
 
 
 @dataclass(frozen=True)
 class Rounded(PipelineCosts):
-    """Costs in whole ticks, none of them less than in truth.
+    """Costs in whole ticks, rounded up.
 
     Args:
         unit: time of a tick.
-        stretch: any schedule, slowed down by this, is one in ticks.
+        stretch: factor by which any schedule must be slowed down to be valid in ticks.
+        true: the exact costs.
     """
 
     unit: float = 1.0
@@ -29,10 +30,12 @@ class Rounded(PipelineCosts):
 
     @classmethod
     def of(cls, layout: Layout, costs: PipelineCosts, most: float) -> Rounded:
-        """Exact where all times are multiples of one.
+        """Round costs up to whole ticks. The result is exact if all times are multiples of one unit.
 
         Args:
-            most: the longest time that has to be counted.
+            layout: stages and their positions.
+            costs: exact costs.
+            most: longest time that must be representable: it becomes at most about 2**22 ticks.
         """
         seconds, hops = costs.stages(layout).seconds, (costs.hop, costs.near_hop)
         works = [seconds[kind, stage] for kind in _kinds(costs) for stage in range(layout.stages)]
@@ -43,28 +46,32 @@ class Rounded(PipelineCosts):
         return cls(costs.blocks, hop, near_hop=near, nodes=costs.nodes, unit=unit, stretch=stretch, true=costs)
 
     def stages(self, layout: Layout) -> StageCosts:
+        """Return the costs of stages in ticks. A B takes exactly the ticks of its I and W together."""
         assert self.true is not None
         table, seconds = super().stages(layout), self.true.stages(layout).seconds
         for stage in range(layout.stages):
             for kind in _kinds(self.true):
                 table.seconds[kind, stage] = up(seconds[kind, stage] / self.unit)
-            # A whole backward pass is as long as its parts, so that one variable says which of them it is.
+            # A whole backward pass is as long as its parts, so that one variable can select between them.
             table.seconds["B", stage] = table.seconds["I", stage] + table.seconds["W", stage]
         return table
 
 
 def _kinds(costs: PipelineCosts) -> str:
-    """Kinds of works besides B that there can be."""
+    """Return the kinds of works other than B; O and R only if the link to the CPU memory has a finite speed."""
     return "FIW" + "OR" * math.isfinite(costs.host)
 
 
 def up(number: float) -> int:
-    """The next whole number, but for what floats add."""
+    """Round up to a whole number, but ignore the rounding errors of floats."""
     return math.ceil(number - 1e-6)
 
 
 def unit_of(numbers: list[float], finest: float) -> float:
-    """The largest part of the smallest number of which all are multiples, or else ``finest``."""
+    """Return the largest unit of which all numbers are multiples, or ``finest`` if there is none.
+
+    Only whole fractions of the smallest number are tried, down to 1 / ``FINEST``.
+    """
     least = min(numbers)
     for parts in range(1, FINEST + 1):
         shares = [number * parts / least for number in numbers]

@@ -1,9 +1,11 @@
-"""Orders under a limit of memory by a solver: what is offloaded, and when everything runs, so that a step is short.
+"""Short orders under a memory limit by a solver: what is offloaded, and when everything runs.
 
-The problem is that of OptPipe (arXiv 2510.05186), given to CP-SAT of OR-tools: one lane for computing and one for the
-host's link on every position, a backward pass whole or in its two parts, memory within the limit at every time, and
-the makespan minimised. What it finds is never taken on trust: it is made safe for every timing (``guarded``), its
-worst memory is counted (``peak``), and its time is what ``play`` says.
+The problem is taken from OptPipe (arXiv 2510.05186) and solved with CP-SAT of OR-Tools. Every position has one lane for
+computing and one for the link to the CPU memory. A backward pass is whole or in two parts. The memory stays within its
+limit at every time. The makespan is minimised.
+
+Results are never trusted: an order is made safe for every timing (``guarded``), its maximum memory is counted
+(``peak``), and its time is computed by ``play``.
 """
 
 from __future__ import annotations
@@ -30,28 +32,31 @@ from tawpipe.schedule.refusal import MemoryOfPosition
 __all__ = ["Solved", "heuristics", "peak", "solve"]
 
 WHOLE = 40
-"""Stages times micro-batches that are solved at once."""
+"""Maximum product of stages and micro-batches that is solved as a whole."""
 WINDOW = 0.1
-"""The solver's own seconds for a window."""
+"""Time limit of a window, in the solver's deterministic time."""
 LEAST = WINDOW / 10
-"""That count for one at least, for what the solver does not count."""
+"""Deterministic time charged for a window at least, as the solver does not count all of its work."""
 CALM, ROUNDS, DRAWS = 0.25, 30, 8
-"""For the search for what delays cost least: share of the time, windows at most, and plays with delays."""
+"""Limits of the search for robust orders: share of the time, windows (``ROUNDS``), and plays with delays
+(``DRAWS``)."""
 JITTER = 0.1
-"""Share of a work's time by which it may be off in these."""
+"""Maximum share by which a work's time varies in these plays."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What a solver found.
+    """Result of a solver.
 
     Args:
-        makespan: by ``play``.
-        bound: proved: no order takes less.
-        variables: of the model.
-        constraints: of the model.
-        status: in words.
-        history: (seconds after the start, makespan) of every better order, in the solver's rounded times.
+        order: best order found.
+        makespan: its makespan by ``play``.
+        bound: proven lower bound of the makespan of any order.
+        variables: number of variables in the largest model.
+        constraints: number of constraints in the largest model.
+        seconds: seconds that the search took.
+        status: result in words, for example "optimal" or "within 2.0%".
+        history: (seconds after the start, makespan) of every improvement.
     """
 
     order: Order
@@ -65,7 +70,7 @@ class Solved:
 
     @property
     def gap(self) -> float:
-        """Share of the makespan that may be too much."""
+        """Share of the makespan by which it may exceed the best possible one."""
         return max(0.0, 1 - self.bound / self.makespan)
 
 
@@ -81,17 +86,24 @@ def solve(
     deterministic: float | None = None,
     split: bool = True,
 ) -> Solved:
-    """A short order within ``costs.memory``, never longer than ``start``.
+    """Search with CP-SAT for a short order within ``costs.memory``. The result is never longer than ``start``.
+
+    Takes about ``seconds``, or less if the order is proven optimal.
 
     Args:
-        start: an order to begin with; the fastest of ``heuristics`` if None.
-        seconds: at most.
-        deterministic: at most so much work by the solver's own count, so that the result is the same on every machine
-            (with one worker, if ``seconds`` are enough).
-        split: backward passes may be split into I and W; so they may if ``start`` does so.
+        layout: stages and their positions.
+        costs: times and memory of the blocks.
+        micro_batches: number of micro-batches.
+        start: order to begin with; the fastest of ``heuristics`` if None.
+        seconds: time limit.
+        workers: number of threads of the solver.
+        seed: random seed.
+        deterministic: limit in the solver's deterministic time. The result is then equal on every machine, with one
+            worker and if ``seconds`` suffice.
+        split: allow backward passes in two parts, I and W. Always allowed if ``start`` has them.
 
     Raises:
-        UserError: a limit that nothing meets, a start that exceeds it, or no OR-tools.
+        UserError: no order fits in the memory, ``start`` exceeds it, or OR-Tools is not installed.
     """
     begin = time.perf_counter()
     smallest(layout, costs)
@@ -115,12 +127,12 @@ def solve(
 
 
 def shaken(seed: int) -> Callable[[Work], float]:
-    """How many times as long a work takes: up to ``JITTER`` more or less, at random."""
+    """Return a function that gives each work a random factor for its time, at most ``JITTER`` off 1."""
     return lambda work: random.Random(f"{seed} {work}").uniform(1 - JITTER, 1 + JITTER)
 
 
 class _Solving:
-    """The best order so far, and ways to look for a better one."""
+    """Search for a better order: the best order so far, its budget, and the methods that improve it."""
 
     def __init__(
         self,
@@ -149,23 +161,33 @@ class _Solving:
         self.sizes = 0, 0
 
     def grant(self, until: float, work: float) -> None:
-        """An end for what follows, and how much of the solver's own time it may take."""
+        """Set the end time of the following search, and its limit in the solver's deterministic time."""
         self.until, self.work = until, work
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left of the granted time."""
         return self.until - time.perf_counter()
 
     @property
     def done(self) -> bool:
+        """True if the best order is proven optimal or the granted time is spent."""
         return self.length <= self.least * (1 + 1e-6) or self.spent
 
     @property
     def spent(self) -> bool:
+        """True if the granted time is spent."""
         return self.left <= 0.05 or self.work <= 0
 
     def _run(self, model: Model, seconds: float, work: float, *, whole: bool) -> tuple[Any, Any]:
+        """Solve a model, keep its order if it is better, and return the solver and its status.
+
+        Args:
+            model: the model.
+            seconds: time limit.
+            work: limit in the solver's deterministic time.
+            whole: True for the whole problem, False for a window, for which slow presolve steps are switched off.
+        """
         solver = self.cp.CpSolver()
         parameters = solver.parameters
         parameters.max_time_in_seconds = max(0.05, seconds)
@@ -184,7 +206,7 @@ class _Solving:
         return solver, status
 
     def _take(self, order: Order) -> None:
-        """The order, unless it takes longer than the best or needs more memory than there is."""
+        """Keep ``order`` as the best one, unless it is longer than the best or exceeds the memory limit."""
         length = makespan(play(self.layout, order, self.costs))
         if length > min(self.most, self.length * (1 + 1e-9)):
             return
@@ -194,10 +216,10 @@ class _Solving:
             self.order, self.length = order, length
 
     def whole(self, share: float) -> None:
-        """Everything at once.
+        """Solve the whole problem as one model; update the best order and the proven lower bound.
 
         Args:
-            share: of the time that is left.
+            share: share of the remaining time to use.
         """
         if self.done:
             return
@@ -207,10 +229,12 @@ class _Solving:
         self.least = max(self.least, min(proved, self.length))
 
     def windows(self, share: float = 1.0) -> None:
-        """Windows of the best order, one after the other, somewhere and as wide as can be solved.
+        """Improve random windows of the best order, one after another, until the time is used or the order is optimal.
+
+        Windows become wider while the solver solves them completely, and else narrower.
 
         Args:
-            share: of the time that is left.
+            share: share of the remaining time to use.
         """
         width, until, work = 0.2, self.left * (1 - share), self.work * (1 - share)
         while not self.done and self.left > until and (self.work > work or math.isinf(self.work)):
@@ -220,16 +244,20 @@ class _Solving:
             width = min(1.0, width * 1.1) if status == self.cp.OPTIMAL else max(0.05, width * 0.9)
 
     def _window(self, width: float) -> tuple[int, int]:
-        """Somewhere in the best order, in ticks."""
+        """Return begin and end of a random window of the best order in ticks.
+
+        Args:
+            width: share of the makespan.
+        """
         rounded = Rounded.of(self.layout, self.costs, self.length)
         length = makespan(play(self.layout, self.order, rounded))
         first = int(self.random.uniform(-width / 2, 1 - width / 2) * length)
         return max(0, first), int(first + width * length)
 
     def settle(self) -> None:
-        """Of orders that take no longer, one that delays cost less.
+        """Replace the best order by equally short ones whose time suffers less from random delays of works.
 
-        Windows are made as early as can be, which leaves time before what waits for them.
+        Works in random windows are moved as early as possible, which leaves time before the works that depend on them.
         """
         cost = self._shaken(self.order)
         for number in range(ROUNDS):
@@ -246,11 +274,12 @@ class _Solving:
                 cost = now
 
     def _shaken(self, order: Order) -> float:
-        """Mean makespan of a few plays with random delays."""
+        """Return the mean makespan of an order in ``DRAWS`` simulations with randomly changed times of works."""
         draws = (play(self.layout, order, self.costs, shaken(seed)) for seed in range(DRAWS))
         return statistics.mean(map(makespan, draws))
 
     def solved(self) -> Solved:
+        """Return the best order found, with its lower bound and the statistics of the search."""
         least = min(self.least, self.length)
         gap = 1 - least / self.length
         words = "optimal" if gap < 1e-6 else f"within {gap:.1%}"
