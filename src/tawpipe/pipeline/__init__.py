@@ -1,1 +1,1 @@
-"""The library's front door: a model, its schedule and its homes as one object."""
+"""Public library interface: ``Pipeline``, an object that trains a model on all processes."""

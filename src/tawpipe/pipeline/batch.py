@@ -1,4 +1,4 @@
-"""A global batch dealt to the ranks, in micro-batches that hold the same rows for every number of processes."""
+"""Assignment of a global batch to ranks. A micro-batch holds equal rows whatever the number of processes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ COUNTED_FROM_0 = PositionUse()
 REQUIRED = ("input_ids", "labels")
 OPTIONAL = ("position_ids", "attention_mask")
 NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE), [1])
-"""Content of an empty bin: a token of which nothing is learned."""
+"""Content of an empty packed micro-batch: one token without a label."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """One micro-batch of this rank: its global number in the step, and the rows of the global batch that it holds."""
+    """One micro-batch of this rank.
+
+    Args:
+        index: global index of the micro-batch in the step.
+        rows: indices of the rows of the global batch that it holds.
+    """
 
     index: int
     rows: range
@@ -36,15 +41,16 @@ class Share:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """The part of a global batch that this rank computes, as ``Pipeline.shares`` says.
+    """Part of a global batch that this rank computes, in the order of ``Pipeline.shares``.
 
     Args:
-        rows: of the whole global batch.
-        sequence_length: tokens in a row.
-        micro_batches: this rank's, in the order of their shares; may be empty.
-        digest: of the global batch, which must be the same on all ranks; None where a rank knows its own part only.
-        bins: where documents of uneven lengths were dealt, how; a bin is a row then, and ``sequence_length`` the most
-            tokens that one may have.
+        rows: number of rows of the whole global batch; with ``bins`` the number of packed micro-batches.
+        sequence_length: tokens of a row; with ``bins`` the most tokens that a packed micro-batch may have.
+        micro_batches: micro-batches of this rank, in the order of its shares; may be empty.
+        digest: checksum of the global batch, which must be equal on all ranks; None if this rank knows only its own
+            part.
+        bins: assignment of documents of uneven lengths to ranks; each packed micro-batch is one row. None for plain
+            rows.
     """
 
     rows: int
@@ -56,19 +62,24 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who computes which rows. A micro-batch holds the same rows for every number of processes; only who computes it
-    changes.
+    """Assignment of the rows of a global batch to ranks, with checks of the batch.
+
+    A micro-batch holds equal rows whatever the number of processes; only the rank that computes it changes.
 
     Args:
-        micro_batch: rows in one; the last of a global batch may have fewer.
-        ranks: so many neighbours compute the same micro-batches together.
-        share: micro-batches 0..n-1 for every rank; as ``share_micro_batches`` does it if None.
-        dealt_to: number of the process or the pipeline whose bins this rank computes.
-        pinned: what is dealt is copied to a device, and is in page-locked memory: the thread that issues would wait for
-            the device at every copy from other memory.
-        in_turn: why documents are computed one after the other; empty where they are not.
-        positions: how the model uses them.
-        vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
+        micro_batch: rows of a micro-batch; the last one of a global batch may have fewer.
+        rank: this process.
+        world_size: number of processes.
+        positions: how the model uses position ids.
+        vocabulary: token ids must be below this number, and labels unless ``own_loss``; None switches the check off.
+        own_loss: True if the user gives the loss, so that labels need not be token ids.
+        ranks: number of neighbouring ranks that compute the same micro-batches together.
+        in_turn: reason why documents of a row are computed one after another; ``""`` if they are computed together.
+        share: returns the micro-batch indices of every rank for a number of micro-batches; None for
+            ``share_micro_batches``.
+        dealt_to: index, in ``Bins``, of the rank or pipeline whose packed micro-batches this rank computes.
+        pinned: copy micro-batches to page-locked memory. Copies from other memory to a GPU would block the thread that
+            issues actions.
     """
 
     micro_batch: int
@@ -84,26 +95,30 @@ class Deal:
     pinned: bool = False
 
     def count(self, rows: int) -> int:
-        """Micro-batches in a global batch of ``rows`` rows."""
+        """Return the number of micro-batches of a global batch of ``rows`` rows."""
         return -(-rows // self.micro_batch)
 
     def form(self, local: LocalBatch) -> int | BinsForm:
-        """Key of the schedule for a batch: the number of its micro-batches, or the form of its bins."""
+        """Return the key of the schedule for ``local``: its number of micro-batches, or ``Bins.form`` for documents."""
         return local.bins.form if local.bins else self.count(local.rows)
 
     def tokens(self, local: LocalBatch) -> int:
-        """Most tokens of a micro-batch."""
+        """Return the most tokens that one micro-batch of ``local`` may have."""
         return local.sequence_length * (1 if local.bins else min(self.micro_batch, local.rows))
 
     def busiest(self, local: LocalBatch) -> tuple[Sequence[int], float]:
-        """Lengths of rows, and the busiest rank's share of the work on them."""
+        """Return lengths of rows in tokens, and the part of the work on these rows that the busiest rank does.
+
+        For documents the rows are all documents of the step. For plain rows they are the rows of the busiest rank's
+        rounds, and the part is 1 / ``ranks``.
+        """
         if (bins := local.bins) is not None:
             return bins.lengths, bins.seconds / bins.mean_seconds / self.world_size
         rounds = ceil(self.count(local.rows) * self.ranks / self.world_size)
         return [local.sequence_length] * min(local.rows, self.micro_batch * rounds), 1 / self.ranks
 
     def shares(self, rows: int) -> tuple[Share, ...]:
-        """This rank's micro-batches of a global batch of ``rows`` rows.
+        """Return the micro-batches of this rank for a global batch of ``rows`` rows.
 
         >>> Deal(micro_batch=2, rank=1, world_size=2).shares(7)
         (Share(index=2, rows=range(4, 6)), Share(index=3, rows=range(6, 7)))
@@ -114,15 +129,17 @@ class Deal:
         return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
 
     def local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:
-        """This rank's part of a global batch, on the CPU, in tensors of its own: the step may still run when the caller
-        fills its batch anew.
+        """Check a global batch and return the part of this rank as copies on the CPU.
+
+        The caller may overwrite ``batch`` afterwards, although the step still runs.
 
         Args:
-            batch: tensors [rows, S] in the Hugging Face convention, as ``MicroBatch.from_rows`` takes them.
+            batch: tensors ``(rows, tokens)`` in the Hugging Face convention (see ``MicroBatch.from_rows``), or a
+                ``LocalBatch``, whose micro-batches are checked and copied.
 
         Raises:
-            UserError: a tensor is missing, is unknown, has another shape or does not hold whole numbers, or a number is
-                out of the model's vocabulary or table of positions.
+            UserError: a tensor is missing, unknown, has another shape or does not hold integers, or a token id or
+                position is outside of the model's vocabulary or position table.
         """
         if isinstance(batch, LocalBatch):
             if batch.rows < 1:
@@ -148,7 +165,7 @@ class Deal:
         if not rows or not length:
             raise UserError("batch", f"{rows} rows of {length} tokens", "at least one row and one token")
         tensors: dict[str, Any] = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
-        whole = self._checked(MicroBatch.from_rows(**tensors))  # so that no rank waits for one that refuses its part
+        whole = self._checked(MicroBatch.from_rows(**tensors))  # all rows are checked: every rank raises the same error
         parts = [self._scaled_alike(whole.part(share.rows).copy(pinned=self.pinned)) for share in self.shares(rows)]
         digest = 0
         for name in sorted(tensors):
@@ -156,6 +173,7 @@ class Deal:
         return LocalBatch(rows, length, parts, digest)
 
     def _checked(self, batch: MicroBatch) -> MicroBatch:
+        """Return ``batch`` unchanged, or raise UserError if a token id, label or position is out of range."""
         if self.vocabulary is not None:
             tokens = {"input_ids": batch.input_ids}
             if not self.own_loss:
@@ -169,7 +187,7 @@ class Deal:
                     raise UserError("batch", given, expected)
         last = int(batch.position_ids.max())
         if self.in_turn:
-            last = max(last, max(batch.lengths) - 1)  # where the model counts by itself
+            last = max(last, max(batch.lengths) - 1)  # the model counts positions itself
             firsts = batch.position_ids.flatten()[[0, *accumulate(batch.lengths[:-1])]]
             if int(firsts.max()):
                 expected = f"documents that begin at position 0: {self.in_turn}"
@@ -182,7 +200,10 @@ class Deal:
         return batch
 
     def _scaled_alike(self, batch: MicroBatch) -> MicroBatch:
-        """Refuse a micro-batch of which transformers would rotate some documents otherwise than each alone."""
+        """Return ``batch`` unchanged, or raise UserError if longrope would scale documents by a longer one beside them.
+
+        transformers chooses the rotary scaling by the longest document of a micro-batch. Documents with labels must
+        therefore be on the same side of ``positions.scaled_from`` as the longest one."""
         if self.in_turn or (edge := self.positions.scaled_from) is None:
             return batch
         longest = int(batch.position_ids.max()) + 1
@@ -199,10 +220,10 @@ class Deal:
         return batch
 
     def numbered(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, MicroBatch]:
-        """Key this rank's micro-batches by the numbers that the schedule has for them.
+        """Map the indices ``numbers`` of this rank's micro-batches in the schedule to the micro-batches of ``local``.
 
         Raises:
-            UserError: there are more or fewer of them.
+            UserError: ``local`` has more or fewer micro-batches than ``numbers``.
         """
         if len(numbers) != len(local.micro_batches):
             given = f"{len(local.micro_batches)} micro-batches"
@@ -210,10 +231,11 @@ class Deal:
         return dict(zip(numbers, local.micro_batches, strict=True))
 
     def slices(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, DocumentSlice]:
-        """Those of this rank's micro-batches that are slices of a document.
+        """Return the ``DocumentSlice`` of every micro-batch of this rank that is a slice of a document, by index.
 
         Args:
-            numbers: of its micro-batches, in their order.
+            local: the part of this rank.
+            numbers: indices of its micro-batches in the schedule, in order.
         """
         dealt = zip(numbers, local.bins.of(self.dealt_to) if local.bins else (), strict=False)
         parts = [(m, bin.documents[0], *bin.part) for m, bin in dealt if bin.part is not None]
@@ -223,12 +245,12 @@ class Deal:
         return {m: DocumentSlice(begin, end, of_document[document]) for m, document, begin, end in parts}
 
     def local_of_rows(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
-        """Make this rank's part of ``rows`` rows, see ``Pipeline.part_of``."""
+        """Build this rank's part of ``rows`` rows; calls ``row(index)`` only for its own. See ``Pipeline.part_of``."""
         parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.shares(rows)]
         return LocalBatch(rows, sequence_length, self._pinned(parts))
 
     def local_of_bins(self, bins: Bins, document: Callable[[int], MicroBatch], *, bin_tokens: int) -> LocalBatch:
-        """Make this rank's part of documents that were dealt, see ``Pipeline.part_of_documents``."""
+        """Build this rank's part of the documents assigned by ``bins``; see ``Pipeline.part_of_documents``."""
         digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
         count = sum(map(len, (*bins.shared, *bins.single)))
         parts = self._pinned(rows_of(bins, self.dealt_to, document))
@@ -239,14 +261,18 @@ class Deal:
 
 
 def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
-    """Make rows of a rank's bins, in the order of its rounds; a slice has the whole document.
+    """Build one row per packed micro-batch of one rank or pipeline, in the order of its rounds.
+
+    Documents of a packed micro-batch are concatenated. A slice of a document holds the whole document. An empty packed
+    micro-batch holds one token without a label.
 
     Args:
-        number: of the process or pipeline that they are dealt to.
-        document: makes one by its number, as a micro-batch of one row.
+        bins: assignment of documents.
+        number: index of the rank or pipeline in ``bins``.
+        document: returns a document by its index, as a micro-batch of one row.
 
     Raises:
-        UserError: a document has another length than that by which it was dealt.
+        UserError: a document has another length than ``bins.lengths`` says.
     """
 
     def row(dealt: Bin) -> MicroBatch:

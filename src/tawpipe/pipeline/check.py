@@ -1,9 +1,9 @@
-"""A check of the user's own model before the first step: a few layers of it, run as a pipeline and by the model itself.
+"""Check of the user's model before the first step: its first layers run as a pipeline and as the plain model.
 
-What is known of a model from following its forward pass (``model.discovery``) is its structure. Whether its blocks, run
-one by one on packed rows, give the numbers of the model on every document alone is seen here: a copy of the model with
-its first layers takes one short step both ways, on one process, and the hidden states after every block, the loss and
-all gradients are compared.
+``model.discovery`` derives only the structure of a model from its forward pass. This check compares numbers: do the
+blocks, run one by one on packed rows, compute what the model computes on every document alone? A copy of the model with
+its first layers takes one short step both ways in one process. The hidden states after every block, the loss and all
+gradients are compared.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ from tawpipe.topology import Topology
 logger = logging.getLogger(__name__)
 
 DOCUMENTS = (9, 14)
-"""Tokens of the documents that the step is taken on."""
+"""Tokens of each document of the step."""
 CHUNK = 5
-"""Tokens of a chunk, where rows run in chunks: borders are in the middle of both documents."""
+"""Tokens of a chunk if rows run in chunks. Chunk borders fall inside of both documents."""
 WIDE_PARAMETERS = 100_000_000
-"""Copies of up to so many parameters compute in fp64, larger ones in fp32."""
+"""Largest number of parameters of a copy that computes in fp64; larger copies compute in fp32."""
 MOST_PARAMETERS = 4_000_000_000
 
 Run = Callable[[nn.Module, MicroBatch, torch.dtype], "tuple[float, dict[str, Tensor], list[Tensor]]"]
-"""One step of a copy as a pipeline on this process: the mean loss, the gradients of all trainable parameters, and the
-hidden states [b, S, ...] before the first layer and after every layer."""
+"""One step of a copy as a pipeline in this process. Returns the mean loss, the gradients of all trainable parameters,
+and the hidden states (b, S, ...) before the first layer and after every layer."""
 
 
 def is_tested(model: nn.Module, loss: Loss | None) -> bool:
-    """True for a model of a family that the tests compare as a whole, with the version of transformers that they ran
-    with, as transformers builds it: no adapters, no changed methods, no hooks, no loss of the user's.
+    """Return True if the project's tests cover ``model``: its family, built by the tested version of transformers.
+
+    Returns False if the model has adapters, changed methods or hooks, or if ``loss`` is given.
     """
     import transformers
 
@@ -77,14 +78,22 @@ def is_tested(model: nn.Module, loss: Loss | None) -> bool:
 
 
 def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: Run) -> str:
-    """Compare a copy of ``chain``'s model, before ``Chain.prepare``, with the model's own forward pass.
+    """Compare one step of a small copy of ``chain``'s model as a pipeline with the plain model's forward and backward.
+
+    Call before ``Chain.prepare``.
+
+    Args:
+        chain: the model.
+        source: initial values of its parameters.
+        loss: loss of the user, or None for the model's own.
+        run: runs one step of the copy as a pipeline.
 
     Returns:
-        what was compared and how well it agreed, in a sentence; why it could not be, where the model cannot run alone.
+        A sentence with what was compared and the largest difference, or with the reason why no check was possible.
 
     Raises:
-        UserError: the numbers differ, with the block and the quantity; nothing that is trained has a gradient; or a
-            token sees those after it.
+        UserError: numbers differ (the message names the block and the quantity), no trained parameter has a gradient,
+            or a token sees later tokens.
     """
     begin = time.perf_counter()
     name = chain.name
@@ -99,7 +108,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         alone = deepcopy(copy)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
             plain = _by_itself(alone, chain, batch, loss)
-    except Exception as error:  # it may need what only its own devices have
+    except Exception as error:  # for example a kernel that needs a GPU
         return f"{name} was not checked: run by itself it fails with {type(error).__name__} ({error})"
     if random.drew:
         return f"{name} was not checked: it draws random numbers that no setting switches off"
@@ -116,7 +125,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without the warnings that a copy in another dtype would give."""
+    """Return a context that hides warnings of ``tawpipe``; a copy in another dtype would repeat them."""
     top = logging.getLogger("tawpipe")
     level = top.level
     top.setLevel(logging.ERROR)
@@ -127,18 +136,22 @@ def _quiet() -> Iterator[None]:
 
 
 def _trained_tokens(model: nn.Module) -> list[int]:
-    """The tokens whose embeddings ``peft`` trains by themselves: they have a gradient where they occur, and no other
-    has.
+    """Return the token ids whose embeddings ``peft`` trains separately, sorted.
+
+    Only these embeddings have a gradient, and only where their tokens occur.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "trainable_tokens_delta")]
     return sorted({int(token) for layer in layers for tokens in layer.token_indices.values() for token in tokens})
 
 
 def _batch(vocabulary: int, *, besides: Sequence[int] = ()) -> MicroBatch:
-    """Documents of random tokens in a row.
+    """Build one row of documents of random tokens, with lengths ``DOCUMENTS``; 20 % of tokens have no label.
+
+    Every call with equal arguments gives equal tokens.
 
     Args:
-        besides: tokens of which the first ones that are in the vocabulary occur, too.
+        vocabulary: token ids are below this number.
+        besides: token ids to place at the beginning of the row, as far as they are in the vocabulary.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (1, sum(DOCUMENTS)), generator=generator)
@@ -149,23 +162,31 @@ def _batch(vocabulary: int, *, besides: Sequence[int] = ()) -> MicroBatch:
 
 
 def _documents(tensor: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """What a tensor [b, S, ...] has of each of ``DOCUMENTS``."""
+    """Split a tensor ``(b, S, ...)`` into one tensor ``(tokens, ...)`` per document of ``batch``."""
     return list(tensor.flatten(0, 1).split(batch.lengths))
 
 
 def run_watched(chain: Chain, length: int, step: Callable[[], None]) -> list[Tensor]:
-    """The hidden states before the first layer and after every layer while ``step`` runs rows of ``length`` tokens
-    through the chain.
+    """Run ``step`` and return the hidden states before the first layer and after every layer.
+
+    Replaces ``chain.layer`` by a function that records them.
+
+    Args:
+        chain: the model, whose layers the step runs.
+        length: tokens of a row; chunks of a row are joined, and recomputed values are dropped.
+        step: runs one step.
     """
     places: dict[int, list[Tensor]] = {}
     layer = chain.layer
 
     def keep(place: int, value: Tensor) -> None:
+        """Append a copy of ``value`` to the hidden states at ``place`` unless a whole row is recorded."""
         parts = places.setdefault(place, [])
-        if sum(part.shape[1] for part in parts) < length:  # chunks come in order; recomputations give the same again
+        if sum(part.shape[1] for part in parts) < length:  # chunks arrive in order; later calls are recomputations
             parts.append(value.detach().clone())
 
     def watched(block: int, hidden: Tensor, calls: Any) -> Tensor:
+        """Run the layer ``block`` and record its output, and for the first layer also its input."""
         output = layer(block, hidden, calls)
         if block == 1:
             keep(0, hidden)
@@ -180,11 +201,15 @@ def run_watched(chain: Chain, length: int, step: Callable[[], None]) -> list[Ten
 def _by_itself(
     given: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None
 ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
-    """The model's own forward and backward pass, every document alone, as it is called without this library."""
+    """Run the plain model forward and backward on every document alone, as without this library.
+
+    Returns the mean loss, the gradients of trainable parameters by name, and the hidden states before the first layer
+    and after every layer.
+    """
     model = inner_model(given)
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # grouped products have no fp64
-    # sdpa leaves soft caps out; transformers 5.17 uses it nevertheless.
+        model.set_experts_implementation("eager")  # grouped matrix products do not support fp64
+    # sdpa ignores soft caps of logits; transformers 5.17 uses sdpa nevertheless.
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("sdpa" if chain.own_attention == "sdpa" and not capped else "eager")
     layers: list[nn.Module] = list(model.get_submodule(chain.path))
@@ -203,7 +228,7 @@ def _by_itself(
     total, tokens = 0.0, batch.tokens
     ids, labels = _documents(batch.input_ids, batch), _documents(batch.labels, batch)
     for document, targets in zip(ids, labels, strict=True):
-        # Shifted back: the model shifts by itself.
+        # Undo the shift of labels: the model shifts them itself.
         unshifted = torch.cat([torch.tensor([IGNORE]), targets[:-1]])[None]
         count = int((targets != IGNORE).sum())
         arguments = {"input_ids": document[None].clone(), "labels": unshifted, "use_cache": False}
@@ -217,13 +242,24 @@ def _by_itself(
         if p.requires_grad
     }
     count = len(layers)
-    befores = before[:: len(before) // len(ids)]  # a layer that is used several times is the first one, too
+    befores = before[:: len(before) // len(ids)]  # a layer used several times fires its pre-hook at each use
     calls = [after[place::count] for place in range(count)]
     return total, gradients, [torch.cat(parts, dim=1) for parts in (befores, *calls)]
 
 
 def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
-    """The largest relative difference; the first one above ``limit``, in the order of computation, is an error."""
+    """Return the largest relative difference of hidden states, loss and gradients; raise UserError above ``limit``.
+
+    Args:
+        name: name of the model, for messages.
+        plain: loss, gradients and hidden states of the plain model.
+        ours: loss, gradients and hidden states of the pipeline.
+        limit: largest difference that is accepted.
+
+    Raises:
+        UserError: a difference exceeds ``limit``, the first one in the order of computation; or no trained parameter
+            has a gradient.
+    """
     largest = 0.0
     scale = max((float(g.norm()) for g in plain[1].values()), default=0.0)
     if plain[1] and not scale:
@@ -234,6 +270,7 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
         )
 
     def quantities() -> Iterator[tuple[str, str, float]]:
+        """Yield place, quantity and relative difference, in the order of computation."""
         for index, (expected, value) in enumerate(zip(plain[2], ours[2], strict=True)):
             where = "the embedding side" if index == 0 else f"layer {index - 1}"
             yield where, "hidden states", float((value - expected).norm() / expected.norm())
@@ -259,11 +296,11 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
 
 
 def _refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float) -> str:
-    """Raise UserError if later tokens change logits; a remark if that cannot be seen, else ``""``."""
+    """Raise UserError if later tokens change earlier logits; return a remark if this cannot be tested, else ``""``."""
     try:
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)):
             ahead = change_by_future(given, batch)
-    except Exception as error:  # it may give no logits without labels
+    except Exception as error:  # some models return no logits without labels
         return f"; whether later tokens change logits was not checked: {type(error).__name__} ({error})"
     if ahead > limit:
         raise UserError(
@@ -276,8 +313,10 @@ def _refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float)
 
 @torch.no_grad()
 def change_by_future(given: nn.Module, batch: MicroBatch) -> float:
-    """The relative change of the logits of a document's first half when the tokens of its second half are others; 0
-    where the same tokens give other logits, or none but special tokens are there.
+    """Return the relative change of a document's first-half logits when the tokens of its second half are replaced.
+
+    Returns 0 if equal tokens give different logits (the test is then impossible), or if the first half has only special
+    tokens.
     """
     model = inner_model(given.eval())
     ids = _documents(batch.input_ids, batch)[-1][None]
@@ -295,7 +334,7 @@ def change_by_future(given: nn.Module, batch: MicroBatch) -> float:
 
 
 def _special_tokens(config: Any) -> set[int]:
-    """The numbers that ``config`` and the configs in it have for tokens of their own meaning."""
+    """Return the ids of all special tokens (``*_token_id``) in ``config`` and its sub-configs."""
     owners = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     values = [value for owner in owners if owner for key, value in vars(owner).items() if "_token_i" in key]
     return {token for value in values for token in (value if isinstance(value, list) else [value])}
@@ -310,17 +349,24 @@ def check_on_rank_0(
     loss: Loss | None,
     in_chunks: bool = False,
 ) -> str:
-    """``check_model`` on rank 0, by a pipeline of one process; what came of it, in a sentence, on all ranks.
+    """Run ``check_model`` on rank 0 with a pipeline of one process; return its sentence on all ranks.
+
+    Rank 0 logs a warning if the check was not possible.
 
     Args:
-        pipeline: makes one.
-        in_chunks: rows run in chunks, whose borders are inside of documents.
+        pipeline: the class ``Pipeline``.
+        chain: the model.
+        source: initial values of its parameters.
+        world: all processes.
+        loss: loss of the user, or None for the model's own.
+        in_chunks: run rows in chunks, whose borders are inside of documents.
 
     Raises:
-        UserError: the model is not what it seems; on all ranks.
+        UserError: the model computes other numbers as a pipeline; on all ranks.
     """
 
     def run(copy: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+        """Take one step of ``copy`` as a pipeline; return loss, gradients and hidden states."""
         alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
         still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
         pipe = pipeline(
@@ -351,6 +397,7 @@ def check_on_rank_0(
         return steps[0].loss, gradients, hidden
 
     def check() -> str:
+        """Return the sentence of ``check_model``, or a sentence with the error (except UserError) that prevented it."""
         try:
             return check_model(chain, source, loss=loss, run=run)
         except UserError:
@@ -367,9 +414,13 @@ def check_on_rank_0(
 def slices_of_documents(
     pipeline: Callable[..., Any], chain: Chain, source: WeightSource, world: World, *, loss: Loss | None, check: str
 ) -> tuple[float | None, str]:
-    """Whether documents may be cut into slices that pass a pipeline: how many times as long as the mean bin one takes
-    that is cut though a bin holds it; None where none may be. And what came of the check, see ``check_on_rank_0``.
-    Without one only documents that no bin holds are cut, and a model that turns out to need them whole is refused.
+    """Decide whether documents may be cut into slices that pass a pipeline one after another.
+
+    Returns:
+        A limit and the sentence of ``check_on_rank_0`` (``""`` without a check). A document that fits into a packed
+        micro-batch is cut only if it takes longer than this multiple of the mean packed micro-batch. The limit is None
+        if documents must stay whole. It is infinite, so that only documents that do not fit are cut, if no check was
+        made or possible; a model that needs documents whole is then refused later.
     """
     if chain.why_not_chunks or chain.positions.first:
         return None, ""

@@ -1,4 +1,4 @@
-"""The library's front door: a model, its schedule and its homes as one object.
+"""Public library interface: ``Pipeline`` joins a model, its schedule and its homes in one object.
 
 Usage:
 
@@ -74,36 +74,37 @@ from tawpipe.schedule.strategies.table import strategy_of
 logger = logging.getLogger(__name__)
 
 TEXTS = Door[Callable[..., Any]]("tawpipe.serving.generate")
-"""Makes of a pipeline what continues prompts from its weights (``PipelineTexts``)."""
+"""Entry point that builds the text generator of a pipeline (``PipelineTexts``)."""
 
 
 class Pipeline:
-    """Trains a Hugging Face causal LM with its weights spread over all processes.
+    """Trainer of a Hugging Face causal LM whose weights are spread over all processes.
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
-            device; or the ``Chain`` that was made of one, with its loss. Its parameters are emptied: the values live
-            here from now on, and the model refuses to be used.
-        weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
-            default the model's own values, or for a model on meta a fresh initialisation.
-        optimizer: makes an optimizer for a list of parameters, ``lambda parameters: SGD(parameters, lr=1)``. They are
-            one-dimensional pieces of the model's parameters; ``tawpipe.piece_of(parameter)`` has name and shape of the
-            whole one. ``adamw`` by default. For one that looks at whole matrices (Muon, Adafactor)
-            ``tawpipe.whole_matrices(factory)``, under ``tawpipe-whole``.
-        loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
-        micro_batch: rows computed at once.
-        schedule: how weights travel: settings; the name of a strategy; a strategy of your own; or a ready ``Schedule``,
-            for batches of as many micro-batches as it has.
-        dtype: in which weights travel and blocks compute; ``auto`` is bf16 where every device computes in it (GPUs
-            from compute capability 8 on), else fp32. Masters, gradients at home and optimizer state are fp32 (fp64 for
-            fp64).
-        world: the processes; found from torchrun's variables by default.
+            device; or a ``Chain`` made of one, with its loss. Its parameters are emptied: the pipeline holds the values
+            from now on, and the model itself can no longer be used.
+        weights: returns the source of initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``.
+            By default the model's own values, or a fresh initialisation for a model on the meta device.
+        optimizer: makes an optimizer for a list of parameters, for example ``lambda parameters: SGD(parameters,
+            lr=1)``. The parameters are one-dimensional pieces of the model's parameters;
+            ``tawpipe.piece_of(parameter)`` has name and shape of the whole one. Default: ``adamw``. An optimizer that
+            needs whole matrices (Muon, Adafactor) needs ``tawpipe.whole_matrices(factory)`` and the strategy
+            ``tawpipe-whole``.
+        loss: replaces cross-entropy: ``(logits (b, c, V), shifted labels (b, c)) -> summed loss`` over some positions.
+        micro_batch: rows computed at one time.
+        schedule: how weights travel: settings, the name of a strategy, a strategy of your own, or a ready ``Schedule``,
+            which fits only batches with its number of micro-batches.
+        dtype: dtype in which weights travel and blocks compute. ``auto`` is bf16 if every device computes in bf16 (GPUs
+            from compute capability 8 on), else fp32. Master weights, gradients at home and optimizer state are fp32
+            (fp64 for fp64).
+        world: the processes; by default found from the variables of torchrun.
         training: how the model is trained: clipping, random numbers, documents of uneven lengths, form of the layers.
         checks: how the model is checked and steps are watched.
-        old: arguments of earlier versions, refused with the new place.
+        old: arguments of earlier versions; each raises an error that names its new place.
 
     Raises:
-        UserError: a model, an optimizer or a setting that cannot work.
+        UserError: the model, the optimizer or a setting cannot work.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Pipeline:
         checks: CheckSettings | None = None,
         **old: object,
     ) -> None:
-        # What the user said, and the processes.
+        # Check the arguments and find the processes.
         refuse_old_arguments(old)
         training, checks = training or TrainingSettings(), checks or CheckSettings()
         refuse_values(micro_batch, dtype, training, checks)
@@ -141,7 +142,7 @@ class Pipeline:
         )
         _ = share_in_sets(0, world.topology, settings)
 
-        # The model as a chain of blocks, and its first values.
+        # Turn the model into a chain of blocks with initial values.
         if not isinstance(model, Chain) and (words := frozen_words(freeze_indexers(inner_model(model)))):
             logger.warning("frozen: %s", words)
         self.chain = chain = model if isinstance(model, Chain) else Chain(model, loss=loss)
@@ -157,11 +158,11 @@ class Pipeline:
         self.work = training.work or work_of(chain)
         source = values_alike(chain, weights, training.seed, world)
 
-        # A check of the model, unless the tests know its family.
+        # Check the model unless the tests cover its family.
         self.checked = ""
-        """The outcome of the model's check, in a sentence; empty where it was left out."""
+        """Result of the model's check as a sentence; ``""`` if the check was skipped."""
         self._cuts: float | None = None
-        """How documents may be cut, see ``Strategy.dealing``."""
+        """Limit above which documents are cut into slices, None if they stay whole; see ``Strategy.dealing``."""
         if training.bin_tokens and strategy_of(schedule)[0].cuts_documents and not training.compile_layers:
             self._cuts, self.checked = slices_of_documents(
                 Pipeline, chain, source, world, loss=loss, check=checks.check
@@ -173,20 +174,20 @@ class Pipeline:
         chain.quantise(training.quantize, self.dtype)
         self.spec = chain.spec
 
-        # Its schedules, which refuse before anything is allocated; its homes, and what runs steps on them.
+        # Build schedules first, because they refuse before memory is allocated; then homes and the objects that run
+        # steps.
         optimizer = optimizer or adamw()
         self._schedules = schedules = Schedules(schedule, chain.spec, world)
         smallest = schedules.smallest
         refuse_strategy(chain, smallest, optimizer=optimizer, compile_layers=training.compile_layers)
-        world_of_saves = world.with_group("saves", timedelta(days=7))  # while there are no lanes that an error leaves
+        world_of_saves = world.with_group("saves", timedelta(days=7))  # before lanes exist
         self.storage = filled_homes(chain, source, schedules, world, self.dtype, optimizer)
-        del source  # before anything else is allocated
+        del source  # frees the initial values before more memory is allocated
         wiring = Wiring(chain, self.storage, schedules, world, optimizer, training, checks)
         self._places = wiring.compute.places
         self.optimizers, self.transport, self.executor = wiring.optimizers, wiring.transport, wiring.executor
         self.reduce_dtype = self.executor.reduce_dtype
 
-        # Its rows, its steps and its state.
         self._deal = Deal(
             micro_batch,
             world.rank,
@@ -201,21 +202,21 @@ class Pipeline:
             pinned=world.device.type == "cuda",
         )
         self.speeds = smallest.speeds
-        """Relative speed of every process, by which work is dealt; empty where they are equal."""
+        """Relative speed of every process, by which work is assigned; empty if all are equal."""
         self._steps = Steps(wiring, self._deal)
         if world.size > 1:
             self.executor.watchdog.hear(Others(world_of_saves.store, world.rank, world.size))
         self.limit = self._steps.limit
-        """Limit of a step's time; until ``set_timeout`` it ends communication alone."""
+        """Time limit of a step. Until ``set_timeout`` is called it aborts communication only."""
         self._state = State(wiring, self._steps, world_of_saves)
         self.step_number = 0
-        """Training steps up to now, those before a loaded checkpoint included."""
+        """Number of training steps issued so far, including steps before a loaded checkpoint."""
         self._texts: Any = None
         self._closed = leave_at_exit(self, self.executor, self._steps, self._state.savings, world)
         chain.hand_over()
 
     def __repr__(self) -> str:
-        """The model, the strategy, the processes, and how far training has come."""
+        """Return the model, the strategy, the processes and the number of steps."""
         count, trained = self.spec.identity["parameters"], self.spec.identity["trained"]
         some = f", of them {trained:,} trained" if trained < count else ""
         rows = f"micro-batches of {self.micro_batch} row{'s' * (self.micro_batch > 1)}"
@@ -228,77 +229,93 @@ class Pipeline:
 
     @property
     def optimizer(self) -> PipelineOptimizer:
-        """The optimizer's parameter groups, for ``torch.optim.lr_scheduler``: ``scheduler.step()`` after ``step``."""
+        """Parameter groups of the optimizer, as ``torch.optim.lr_scheduler`` expects them.
+
+        Call ``scheduler.step()`` after ``step``.
+        """
         return self.optimizers.groups
 
     @property
     def without_labels(self) -> int:
-        """Steps of this pipeline whose labels were all -100 and which were left out, of those whose numbers were looked
-        at.
+        """Number of finished steps whose labels were all -100 and whose update was therefore skipped.
+
+        Counts only steps whose results were already checked.
         """
         return self._steps.without_labels
 
     @property
     def ranks_of_a_row(self) -> int:
-        """How many processes compute a row: a set, or the positions of a pipeline."""
+        """Number of processes that compute one row together: a context-parallel group, or positions of a pipeline."""
         size, step = self.world.size, self._schedules.smallest
         alike = replace(step.settings, device_speeds="")
         return size // len(set(step.strategy.share(size, step.topology, alike)))
 
     @property
     def share_of_a_row(self) -> float:
-        """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
+        """Relative time that this process computes on one of its rows; in a pipeline the time of its stages."""
         step = self._schedules.smallest
         return step.strategy.share_of_a_row(step, self.world.rank)
 
     # what a step does
 
     def schedule(self, rows: int, *, training: bool = True) -> Schedule:
-        """The schedule for a global batch of ``rows`` rows, proved once and kept."""
+        """Return the schedule for a global batch of ``rows`` rows, and allocate its buffers.
+
+        The schedule is built and proved at the first call and then kept.
+
+        Args:
+            rows: rows of the global batch.
+            training: False for a schedule of forward passes only.
+
+        Raises:
+            UserError: ``rows`` is below 1.
+        """
         if rows < 1:
             raise UserError("batch", f"{rows} rows", "at least one row")
         return self._steps.schedule(self._deal.count(rows), training=training)
 
     def reorder(self, rows: int, order: Order) -> None:
-        """Train on batches of ``rows`` rows in another order of the same pipeline from the next step on; between the
-        same two steps on all ranks. Weights stay where they are, and the numbers what they are.
+        """Use another order of the same pipeline for training on batches of ``rows`` rows, from the next step on.
+
+        Call between the same two steps on all ranks. Weights are not moved, and results do not change.
 
         Raises:
-            UserError: weights travel under the strategy.
-            ScheduleError: the order is none of this pipeline.
+            UserError: the strategy moves weights instead of activations, so it has no order.
+            ScheduleError: ``order`` does not belong to this pipeline.
         """
         self._schedules.reorder(self._deal.count(rows), order)
 
     def shares(self, rows: int) -> tuple[Share, ...]:
-        """This rank's micro-batches of a global batch of ``rows`` rows, and the rows that each of them holds.
+        """Return this rank's micro-batches of a global batch of ``rows`` rows, each with the indices of its rows.
 
-        A micro-batch holds the same rows for every number of processes; only who computes it changes.
+        A micro-batch holds equal rows whatever the number of processes; only the rank that computes it changes.
         """
         return self._deal.shares(rows)
 
     def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
-        """This rank's part of a global batch of ``rows`` rows, each of which ``row`` makes by its number. Shorter rows
-        of a micro-batch are padded.
+        """Build this rank's part of a global batch of ``rows`` rows. Pads shorter rows of a micro-batch.
 
         Args:
+            rows: rows of the global batch.
             sequence_length: the most tokens that a row has.
+            row: returns the row with an index, as a micro-batch of one row; called only for rows of this rank.
         """
         return self._deal.local_of_rows(rows, sequence_length, row)
 
     def deal(self, lengths: Sequence[int]) -> Bins:
-        """Deal documents of so many tokens to all processes, so that they compute for equally long.
+        """Assign documents with ``lengths`` tokens each to all processes, so that all compute for equally long.
 
         Raises:
-            UserError: a document is longer than a bin can be, or no ``bin_tokens`` were given.
+            UserError: a document is longer than a process can compute, or ``bin_tokens`` is not set.
         """
         return self.dealing(lengths)
 
     @property
     def dealing(self) -> Callable[[Sequence[int]], Bins]:
-        """What ``deal`` calls, as a value that may go to another process.
+        """Function that ``deal`` calls; it can be pickled for another process.
 
         Raises:
-            UserError: no ``bin_tokens`` were given.
+            UserError: ``bin_tokens`` is not set.
         """
         bin_tokens, step = self.training.bin_tokens, self._schedules.smallest
         if bin_tokens < 1:
@@ -306,7 +323,7 @@ class Pipeline:
         return step.strategy.dealing(step, cap=bin_tokens, work=self.work, cuts=self._cuts)
 
     def own_bins(self, bins: Bins) -> Sequence[Bin]:
-        """The bins that this process computes, in a pipeline with others."""
+        """Return the packed micro-batches of this process; all processes of one pipeline have equal ones."""
         return bins.of(self._deal.dealt_to)
 
     def part_of_documents(
@@ -317,56 +334,64 @@ class Pipeline:
         *,
         training: bool = True,
     ) -> LocalBatch:
-        """This rank's part of a step on documents of uneven lengths. Where a step of this shape is the first, its
-        schedule is made and proved: a thread that is ahead of the steps can call it.
+        """Build this rank's part of a step on documents of uneven lengths.
+
+        Builds and proves the schedule at the first step of a form. Other threads may call it to prepare later steps.
 
         Args:
-            lengths: of all documents of the step, alike on all processes.
-            document: makes one by its number, as a micro-batch of one row.
-            bins: what ``deal`` made of the lengths, if it was asked before.
+            lengths: tokens of every document of the step; equal on all processes.
+            document: returns a document by its index, as a micro-batch of one row.
+            bins: result of ``deal(lengths)``, if it is known already.
             training: False for an evaluation.
 
         Raises:
-            UserError: see ``deal``; or a document has another length than was said.
+            UserError: ``deal`` refuses the lengths, or a document has another length than ``lengths`` says.
         """
         bins = bins or self.deal(lengths)
         _ = self._schedules.of(bins.form, training=training)
         return self._deal.local_of_bins(bins, document, bin_tokens=self.training.bin_tokens)
 
-    @torch.inference_mode(False)  # what a step makes is used by later ones
+    @torch.inference_mode(False)  # tensors made in a step are used by later ones
     def step(
         self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
     ) -> StepResult:
-        """Forward, backward and update on one global batch. Returns while the step still runs. One without a label to
-        learn updates nothing (``without_labels``).
+        """Issue forward, backward and update on one global batch; returns while the step still runs.
+
+        First waits until at most one earlier step is unfinished. A batch without any label updates nothing and is
+        counted in ``without_labels``.
 
         Args:
-            batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
+            batch: the global batch, equal on all processes: ``input_ids`` and ``labels`` (rows, S) in the Hugging Face
                 convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or
-                only this rank's part of it.
-            rate: multiplies the learning rates of ``optimizer``'s groups, for this step alone.
-            recording: takes down when the step's actions run; complete after ``drain``.
+                only this rank's part of it as a ``LocalBatch``.
+            rate: multiplies the learning rates of all groups of ``optimizer``, in this step only.
+            recording: records when the actions of the step run; complete after ``drain``.
+
+        Returns:
+            A handle of loss, gradient norm and token count; reading one waits for the step.
 
         Raises:
-            RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
-                has changed the weights (unless updates are early); ``load`` goes on from a good state.
+            RunError: loss or gradient norm of an earlier step was not finite. This step and all steps after the failed
+                one have not changed the weights (unless updates are early). ``load`` a good state to continue.
+            UserError: ``batch`` is not valid.
         """
         self._steps.make_room()
         local = self._deal.local(batch)
         self._state.require_whole()
         rule = UpdateRule(self.training.clip_norm, rate, memory=0.0 if self.training.skip_limit else 1.0)
         result = self._steps.play(local, self.step_number, rule, seed=self.seed, recording=recording)
-        self.optimizer.step()  # schedulers want to have seen it
+        self.optimizer.step()  # learning-rate schedulers expect this call
         self.step_number += 1
         self._state.stepped()
         return result
 
     @torch.inference_mode(False)
     def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch, *, measure: Measure | None = None) -> StepResult:
-        """The loss on a global batch without an update. Waits for what is under way first.
+        """Compute the loss on a global batch without an update. Waits for all issued steps and for its own result.
 
         Args:
-            measure: looks at the head of this rank's micro-batches, and says what their loss is.
+            batch: the global batch, or this rank's part of it; see ``step``.
+            measure: computes results and the loss from the model's head for this rank's micro-batches.
         """
         if isinstance(measure, AnswersByRow) and self.micro_batch > 1 and self.sequence_ranks > 1:
             expected = "1 with schedule.sequence_ranks, where answers are told apart by row"
@@ -391,22 +416,27 @@ class Pipeline:
         seed: int = 0,
         stops: Sequence[int] = (),
     ) -> list[Continuation]:
-        """Continue every prompt by up to ``max_tokens`` tokens; call on all ranks, with the same arguments. All get the
-        new ids and their logprobs. Waits for what is under way first; nothing of training changes.
+        """Continue every prompt by up to ``max_tokens`` tokens; call on all ranks with equal arguments.
 
-        Weights go to stages once, one stage on each process, whose memory must have room for its share of them and for
-        the keys and values of the texts. A model that this cannot be done with takes an evaluation for every token.
+        All ranks return the new ids and their logprobs. Waits for all issued steps first. The training state does not
+        change.
+
+        Weights are sent once to pipeline stages, one stage on each process. The memory of each process must hold its
+        share of the weights and of the keys and values of the texts. Models that cannot run so are evaluated once for
+        every token.
 
         Args:
-            prompts: token ids, at least one each.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k, top_p: draw among the likeliest only, as ``transformers`` does it; 0 and 1 for all.
-            seed: of the first prompt's draws; the next ones have the seeds that follow. A text is the same whatever
-                else is generated with it, but for rounding.
-            stops: tokens that end a text, which has the token then.
+            prompts: token ids of each prompt, at least one each.
+            max_tokens: most new tokens for each prompt.
+            temperature: divides the logits; 0 takes the most likely token.
+            top_k: sample among the ``top_k`` most likely tokens, as ``transformers`` does; 0 for all.
+            top_p: sample among the most likely tokens with this total probability, as ``transformers`` does; 1 for all.
+            seed: seed of the first prompt; each next prompt uses the next number. A text does not depend on the other
+                prompts, except for rounding.
+            stops: token ids that end a text; the text includes the one that ended it.
 
         Raises:
-            UserError: a prompt or a number that cannot be.
+            UserError: a prompt or a number is not valid.
         """
         self.drain()
         self._state.require_whole()
@@ -416,17 +446,18 @@ class Pipeline:
         return self._texts.generate(prompts, max_tokens, stops, **sampling)
 
     def drain(self) -> None:
-        """Wait for everything under way: the state in which weights may be read, saved or replaced.
+        """Wait for all issued steps and check their results. Weights may be read, saved or replaced afterwards.
 
         Raises:
-            RunError: a step had a loss or gradient norm that was not finite.
+            RunError: the loss or gradient norm of a step was not finite.
         """
         self._steps.drain()
 
     def close(self) -> None:
-        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards.
+        """Wait for all steps and saves, end the lanes and leave the process groups.
 
-        A script that ends without it, however, is waited for in the same way (runtime/leaving.py).
+        The pipeline cannot be used afterwards. A script that ends without this call is waited for in the same way
+        (runtime/leaving.py).
         """
         try:
             self.drain()
@@ -441,16 +472,21 @@ class Pipeline:
         self._state.leave()
 
     def set_timeout(self, limit: timedelta) -> None:
-        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends, but
-        not in a debugger or a notebook.
+        """Limit the time of a step from now on and end the process if a step exceeds it.
+
+        Every rank first reports what it waits for. Processes in a debugger or a notebook do not end.
 
         Args:
-            limit: the least; a multiple of what steps are known to take if that is more (``self.limit``).
+            limit: smallest time limit; a multiple of the usual time of steps replaces it if that is longer
+                (``self.limit``).
         """
         self._steps.watch(limit)
 
     def record_hangs(self, folder: Path) -> None:
-        """Name the folder for what NCCL was given, which a rank that hangs writes under the step's name; on GPUs."""
+        """Set the folder for NCCL flight records, which a rank writes when a step hangs; no effect on CPUs.
+
+        Each record is in a subfolder of ``folder`` named after the step.
+        """
         if self.world.device.type == "cuda":
             named = lambda step: folder / step.replace(" ", "-")  # noqa: E731
             self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
@@ -460,19 +496,19 @@ class Pipeline:
     def save(
         self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None, copy_frozen: bool = False
     ) -> Saved:
-        """Write weights, optimizer state and step number; call on all ranks.
+        """Write weights, optimizer state and step number, and wait until they are complete; call on all ranks.
 
-        Frozen weights that a ``SafetensorsSource`` read from a folder are not written, but their digests. ``load``
-        needs a pipeline whose ``weights`` read the same ones.
+        Frozen weights that a ``SafetensorsSource`` read from a folder are not written; only their digests are. ``load``
+        then needs a pipeline whose ``weights`` read equal values.
 
         Args:
-            where: a folder, which all ranks must see, and which is replaced when the new one is complete; or a store,
-                in which the folder is named after the step.
+            where: a folder that all ranks see, replaced when the new state is complete; or a store, in which the folder
+                is named after the step.
             run: JSON values of the caller, which ``load`` returns.
-            copy_frozen: write frozen weights of a folder, too.
+            copy_frozen: also write frozen weights that came from a folder.
 
         Raises:
-            RunError: it could not be written; what was there before is untouched.
+            RunError: the state could not be written. An earlier state in the folder is untouched.
         """
         saved = self.start_saving(where, run=run, copy_frozen=copy_frozen).wait()
         if saved.problem:
@@ -487,33 +523,39 @@ class Pipeline:
         limit_s: float | None = None,
         copy_frozen: bool = False,
     ) -> Saving:
-        """Copy what ``save`` writes, and write it while training goes on; a save that is still being written is waited
-        for.
+        """Copy the state and write it in the background while training continues; call on all ranks.
 
-        Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
+        First waits for all steps and for a save that is still running. Weights may change after the return.
+        ``Saving.wait`` reports the outcome. Homes in host memory are not copied: they are written before this method
+        returns.
 
         Args:
-            limit_s: seconds for the save before, and for homes in the host's memory, which are written before anything
-                goes on.
+            where: a folder that all ranks see, or a store; see ``save``.
+            run: JSON values of the caller, which ``load`` returns.
+            limit_s: limit in seconds for the earlier save, and for writing homes in host memory; None for no limit.
+            copy_frozen: also write frozen weights that came from a folder.
 
         Raises:
-            RunError: one of them has taken longer.
+            RunError: one of them took longer than ``limit_s``.
         """
         return self._state.start_saving(
             where, self.step_number, run or {}, self.injector, limit_s, copy_frozen=copy_frozen
         )
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:
-        """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
+        """Load a state that ``save`` wrote and return its ``run``; call on all ranks.
+
+        Waits for all issued steps first. ``step_number`` becomes the step of the state. The number of processes and the
+        strategy may differ from the run that saved it.
 
         Args:
             where: the folder, or the source that ``checkpoint.resume`` has chosen.
 
         Raises:
-            UserError: no complete state, or one of another model, other frozen weights or another optimizer; nothing
-                here has changed.
-            RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
-                exports raise until a load succeeds.
+            UserError: there is no complete state, or it belongs to another model, other frozen weights or another
+                optimizer; nothing has changed.
+            RunError: reading failed midway. The pipeline holds a partial state: steps, evaluations, saves and exports
+                raise until a load succeeds.
         """
         manifest = self._state.load(where)
         self.step_number = manifest["step"]
@@ -531,15 +573,24 @@ class Pipeline:
         base: str | Path | None = None,
         carried: Carried | None = None,
     ) -> Path:
-        """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
-        ``merge`` puts into the weights of the whole model instead; call on all ranks.
+        """Write a model folder for ``AutoModelForCausalLM.from_pretrained``; call on all ranks.
 
-        See ``export_hugging_face`` for the other arguments. Config keys, tokenizer files and dtypes are those of the
-        folder that the model came from: ``base``, or the one that ``from_pretrained`` left in the model's config.
+        For a ``peft`` model writes the adapter, or with ``merge`` the whole model with the adapter merged in. Waits for
+        all issued steps. Config keys, tokenizer files and dtypes are taken from the folder of the original model:
+        ``base``, or the one that ``from_pretrained`` recorded in the model's config.
+
+        Args:
+            folder: folder to write.
+            dtype, format, merge, max_shard_bytes, tokenizer: see ``export_hugging_face``.
+            base: folder of the original model.
+            carried: files of the original model, if they have been read already.
+
+        Returns:
+            ``folder`` as a ``Path``.
 
         Raises:
-            UserError: a format that this model cannot have, or a file of its folder that cannot be read.
-            RunError: the folder could not be written, or is not what it was to be; on all ranks.
+            UserError: the format is not possible for this model, or a file of its original folder cannot be read.
+            RunError: the folder could not be written or is not valid; on all ranks.
         """
         self._state.require_whole()
         self.drain()
@@ -571,19 +622,21 @@ class Pipeline:
         return Path(folder)
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
-        """Bytes over the links and memory of one step, from its schedule."""
+        """Return predicted memory and network bytes of one step on ``rows`` rows of ``sequence_length`` tokens."""
         return self._steps.costs(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
 
     def costs_of_bins(self, bins: Bins) -> Costs:
-        """Bytes over the links and memory of one step on documents of uneven lengths, if bins are full."""
+        """Return predicted memory and network bytes of one step on ``bins`` with full packed micro-batches."""
         return self._steps.costs(self._steps.schedule(bins.form), self.training.bin_tokens * bins.ranks)
 
     def check_copies(self) -> None:
-        """Compare what should be alike on several processes: the copies of every home, what travels of it with its
-        master, and what nodes keep of weights from step to step. Waits for what is under way; call on all ranks.
+        """Check that copies of weights on several processes are equal; call on all ranks.
+
+        Compares the copies of every home, the weights that a home sends with its masters, and the weights that nodes
+        keep from step to step. Waits for all issued steps first.
 
         Raises:
-            RunError: something is not alike; on all ranks.
+            RunError: two copies differ; on all ranks.
         """
         self.drain()
         self._state.parameters.check_copies(self.executor.refresh.checksums())
@@ -596,13 +649,22 @@ class Pipeline:
         return self._state.parameters.names
 
     def parameter(self, name: str) -> Tensor | None:
-        """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks. Drains first."""
+        """Return one whole parameter in the master dtype on rank 0 and None on other ranks; call on all ranks.
+
+        Waits for all issued steps first.
+        """
         return self._state.parameter(name)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable.
+        """Return the clipped gradient of the last update on rank 0 and None on other ranks; call on all ranks.
+
+        Waits for all issued steps first.
+
+        Args:
+            name: name of a trained parameter.
 
         Raises:
-            UserError: it is not, or nothing keeps its gradient: homes of one process in its host, early updates.
+            UserError: the parameter is frozen, or its gradient is not kept (one process with homes in host memory, or
+                early updates).
         """
         return self._state.parameter(name, gradient=True)

@@ -1,4 +1,4 @@
-"""The schedules of one pipeline: built for a number of micro-batches, proved once, and kept."""
+"""Schedules of one pipeline: each is built for a number of micro-batches, proved once, and kept."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ from tawpipe.schedule.transform import for_one_thread
 
 logger = logging.getLogger(__name__)
 VERIFIED_ACTIONS = 200_000
-"""Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
+"""Schedules with up to this many actions over all ranks are proved before they run. Larger ones have the same
+structure."""
 CUT_KEPT = 32
-"""Schedules of steps whose documents are cut that are kept: these are of many forms."""
+"""Number of schedules with document slices that are kept; their steps have many different forms."""
 
 
 class Schedules:
-    """What a pipeline was given as its schedule, for every batch.
+    """Schedules of a pipeline for batches of any size.
 
     Args:
-        given: settings, the name of a strategy, a strategy, or a ready schedule for batches of as many micro-batches.
+        given: schedule settings, the name of a strategy, a strategy, or a ready schedule. A ready schedule fits only
+            batches with its number of micro-batches.
+        model: the model's units and blocks.
+        world: all processes.
 
     Raises:
-        UserError: a setting that cannot work, or a schedule for something else.
+        UserError: a setting is impossible, or the ready schedule is for another model, topology or purpose.
     """
 
     def __init__(self, given: ScheduleSettings | Strategy | Schedule | str, model: ModelSpec, world: World) -> None:
@@ -48,12 +52,12 @@ class Schedules:
         self._lock = threading.Lock()
         self._kept: dict[tuple[int | BinsForm, bool], Schedule] = {}
         self._replaced: list[Schedule | None] = []
-        """Schedules that are known by their identity as long as steps may use them."""
+        """Schedules replaced by ``reorder``, kept because running steps may still identify them by ``id``."""
         count = world.size
-        while not all(self.shares(count)):  # a slow one has none of so few
+        while not all(self.shares(count)):  # a slow rank has no micro-batch if there are few
             count *= 2
         self.smallest = self.step(count)
-        """A step in which every rank has a micro-batch: all schedules share its homes."""
+        """A step in which every rank has a micro-batch. All schedules share its homes."""
         ready = self._ready
         if ready is not None and (ready.model, ready.topology) != (model, self.smallest.topology):
             raise UserError("schedule", f"one for {ready.topology}", f"one for this model on {world.nodes}")
@@ -61,23 +65,23 @@ class Schedules:
             raise UserError("schedule", "one that only goes forward", "one of a training step")
 
     def shares(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The micro-batches of every rank, of so many."""
+        """Return the micro-batch indices of every rank for a step of ``count`` micro-batches."""
         return shares_of(count, self._world.topology, self.settings, self._strategy)
 
     def step(self, count: int) -> StepSpec:
-        """A step of so many micro-batches."""
+        """Return the specification of a step of ``count`` micro-batches."""
         shares = self.shares(count)
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
 
     def samples(self) -> list[Schedule]:
-        """Schedules that use every group and operation that any will use: of training, and forward only."""
+        """Return a training and a forward-only schedule that use every process group and operation of all schedules."""
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
 
     def of_bins(self, form: BinsForm) -> StepSpec:
-        """A step of documents that were dealt, by ``Bins.form``.
+        """Return the specification of a step on packed micro-batches of the form ``form`` (``Bins.form``).
 
         Raises:
-            UserError: a ready schedule was given, which is for batches of rows.
+            UserError: the pipeline was given a ready schedule, which fits only rows.
         """
         if self._ready is not None:
             expected = "settings or a strategy where documents are dealt: their steps are not all of one shape"
@@ -85,7 +89,14 @@ class Schedules:
         return step_of_bins(self._model, self._world.topology, self.settings, form, strategy=self._strategy)
 
     def of(self, count: int | BinsForm, *, training: bool) -> Schedule:
-        """The schedule for so many micro-batches, or for the form of bins. Any thread may call it."""
+        """Return the schedule for ``count`` micro-batches, or for a ``Bins.form``; thread-safe.
+
+        The first call for a form builds the schedule, proves it (up to ``VERIFIED_ACTIONS`` actions) and keeps it.
+
+        Args:
+            count: number of micro-batches, or the form of packed micro-batches.
+            training: False for a schedule of forward passes only.
+        """
         with self._lock:
             if (count, training) not in self._kept:
                 schedule = for_one_thread(self._build(count, training=training))
@@ -100,7 +111,15 @@ class Schedules:
             return self._kept[count, training]
 
     def reorder(self, count: int, order: Order) -> None:
-        """Put a schedule of the same pipeline in another order in the place of that for so many micro-batches."""
+        """Replace the training schedule for ``count`` micro-batches by one in which the pipeline runs in ``order``.
+
+        Homes stay where they are. The new schedule is proved first if it has up to ``VERIFIED_ACTIONS`` actions. The
+        old one is kept in memory, because running steps may still use it.
+
+        Raises:
+            UserError: the strategy moves weights instead of activations, so it has no order.
+            ScheduleError: ``order`` does not belong to this pipeline.
+        """
         step = self.step(count)
         schedule = for_one_thread(step.strategy.build_in_order(step, order))
         if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
@@ -110,6 +129,11 @@ class Schedules:
             self._kept[count, True] = schedule
 
     def _build(self, count: int | BinsForm, *, training: bool) -> Schedule:
+        """Build the schedule for ``count``; for training on rows, return the ready schedule if one was given.
+
+        Raises:
+            UserError: a ready schedule was given, and it is for another number of micro-batches.
+        """
         if isinstance(count, tuple):
             return build(self.of_bins(count), training=training)
         if self._ready is None or not training:
@@ -120,17 +144,20 @@ class Schedules:
         return self._ready
 
     def kept_per_token(self, chain: Chain, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything.
+        """Return the bytes per token that a layer keeps for its backward pass in addition to its input, by kind.
+
+        Returns an empty mapping if every layer recomputes everything.
 
         Raises:
-            UserError: attention's results are to be kept, and no kernel computes them.
+            UserError: settings ask to keep results of attention, but no kernel of this model computes one that can be
+                kept.
         """
         wanted = {self.smallest.recomputes(block) for block in range(len(self._model.blocks))} - {"full"}
         splits = Kind.LINEAR in self.smallest.kept
         linear: dict[str, int] = {Kind.LINEAR: kept_for_weights_per_token(chain)} if splits else {}
         if not wanted and not self.settings.keep_mib:
             return linear
-        if chunk := self.settings.sequence_chunk:  # attention's output and a sum for every head, or states at borders
+        if chunk := self.settings.sequence_chunk:  # attention output and one sum per head, or states
             config = chain.config.get_text_config()
             attention = attention_width(config) * dtype.itemsize + num_heads(config) * max(4, dtype.itemsize)
             return {"kept": max(attention, -(-chain.state_bytes // chunk))}

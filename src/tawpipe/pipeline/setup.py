@@ -1,4 +1,4 @@
-"""Setup of a pipeline before its first step: settings, refusals, initial values, homes, and the objects around them."""
+"""Setup of a pipeline before its first step: settings, checks, initial values, homes, and the objects around them."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ CHOICES = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a ``Pipeline`` trains its model.
+    """Settings of how a ``Pipeline`` trains its model.
 
     Args:
-        clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers, which
-            ``ScheduleSettings.early_updates`` does: what is not finite has then reached the weights when ``step``,
-            ``drain`` or ``save`` says so.
-        skip_limit: most steps in a row whose loss or gradient norm is not finite and whose update is left out. One more
-            is an error; with 0 the first is.
-        seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
-            alone. torch's default generators are left to the caller.
-        bin_tokens: of documents of uneven lengths, the most that a process computes at once (``part_of_documents``).
-            Longer documents pass a pipeline in slices; elsewhere they need ``sequence_ranks``.
-        work: time of documents, by which they are dealt; by default their FLOPs.
-        compile_layers: compile layers by ``torch.compile``, those of one kind once.
-        quantize: form in which frozen matrices of layers live and travel, ``nf4`` or ``int8``; they are dequantised
-            where a block computes. ``none`` keeps the form of all other matrices.
-        without_mtp: train and export a model without its multi-token-prediction heads, which are not trained here.
+        clip_norm: largest global gradient norm. None switches clipping off. The check for finite numbers stays, unless
+            ``ScheduleSettings.early_updates`` is set: numbers that are not finite have then reached the weights when
+            ``step``, ``drain`` or ``save`` reports them.
+        skip_limit: most consecutive steps whose update is skipped because loss or gradient norm is not finite. One more
+            such step raises an error; with 0 the first one does.
+        seed: seed of initial weights, dropout and other random numbers. These depend only on (seed, step, micro-batch,
+            block). torch's default generators are not used.
+        bin_tokens: most tokens that a process computes at one time when it trains on documents of uneven lengths
+            (``Pipeline.part_of_documents``). Longer documents pass a pipeline in slices; other strategies need
+            ``sequence_ranks`` for them. 0 for training on rows.
+        work: model of the compute time of a document, by which documents are assigned to ranks; by default their FLOPs.
+        compile_layers: compile layers with ``torch.compile``; layers of one kind are compiled once.
+        quantize: form in which frozen matrices of layers are stored and sent, ``nf4`` or ``int8``. Blocks dequantise
+            them when they compute. ``none`` leaves frozen matrices in the dtype of all other weights.
+        without_mtp: train and export the model without its multi-token-prediction heads, which cannot be trained here.
     """
 
     clip_norm: float | None = 1.0
@@ -76,17 +77,19 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """How a ``Pipeline`` checks its model and watches its steps.
+    """Settings of how a ``Pipeline`` checks its model and watches its steps.
 
     Args:
-        check: compare a few layers of the model with its own forward pass first: ``always``, ``never``, or ``auto``,
-            for models that the tests do not cover (docs/models.md), and where rows run in chunks.
-        timeout: of a step, or ten times what steps take if that is more (``Pipeline.limit``). Communication fails after
-            twice that and 30 s. Before, every rank prints what it waits for and goes on waiting: after the limit in the
-            first two steps, from then on after ten times what steps take, a minute at least.
-        strict: check the sequence number and action of every message.
-        delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
-        injector: makes faults happen; for tests.
+        check: compare a few layers of the model with its own forward pass before training: ``always``, ``never``, or
+            ``auto``, which checks models that the tests do not cover (docs/models.md) and runs with chunks of rows.
+        timeout: time limit of a step, or ten times the usual time of steps if that is more (``Pipeline.limit``).
+            Communication fails after twice this limit and 30 s. A rank that waits longer first reports what it waits
+            for and continues to wait: after the limit in the first two steps, later after ten times the usual time of
+            steps, but at least a minute.
+        strict: check the sequence number and the action of every message.
+        delay: for tests: called with the name of a lane, returns a function that gives the seconds to wait before each
+            action of that lane.
+        injector: for tests: causes faults.
     """
 
     check: str = "auto"
@@ -100,11 +103,14 @@ class CheckSettings:
 
 
 def refuse_old_arguments(old: Mapping[str, object]) -> None:
-    """Refuse arguments of ``Pipeline`` that are fields of its settings now, and unknown ones.
+    """Raise an error for unknown arguments of ``Pipeline`` and for arguments that moved to its settings.
+
+    Args:
+        old: unexpected keyword arguments.
 
     Raises:
-        UserError: an argument has moved; the message says where.
-        TypeError: no such argument.
+        UserError: an argument has moved; the message names its new place.
+        TypeError: an argument is unknown.
     """
     for argument, group in (("training", TrainingSettings), ("checks", CheckSettings)):
         for name in (field.name for field in fields(group) if field.name in old):
@@ -117,7 +123,7 @@ def refuse_old_arguments(old: Mapping[str, object]) -> None:
 def refuse_values(
     micro_batch: int, dtype: torch.dtype | str, training: TrainingSettings, checks: CheckSettings
 ) -> None:
-    """Raise UserError for a value that a pipeline cannot have."""
+    """Raise UserError if a value of ``Pipeline``'s arguments is outside of its range."""
     if checks.check not in CHOICES:
         raise UserError("check", checks.check, ", ".join(CHOICES))
     if micro_batch < 1:
@@ -140,11 +146,15 @@ def refuse_settings(
     dtype: torch.dtype | None = None,
     on_gpus: bool = False,
 ) -> None:
-    """Raise UserError for settings that contradict each other, whatever the model.
+    """Raise UserError if settings contradict each other, whatever the model.
 
     Args:
-        dtype: in which weights travel; None where that is not known yet.
-        on_gpus: devices are GPUs.
+        settings: schedule settings.
+        clip_norm: largest gradient norm, or None.
+        compile_layers: True if layers are compiled.
+        quantize: form of frozen matrices.
+        dtype: dtype in which weights travel; None if it is not known yet.
+        on_gpus: True if devices are GPUs.
     """
     if clip_norm is not None and settings.early_updates:
         raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
@@ -172,7 +182,7 @@ def refuse_settings(
 
 
 def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
-    """Raise UserError if rows are to be cut that this model needs whole."""
+    """Raise UserError if settings cut rows (``sequence_chunk``, ``sequence_ranks``) that this model needs whole."""
     for name, value, most, why in (
         ("sequence_chunk", settings.sequence_chunk or 0, 0, chain.why_not_chunks),
         ("sequence_ranks", settings.sequence_ranks or 1, 1, chain.why_not_sets),
@@ -194,14 +204,15 @@ def refuse_host(
     *,
     one_memory: bool,
 ) -> None:
-    """Raise UserError where homes in the host's memory do not fit there, or are where they gain nothing.
+    """Raise UserError if homes in host memory do not fit there, or would gain nothing.
 
     Args:
-        step: any of the strategy.
-        wanted: of every rank, the bytes that its homes take in the host's memory.
-        free: of every rank, the bytes that its machine could give, 0 where that is not known.
-        lockable: of every rank, the bytes that it may lock, 0 where that is enough.
-        one_memory: some device's memory is its host's.
+        step: any step of the strategy.
+        wanted: bytes of host memory that homes need, per rank.
+        free: free bytes of the machine, per rank; 0 if unknown.
+        lockable: bytes that a rank may page-lock, per rank; 0 if there are enough.
+        machines: ranks of every machine.
+        one_memory: True if some device shares its memory with its host.
     """
     setting, level = "schedule.host_homes", step.settings.host_homes
     if one_memory:
@@ -229,10 +240,16 @@ def refuse_host(
 
 
 def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory, compile_layers: bool) -> None:
-    """Raise UserError for a strategy under which this model, or this optimizer, cannot run.
+    """Raise UserError if this model, this optimizer or ``compile_layers`` cannot run under the strategy of ``step``.
+
+    Refused are: compiled layers if the strategy splits backward passes, a model that cannot be cut into pipeline stages
+    if the strategy has stages, and an optimizer that needs whole matrices if the strategy cuts them.
 
     Args:
-        step: any of the strategy.
+        chain: the model.
+        step: a step of the strategy, with any number of micro-batches.
+        optimizer: makes an optimizer for a list of parameters.
+        compile_layers: True if layers are compiled.
     """
     strategy = step.strategy
     if compile_layers and Kind.LINEAR in step.kept:
@@ -248,7 +265,9 @@ def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory
 
 
 def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, seed: int) -> WeightSource:
-    """What gives the initial values: the user's, or the model's own, or for a model on meta a fresh initialisation."""
+    """Return the source of initial values: ``weights(chain)`` if given, else the model's own values.
+
+    A model whose parameters are all on the meta device gets a fresh initialisation from ``seed``."""
     if weights is not None:
         return weights(chain)
     on_meta = all(parameter.is_meta for parameter in chain.model.parameters())
@@ -258,13 +277,16 @@ def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, 
 def values_alike(
     chain: Chain, weights: Callable[[Chain], WeightSource] | None, seed: int, world: World
 ) -> WeightSource:
-    """Make the source of the initial values and compare its facts, if it gives any; call on all ranks.
+    """Make the source of initial values and check that it is equal on all ranks; call on all ranks.
+
+    Compared are the model's config, the configs of its adapters, and facts about the values if the source has any.
 
     Raises:
-        UserError: the model's config, its adapter or the values are not those of rank 0; on all ranks.
+        UserError: something differs from rank 0; on all ranks.
     """
 
     def facts(source: WeightSource) -> Facts:
+        """Return the facts of the model and of its initial values that ranks compare."""
         known = config_facts("its config", chain.config.to_dict())
         for name, adapter in getattr(chain.given, "peft_config", {}).items():
             known |= config_facts(f"the config of adapter {name}", adapter.to_dict())
@@ -277,9 +299,12 @@ def values_alike(
 def look_at_host(
     chain: Chain, schedules: Schedules, world: World, dtype: torch.dtype, optimizer: OptimizerFactory
 ) -> None:
-    """Raise UserError where homes are to be in a host's memory that does not hold them; call on all ranks."""
+    """Raise UserError if homes are to be in host memory and it cannot hold them; call on all ranks.
+
+    Checks only GPU runs: on a CPU, device memory is host memory.
+    """
     step = schedules.smallest
-    if not step.homes_in_host or world.device.type != "cuda":  # on a CPU a device's memory is the host's
+    if not step.homes_in_host or world.device.type != "cuda":  # on a CPU, device memory is host memory
         return
     tried = try_factory(optimizer, chain.units)
     states = tuple(tried[unit.index].states if unit.trainable else 0 for unit in chain.units)
@@ -303,7 +328,19 @@ def filled_homes(
     dtype: torch.dtype,
     optimizer: OptimizerFactory,
 ) -> Storage:
-    """The homes of this rank with their initial values; the model's parameters are empty from here on."""
+    """Create the homes of this rank and fill them with initial values; call on all ranks.
+
+    The parameters of the model are empty afterwards. Digests of frozen weights that a ``SafetensorsSource`` read are
+    recorded in ``Storage.digests``.
+
+    Args:
+        chain: the model.
+        source: initial values.
+        schedules: schedules of the pipeline.
+        world: all processes.
+        dtype: dtype in which weights travel and blocks compute.
+        optimizer: makes an optimizer for a list of parameters; used to predict memory.
+    """
     look_at_host(chain, schedules, world, dtype, optimizer)
     storage = Storage(
         chain.units,
@@ -315,7 +352,7 @@ def filled_homes(
         host_homes=schedules.smallest.settings.host_homes or "none",
         keeps_gradients=not schedules.smallest.passes_gradients,
     )
-    if type(source) is SafetensorsSource:  # what is derived from it may give other values
+    if type(source) is SafetensorsSource:  # a subclass may return other values
         source.digests = {}
     storage.fill(source, world.group, world.size)
     if type(source) is SafetensorsSource:
@@ -328,10 +365,16 @@ def filled_homes(
 
 
 class Wiring:
-    """Objects of one rank around homes that are filled, made once for the life of a pipeline.
+    """Objects of one rank that run steps on its filled homes; made once for the life of a pipeline.
 
     Args:
+        chain: the model.
+        storage: homes of this rank, filled.
+        schedules: schedules of the pipeline.
+        world: all processes.
         optimizer: makes an optimizer for a list of parameters.
+        training: how the model is trained.
+        checks: how steps are watched.
     """
 
     def __init__(
@@ -347,13 +390,13 @@ class Wiring:
         self.chain, self.storage, self.schedules, self.world = chain, storage, schedules, world
         self.training, self.timeout = training, checks.timeout
         settings, dtype = schedules.settings, storage.compute_dtype
-        # Before anything is compiled: what runs under a probe first is never compiled afterwards.
+        # Probe before `compile_layers`: code that first runs under the probe is never compiled later.
         self.kept_per_token = schedules.kept_per_token(chain, dtype)
-        """Bytes that a layer keeps for every token, by kind."""
+        """Bytes per token that a layer keeps for its backward pass, by kind."""
         if training.compile_layers:
             chain.compile_layers()
         self.optimizers = UnitOptimizers(storage, optimizer)
-        world.wait_patiently()  # for ranks whose homes are filled later: groups are made within ``timeout``
+        world.wait_patiently()  # wait for slow ranks: groups must be made within ``timeout``
         self.transport = Transport(
             schedules.smallest.topology,
             world.rank,

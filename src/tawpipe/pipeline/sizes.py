@@ -1,4 +1,4 @@
-"""What a step of a model costs by its schedule alone: bytes over the links, and memory."""
+"""Predicted memory and network bytes of one training step, computed from its schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tawpipe.topology import Topology
 
 
 def largest_matrix(unit: Unit) -> int:
-    """Elements of the largest matrix of a unit."""
+    """Return the number of elements of the largest matrix among the parameters of ``unit``."""
     return max(slot.numel // matrices_in(slot.shape)[0] for slot in unit.slots)
 
 
@@ -35,12 +35,17 @@ def widths_of(
     whole: bool = False,
     change: float = EXACT_WIDTH,
 ) -> Widths:
-    """Bytes of the elements of a chain that is quantised, if it is to be.
+    """Return the bytes per element of weights, gradients and masters of ``chain``.
 
     Args:
-        dtype: in which it computes.
-        states, exact, change: as of ``Widths``.
-        whole: the optimizer wants whole matrices.
+        chain: the model; quantised before the call if it will be quantised.
+        dtype: dtype in which weights travel and blocks compute.
+        settings: schedule settings, which may choose another dtype for summed gradients.
+        states: tensors per parameter that the optimizer keeps; one number, or one for each unit.
+        exact: bytes of a frozen weight's exact value in host memory; see ``Widths``.
+        whole: True if the optimizer needs whole matrices; host updates then run on portions as large as the largest
+            trainable matrix.
+        change: bytes per weight that travels as the change since the last step; see ``Widths``.
     """
     return Widths(
         dtype.itemsize,
@@ -66,15 +71,18 @@ def step_costs(
     whole: bool = False,
     change: float = EXACT_WIDTH,
 ) -> Costs:
-    """The costs of a step.
+    """Return the memory and the network traffic of one step of ``chain`` under ``schedule``.
 
     Args:
-        states: tensors of the optimizer for every element, as of ``Widths``.
-        tokens: of a micro-batch.
-        kept_per_token: bytes that a layer keeps besides its input, by kind of activation.
-        nodes: the real ones, where the schedule was built for others.
-        whole: the optimizer wants whole matrices.
-        change: as of ``Widths``.
+        chain: the model.
+        schedule: schedule of the step.
+        dtype: dtype in which weights travel and blocks compute.
+        states: tensors per parameter that the optimizer keeps; see ``Widths``.
+        tokens: tokens of a micro-batch.
+        kept_per_token: bytes per token that a layer keeps in addition to its input, by kind of activation.
+        nodes: the real nodes, for the traffic between them; the schedule may have been built for other ones.
+        whole: True if the optimizer needs whole matrices.
+        change: bytes per weight that travels as the change since the last step; see ``Widths``.
     """
     settings = schedule.step.settings
     keys, gradients = key_bytes(chain.config.get_text_config(), dtype)

@@ -1,4 +1,4 @@
-"""The state of training: weights and optimizer state, saved, loaded and read by name."""
+"""State of training: weights and optimizer state are saved, loaded and read by parameter name."""
 
 from __future__ import annotations
 
@@ -26,27 +26,31 @@ from tawpipe.runtime.world import World
 
 
 class State:
-    """A pipeline's state. Call every method on all ranks; what reads or replaces it drains first.
+    """State of a pipeline. Call every method on all ranks.
+
+    Methods that read or replace the state first wait for all issued steps.
 
     Args:
-        world_of_saves: the processes, with a group that only saves use.
+        wiring: objects of this rank.
+        steps: steps of the pipeline.
+        world_of_saves: the processes, with a process group that only saves use.
     """
 
     def __init__(self, wiring: Wiring, steps: Steps, world_of_saves: World) -> None:
         self._wiring, self._steps = wiring, steps
         self.savings: list[Saving] = []
-        """Those that may be under way."""
+        """Saves that may still be running."""
         self.parameters = Parameters(wiring.storage, wiring.world)
         self._world_of_saves = world_of_saves
         self._whole = True
-        self._generation = 0  # changes whenever weights may have
+        self._generation = 0  # increased whenever weights may have changed
 
     def stepped(self) -> None:
-        """Record that a training step was issued."""
+        """Record that a training step was issued, so that collected parameters are read again."""
         self._generation += 1
 
     def require_whole(self) -> None:
-        """Raise RunError if a load broke off in the middle."""
+        """Raise RunError if the last load failed midway and left a partial state."""
         if not self._whole:
             raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
@@ -60,7 +64,10 @@ class State:
         *,
         copy_frozen: bool,
     ) -> Saving:
-        """See ``Pipeline.start_saving``."""
+        """Wait for all steps, copy the state to host memory and start writing it; see ``Pipeline.start_saving``.
+
+        Also waits for a running save that uses the same process group. Homes in host memory are not copied: this method
+        then waits until they are written. ``limit_s`` limits both waits, in seconds."""
         begin = time.perf_counter()
         self.require_whole()
         self._steps.drain()
@@ -88,13 +95,15 @@ class State:
         }
         staged_s = time.perf_counter() - begin
         saving = Saving(store, name, pieces, content=content, world=world, staged_s=staged_s, live=live)
-        self.savings.append(saving)  # also if what follows is interrupted: the thread goes on
+        self.savings.append(saving)  # before `join`, which may be interrupted: the thread continues
         if live:
             saving.join(limit_s)
         return saving
 
     def load(self, where: str | Path | Source) -> Manifest:
-        """Return the manifest of the state that was loaded, see ``Pipeline.load``."""
+        """Wait for all steps, load a state and return its manifest; see ``Pipeline.load``.
+
+        The results of steps that were issued before are dropped without a check."""
         wiring = self._wiring
         wiring.executor.drain()
         whole, self._whole = self._whole, False
@@ -102,7 +111,7 @@ class State:
             source = where if isinstance(where, Source) else Path(where)
             manifest = load_state(source, wiring.storage, wiring.optimizers, wiring.world)
         except UserError:
-            self._whole = whole  # it has changed nothing
+            self._whole = whole  # a refused load changes nothing
             raise
         finally:
             self._generation += 1
@@ -114,43 +123,46 @@ class State:
         return manifest
 
     def parameter(self, name: str, *, gradient: bool = False) -> Tensor | None:
-        """A whole parameter, or its gradient, on rank 0."""
+        """Return a whole parameter, or its gradient, on rank 0 and None on other ranks; waits for all steps."""
         self.parameters.check(name, gradient=gradient)
         self._steps.drain()
         return self.parameters.collect(name, self._generation, gradient=gradient)
 
     def join_saves(self) -> None:
-        """Wait for what is still being written."""
+        """Wait until all saves have ended; does not report their outcome."""
         for saving in self.savings:
             saving.join()
 
     def leave(self) -> None:
-        """Drop the group of saves."""
+        """Destroy the process group of saves."""
         self._world_of_saves.drop_group(self._wiring.world)
 
 
 class Parameters:
-    """The parameters by name. Call every method on all ranks, with nothing under way."""
+    """Access to whole parameters by name. Call every method on all ranks while no step runs."""
 
     def __init__(self, storage: Storage, world: World) -> None:
         self._storage, self._world = storage, world
         self._collected: tuple[tuple[int, bool, int], Tensor | None] | None = None
-        """(unit, gradient or not, generation) and the whole unit that was collected last."""
+        """Key (unit, gradient or not, generation) and value of the unit that was collected last; the value is None
+        except on rank 0."""
 
     @cached_property
     def _slots(self) -> dict[str, tuple[Unit, ParameterSlot]]:
+        """Unit and slot of every parameter, by name."""
         return {slot.name: (unit, slot) for unit in self._storage.units for slot in unit.slots}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of their units."""
+        """Names of all parameters, in the order of their units."""
         return tuple(self._slots)
 
     def check(self, name: str, *, gradient: bool) -> None:
-        """Refuse what cannot be collected.
+        """Raise UserError if the parameter ``name``, or its gradient, cannot be collected.
 
         Raises:
-            UserError: no such parameter, or the gradient of one that is frozen.
+            UserError: there is no such parameter; or, with ``gradient``, the parameter is frozen or its gradient is not
+                kept.
         """
         if name not in self._slots:
             raise UserError("parameter", name, "one of Pipeline.parameter_names")
@@ -161,14 +173,18 @@ class Parameters:
             raise UserError("gradient", name, expected)
 
     def collect(self, name: str, generation: int, *, gradient: bool = False) -> Tensor | None:
-        """A whole parameter, or its gradient, on rank 0, None elsewhere.
+        """Gather a whole parameter, or its gradient, and return a copy on rank 0 and None on other ranks.
+
+        The unit of the last call is kept, so that its other parameters need no communication.
 
         Args:
-            generation: a number that changes whenever weights may have.
+            name: name of the parameter.
+            generation: number that changes whenever weights may have changed.
+            gradient: return the gradient instead of the parameter.
         """
         unit, slot = self._slots[name]
         key = (unit.index, gradient, generation)
-        if self._collected is None or self._collected[0] != key:  # parameters of a unit are asked for one after another
+        if self._collected is None or self._collected[0] != key:  # callers read a unit's parameters in sequence
             self._collected = None
             self._collected = (key, self._storage.collect(unit, self._world.group, gradient=gradient))
         flat = self._collected[1]
@@ -176,13 +192,16 @@ class Parameters:
         return None if flat is None else slot.view(flat).clone()
 
     def check_copies(self, kept: Iterable[tuple[int, int, str]] = ()) -> None:
-        """Compare the copies of every home, and what travels of it with its master; and copies that nodes keep.
+        """Compare weights that should be equal on several ranks, by their checksums.
+
+        Compares the copies of every home, the weights that a home sends with its masters, and the weights that nodes
+        keep from step to step.
 
         Args:
-            kept: of those the first rank of a group, the unit and a checksum, see ``Refresh.checksums``.
+            kept: (first rank of a group, unit, checksum) for weights that nodes keep; see ``Refresh.checksums``.
 
         Raises:
-            RunError: something is not alike; on all ranks.
+            RunError: two copies differ; on all ranks.
         """
         texts = self._world.gather_texts("\n".join(f"{first} {unit} {value}" for first, unit, value in kept))
         alike: dict[str, tuple[int, str]] = {}

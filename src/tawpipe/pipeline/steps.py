@@ -1,4 +1,4 @@
-"""Steps of a pipeline: issued to the executor, limited in time, and judged when their numbers are there."""
+"""Steps of a pipeline: issued to the executor, limited in time, and checked when their results are known."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class Continuation(NamedTuple):
-    """Text that the model has written behind a prompt.
+    """Tokens that the model generated for one prompt.
 
     Attributes:
         ids: ids of the new tokens.
-        logprobs: natural logarithm of each token's chance, by the model's logits as they are.
+        logprobs: natural logarithm of each token's probability, by the unmodified logits of the model.
     """
 
     ids: tuple[int, ...]
@@ -51,23 +51,27 @@ class Continuation(NamedTuple):
 
 
 class Steps:
-    """The steps of a pipeline.
+    """Steps of a pipeline: issues them, checks their results and limits their time.
 
-    Until ``watch`` a step beyond its limit of time is reported, and only communication is ended.
+    Before ``watch`` is called, a step beyond its time limit is reported, and only communication is aborted.
+
+    Args:
+        wiring: objects of this rank.
+        deal: assignment of rows to ranks.
     """
 
     def __init__(self, wiring: Wiring, deal: Deal) -> None:
         self._wiring, self._deal = wiring, deal
         self._adopted: set[int] = set()
-        """Schedules, which are all kept, whose buffers are there."""
+        """``id`` of every kept schedule whose buffers are allocated."""
         self._training: bool | None = None
         self._agreed: set[int] = set()
-        """Numbers of micro-batches of which all ranks know that the others have them, too."""
+        """Numbers of micro-batches that are known to be equal on all ranks."""
         self._recent: deque[StepResult] = deque()
         self.skipped = 0
-        """Steps that were left out in a row, up to now."""
+        """Number of consecutive steps, up to now, whose update was skipped because a number was not finite."""
         self.without_labels = 0
-        """Steps whose labels were all -100 and which were left out."""
+        """Number of steps whose labels were all -100 and whose update was therefore skipped."""
         self.limit = StepLimit(wiring.timeout.total_seconds())
         self._watched = False
         self._apply_limit()
@@ -75,9 +79,14 @@ class Steps:
     # issuing
 
     def schedule(self, count: int | BinsForm, *, training: bool = True) -> Schedule:
-        """Return the schedule for ``count`` micro-batches, or for the form of bins, with its buffers allocated."""
+        """Return the schedule for ``count`` micro-batches, or for a ``Bins.form``, and allocate its buffers.
+
+        Args:
+            count: number of micro-batches, or the form of packed micro-batches.
+            training: False for a schedule of forward passes only.
+        """
         schedule = self._wiring.schedules.of(count, training=training)
-        if id(schedule) not in self._adopted or schedule.step.slices:  # those are not all kept
+        if id(schedule) not in self._adopted or schedule.step.slices:  # not all of these are kept
             self._adopted.add(id(schedule))
             executor = self._wiring.executor
             if executor.injector is not None and training:
@@ -95,12 +104,21 @@ class Steps:
         recording: Recording | None = None,
         measure: Measure | None = None,
     ) -> StepResult:
-        """Issue one step; it still runs when this returns.
+        """Issue one step and return a handle of its result; the step still runs then.
+
+        Waits for all ranks at the first step with a number of micro-batches. Switches the model to training or
+        evaluation mode.
 
         Args:
-            number: of the step.
-            rule: what all parameter groups have in common.
-            seed: of random numbers; None for an evaluation.
+            local: this rank's part of the global batch.
+            number: number of the step.
+            rule: update rule for all parameter groups.
+            seed: seed of dropout and the like; None for an evaluation, which runs forward only.
+            recording: records when actions run.
+            measure: computes additional results from the model's head.
+
+        Raises:
+            UserError: autocast is enabled, or ranks have global batches of different sizes.
         """
         training = seed is not None
         wiring, rank, topology = self._wiring, self._wiring.world.rank, self._wiring.world.topology
@@ -114,11 +132,11 @@ class Steps:
         schedule = self.schedule(form, training=training)
         if training and not self.limit.known_s:
             self._estimate(local, self.costs(schedule, self._deal.tokens(local)))
-        chosen = wiring.optimizers.groups.chosen()  # as they are now: the step itself runs later
+        chosen = wiring.optimizers.groups.chosen()  # copied now: the step runs later
         micro_batches = self._deal.numbered(local, schedule.step.micro_batches[rank])
         slices = self._deal.slices(local, schedule.step.micro_batches[rank])
         counted = schedule.step.losses_of(rank) if schedule.step.losses else None
-        if counted is not None:  # of a document that is cut, what its first slice is given
+        if counted is not None:  # count the labels of a cut document once, at its first slice
             counted = [m for m in counted if m not in slices or not slices[m].begin]
         given = StepInput(
             micro_batches,
@@ -142,13 +160,19 @@ class Steps:
         return result
 
     def layers_kept(self, schedule: Schedule, batches: Mapping[int, MicroBatch]) -> dict[int, frozenset[int]]:
-        """Layers of each micro-batch of this rank that keep in ``keep_mib`` what they would recompute. The memory is
-        shared by all micro-batches that are between their forward and their backward pass at one time.
+        """Return the layers of each micro-batch of this rank that keep their activations instead of recomputing them.
+
+        ``keep_mib`` is shared by all micro-batches that are between their forward and their backward pass at one time.
+        Slices of documents and micro-batches of several ranks keep none.
+
+        Args:
+            schedule: schedule of the step.
+            batches: micro-batches of this rank by index.
         """
         step, chain, kept_per_token = schedule.step, self._wiring.chain, self._wiring.kept_per_token
         settings, rank = step.settings, self._wiring.world.rank
         waits = not settings.offloaded_layers and any(action.op is Op.OFFLOAD for action in schedule.programs[rank])
-        if not settings.keep_mib or "graph" not in kept_per_token or waits:  # what waits elsewhere are inputs
+        if not settings.keep_mib or "graph" not in kept_per_token or waits:  # `Op.OFFLOAD` moves inputs only
             return {}
         first = max(settings.offloaded_layers + 1, chain.spec.first_backward)
         layers = [b for b in step.strategy.computes(step)[rank] if first <= b <= chain.spec.num_layers]
@@ -164,16 +188,19 @@ class Steps:
         }
 
     def _agree(self, count: int) -> None:
-        """Ask whether all ranks have so many micro-batches, the first time: others would wait for what never comes.
+        """Check once for each ``count`` that all ranks have this number of micro-batches.
+
+        Waits for all ranks. Without the check, a rank with more micro-batches would wait for messages that are never
+        sent.
 
         Raises:
-            UserError: they have not.
+            UserError: the numbers differ.
         """
         if count in self._agreed:
             return
         self._wiring.executor.watchdog.watch(BEGINNING, come := LastEvents({}))
         try:
-            self._wiring.world.wait_patiently()  # for ranks that come later: how long they may take, the watchdog knows
+            self._wiring.world.wait_patiently()  # for late ranks; the watchdog limits the wait
             everyone = self._wiring.world.gather_numbers(float(count))
         finally:
             come.issued = True
@@ -184,7 +211,8 @@ class Steps:
         self._agreed.add(count)
 
     def _set_training(self, mode: bool) -> None:
-        # It walks over all modules; but the model may have been switched by the caller's model.eval().
+        """Switch the model between training and evaluation mode if its mode differs from ``mode``."""
+        # Switching visits all modules, so it is done only on a change. The caller may have called model.eval().
         if mode != self._training or mode != self._wiring.chain.model.training:
             self._wiring.chain.set_training(mode)
             self._training = mode
@@ -192,22 +220,22 @@ class Steps:
     # results
 
     def make_room(self) -> None:
-        """Judge steps until at most one is ahead of its numbers."""
+        """Wait for issued training steps and check their results, the oldest first, until at most one is left."""
         while len(self._recent) > 1:
             try:
                 self.judge(self._recent.popleft())
             except Exception:
-                self._recent.clear()  # as in ``drain``: the caller knows now that steps have failed
+                self._recent.clear()  # as in ``drain``: the error is reported once
                 raise
 
     def drain(self) -> None:
-        """Wait for everything under way, and judge all steps.
+        """Wait for all issued steps and check their results.
 
         Raises:
-            RunError: one of them had a loss or gradient norm that was not finite.
+            RunError: the loss or gradient norm of a step was not finite.
             UserError: ranks were given different batches.
         """
-        for result in self._recent:  # so that it is seen how long they take
+        for result in self._recent:  # records the time of each step
             result.wait()
         self._wiring.executor.drain()
         results = list(self._recent)
@@ -216,17 +244,26 @@ class Steps:
             self.judge(result)
 
     def end(self) -> None:
-        """Judge, at the end of the process, the steps whose faults the caller does not know."""
+        """Wait for all issued steps at the end of the process; check those whose failure was not reported yet.
+
+        Raises:
+            RunError, UserError: as in ``drain``.
+        """
         self._recent = deque(result for result in self._recent if not result.told)
         self.drain()
 
     def forget(self) -> None:
-        """Drop results whose weights have been replaced by a load."""
+        """Drop the results of issued steps, because a load has replaced the weights."""
         self._recent.clear()
         self.skipped = 0
 
     def judge(self, result: StepResult) -> None:
-        """Count a step that was left out; raise for one more than ``skip_limit``."""
+        """Wait for the result of a step, record its time and check it; count it if its update was skipped.
+
+        Raises:
+            RunError: loss or gradient norm is not finite, for more than ``skip_limit`` consecutive steps.
+            UserError: ranks were given different batches.
+        """
         result.require_alike()
         self.took(result.took_s)
         if result.finite and result.tokens:
@@ -249,8 +286,9 @@ class Steps:
     # time and bytes
 
     def costs(self, schedule: Schedule, tokens: int) -> Costs:
-        """Bytes over the links and memory of one step, whose micro-batches have ``tokens`` tokens at most. Weights that
-        travel as they change count by their last change.
+        """Return memory and network bytes of one step whose micro-batches have up to ``tokens`` tokens.
+
+        Weights that travel as changes are counted with the size of their last change.
         """
         wiring = self._wiring
         said = step_costs(
@@ -267,19 +305,28 @@ class Steps:
         return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
 
     def watch(self, least: timedelta) -> None:
-        """Let the watchdog end steps, too, that take longer than ``least`` and than a multiple of the time of steps."""
+        """Let the watchdog end the process if a step exceeds its time limit.
+
+        Args:
+            least: smallest limit; a multiple of the usual time of steps replaces it if that is longer.
+        """
         self.limit.least_s, self._watched = least.total_seconds(), True
         self._apply_limit()
 
     def took(self, seconds: float) -> None:
-        """Record that a step took ``seconds``."""
+        """Record that a step took ``seconds``, and adapt the time limits."""
         before = self.limit.seconds, self.limit.report_s
         self.limit.took(seconds)
         if (self.limit.seconds, self.limit.report_s) != before:
             self._apply_limit()
 
     def _estimate(self, local: LocalBatch, said: Costs) -> None:
-        """Estimate the first step's time from its FLOPs and bytes, where no plan has predicted it."""
+        """Estimate the time of the first step from its FLOPs and its network bytes, and adapt the time limits.
+
+        Args:
+            local: this rank's part of the global batch.
+            said: predicted costs of the step.
+        """
         device, (lengths, share) = self._wiring.world.device, self._deal.busiest(local)
         self.limit.estimated_s = estimate_s(
             (chain_flops(self._wiring.chain, lengths, at_most=True) or 0.0) * share,
@@ -290,14 +337,15 @@ class Steps:
         self._apply_limit()
 
     def _apply_limit(self) -> None:
+        """Pass the current time limits to the watchdog and to the transport."""
         watchdog = self._wiring.executor.watchdog
         watchdog.limit_s, watchdog.ends = self.limit.seconds if self._watched else self.limit.report_s, self._watched
-        # The transport would end it without a word; it is there for what no watchdog sees. Two steps may be issued.
+        # The transport aborts without a report, so its limit is longer. Two steps may be issued at one time.
         self._wiring.transport.set_timeout(timedelta(seconds=2 * self.limit.seconds + 30))
 
 
 def _at_once(program: Iterable[Action], layers: Collection[int]) -> int:
-    """Most micro-batches that are between their forward and their backward pass in some of ``layers``."""
+    """Return the most micro-batches that are between their forward and backward pass in ``layers`` at one time."""
     held, flying, most = Counter[int](), 0, 1
     for action in program:
         if action.block in layers and action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
