@@ -1,1 +1,1 @@
-"""Before the run: machines, costs, candidates and the choice among them."""
+"""Planning before a run: machines, measured costs, a search for strategy and settings, and the report."""

@@ -1,1 +1,1 @@
-"""What a plan says: longest rows, what is missing, pages."""
+"""Results of planning: longest rows, changes that would make a run fit, and HTML pages."""

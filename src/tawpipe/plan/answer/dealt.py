@@ -1,13 +1,12 @@
-"""Steps on documents of uneven lengths, played: dealt by their time, packed by their tokens, or cut into rows.
+"""Predicted steps of documents of uneven lengths: balanced by time, packed by tokens, or cut into rows of one length.
 
-A few steps are drawn and dealt (dealing/balance.py) by what a profile says that documents take. The clock plays the
-one of median imbalance, under every strategy with the settings that suit it where all bins are full. Under the
-fastest it plays the same documents as others have them, and with long ones shared by sets of several sizes. Pipelines
-have bins of their own.
+A few steps are drawn, and their documents are assigned (dealing/balance.py) by the time that a profile predicts for
+them. The step with the median imbalance is simulated under every strategy, with the settings that are best for full
+packed micro-batches. Under the fastest strategy the other ways of assigning the same documents are simulated, and long
+documents shared by context-parallel groups of several sizes. Pipelines have packed micro-batches of their own.
 
-Where ranks or rounds are too many to play, one rank stands for all, which has the longest bin of every round; and few
-rounds are played, for what one takes beside its modelled time.
-"""
+If there are too many ranks to simulate, one rank represents all, with the longest packed micro-batch of every round. If
+there are too many rounds, a few are simulated, and the rest is extrapolated by its modelled time."""
 
 from __future__ import annotations
 
@@ -34,19 +33,22 @@ from tawpipe.schedule.strategies.build import build, step_of_bins
 from tawpipe.simulate import Timeline, play
 
 STEPS = 5
-"""Steps that are drawn and dealt."""
+"""Steps that are drawn and assigned."""
 MOST_PLAYED = 12_000
-"""Bins, times blocks, of a step that is played as a whole."""
+"""Packed micro-batches, times blocks, of the largest step that is simulated as a whole."""
 ROWS, IN_TURN, BALANCED = "rows of one length", "packed by tokens, in turn", "balanced"
 
 
 @dataclass(frozen=True)
 class DealTried:
-    """One way to deal the documents of a step, and what the clock says of it.
+    """One assignment of a step's documents, and its simulated time.
 
     Args:
         name: ``ROWS``, ``IN_TURN`` or ``BALANCED``.
-        timeline: of all ranks and rounds; None where not all of them were played.
+        bins: the packed micro-batches.
+        seconds: simulated seconds of the step.
+        exposed_s: seconds of the step during which a device waits for transfers.
+        timeline: the simulated step with all ranks and rounds; None if not all were simulated.
     """
 
     name: str
@@ -57,31 +59,33 @@ class DealTried:
 
     @property
     def over_mean(self) -> float:
-        """Modelled time beside that of a step in which all ranks compute equally long."""
+        """Modelled time of the step, relative to the mean of all ranks: 1 if all compute equally long."""
         return self.bins.seconds / self.bins.mean_seconds
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second of all devices together."""
         return sum(self.bins.lengths) / self.seconds
 
     @property
     def words(self) -> str:
+        """Name of the assignment, for tables."""
         return self.name + (f", long ones over {self.bins.ranks} devices" if self.bins.ranks > 1 else "")
 
 
 @dataclass(frozen=True)
 class DealFound:
-    """What was found out.
+    """Result of planning for documents of uneven lengths.
 
     Args:
-        request: for bins that are full.
-        lengths: of the corpus, cut at ``max_document``.
-        tokens: of a step, at most.
-        max_document: tokens of a document at most, and of the rows that are compared.
-        drawn: how the steps that were drawn are dealt.
-        candidates: strategies with the settings that suit them; the first ones are in ``strategies``.
-        strategies: by name, the median step dealt ``BALANCED``; the fastest first.
-        deals: under the fastest strategy, the same documents dealt otherwise, and as ``strategies`` has them.
+        request: request for full packed micro-batches.
+        lengths: lengths of the corpus, cut at ``max_document``.
+        tokens: most tokens of a step.
+        max_document: most tokens of a document, and tokens of the rows of one length in the comparison.
+        drawn: assignments of the drawn steps, the most even first.
+        candidates: all strategies with their best settings.
+        strategies: by strategy name the median step, assigned ``BALANCED``; the fastest first.
+        deals: assignments of the same documents under the fastest strategy.
     """
 
     request: PlanRequest
@@ -107,12 +111,22 @@ class DealFound:
         tokens: int,
         max_document: int,
     ) -> DealFound:
-        """Draw, deal and play.
+        """Draw some steps of documents, assign them, and simulate one of them under every strategy that fits.
+
+        ``STEPS`` steps are drawn; the one with the median imbalance is simulated. Under the fastest strategy, other
+        ways to assign the same documents are simulated as well: rows of one length, packing in turn, and larger
+        context-parallel groups. Prints a progress line for each strategy.
+
+        Args:
+            request: request for full packed micro-batches.
+            lengths: lengths of the corpus, cut at ``max_document``.
+            tokens: most tokens of a step.
+            max_document: most tokens of a document.
 
         Raises:
-            UserError: a document is longer than any bin can be.
+            UserError: a document is longer than any packed micro-batch can be.
         """
-        alone = request.with_ranks(request.settings.sequence_ranks or 1)  # which documents are shared, the deal says
+        alone = request.with_ranks(request.settings.sequence_ranks or 1)  # ``deal`` decides which documents are shared
         candidates = search(alone)
         good = [candidate for candidate in candidates if candidate.fits and candidate.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
@@ -133,7 +147,7 @@ class DealFound:
             if candidate.step is None:
                 continue
             bins, strategy = median, candidate.step.strategy
-            if 1 + max(strategy.dealt_to(request.topology)) != world:  # bins of pipelines
+            if 1 + max(strategy.dealt_to(request.topology)) != world:  # packed micro-batches are assigned to pipelines
                 cuts = LONG if request.cuts else None
                 bins = strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
             if (tried := played(request, candidate.step, BALANCED, bins)) is not None:
@@ -159,35 +173,42 @@ class DealFound:
 
     @cached_property
     def median(self) -> Bins:
+        """Assignment of the drawn step whose imbalance is the median of the drawn steps."""
         return self.drawn[len(self.drawn) // 2]
 
     @property
     def chosen(self) -> str | None:
-        """The fastest strategy."""
+        """Name of the fastest strategy; None if none fits."""
         return next(iter(self.strategies), None)
 
     @property
     def best(self) -> DealTried | None:
-        """The fastest deal under it; sets only where they gain something."""
+        """Fastest balanced assignment under the fastest strategy; None if there is none.
+
+        Within ``GAIN`` the one with the smallest context-parallel groups is preferred."""
         good = [deal for deal in self.deals if deal.name == BALANCED]
         if not good:
             return None
         return next(deal for deal in good if deal.seconds <= min(other.seconds for other in good) * (1 + GAIN))
 
     def deal_of(self, name: str) -> DealTried | None:
+        """Return the first assignment with this name; None if there is none."""
         return next((deal for deal in self.deals if deal.name == name), None)
 
     def settings(self, strategy: str) -> dict[str, object]:
-        """What the schedule of a run would be."""
+        """Return the schedule settings that a run would use under ``strategy``; empty if it cannot run."""
         step = next(candidate.step for candidate in self.candidates if candidate.strategy == strategy)
         return settings_of(step) if step is not None else {}
 
 
 def step_of_deal(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
-    """A step of this deal, with the settings of another.
+    """Return a step for the packed micro-batches ``bins``, with the settings of ``step``.
+
+    If the assignment has another size of context-parallel groups, that size is set, and whole rows recompute
+    everything.
 
     Raises:
-        UserError: the strategy cannot run sets.
+        UserError: the strategy does not support context-parallel groups.
     """
     settings = step.settings
     if step.sequence_ranks != bins.ranks:
@@ -198,9 +219,10 @@ def step_of_deal(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
 
 
 def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | None:
-    """The step, or with the settings that need least, as memory holds full bins of sets; None if it does not. For
-    bins of single ranks the search has found out.
-    """
+    """Return ``step``, or its leanest variant if only that fits in memory, for groups as large as those of ``bins``.
+
+    What must fit are full packed micro-batches of context-parallel groups. None if neither fits. If ``bins`` has no
+    groups, ``step`` is returned unchecked, because the search has checked it."""
     if bins.ranks == 1:
         return step
     wide = request.with_length(request.sequence_length * bins.ranks)
@@ -213,7 +235,14 @@ def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | Non
 
 
 def played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
-    """The clock's word on a deal; None if the strategy cannot run it, or too many ranks do not do alike."""
+    """Simulate an assignment; None if the strategy cannot run it, or if too many different ranks would be simulated.
+
+    Args:
+        request: request for full packed micro-batches.
+        step: a step of the strategy, for its settings.
+        name: name of the assignment.
+        bins: the assignment.
+    """
     try:
         return _play(request, step, name, bins)
     except UserError:
@@ -221,7 +250,15 @@ def played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealT
 
 
 def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
-    request, blocks = replace(request, dealt=()), len(request.model.blocks)  # these bins, and no typical ones
+    """Simulate an assignment; None if too many different ranks would be simulated.
+
+    If there are too many rounds, two shorter steps are simulated, and the time of the remaining rounds is extrapolated
+    in proportion to their modelled time.
+
+    Raises:
+        UserError: the strategy cannot run the assignment.
+    """
+    request, blocks = replace(request, dealt=()), len(request.model.blocks)  # no typical step
     binned = step_of_deal(request, step, bins)
     alike = request.topology == request.machine.topology and foldable(binned, request.costs)
     whole = bins.world_size * blocks <= LARGEST_WORK
@@ -235,13 +272,21 @@ def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTr
         less = _cut(bins, rounds - each)
         shorter = _timeline(request, step, less, whole=whole)
         now, before = _modelled(_cut(bins, rounds)), _modelled(less)
-        more = (_modelled(bins) - now) / (now - before) if now > before else 0.0  # only empty bins are left
+        more = (_modelled(bins) - now) / (now - before) if now > before else 0.0  # 0 if only empty ones remain
         seconds += more * (seconds - shorter.step_seconds)
         exposed += max(0.0, more * (exposed - shorter.exposed_communication_s))
     return DealTried(name, bins, seconds, exposed, timeline if whole and rounds >= sum(bins.shape) else None)
 
 
 def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) -> Timeline:
+    """Simulate a step of ``bins`` and return its timeline.
+
+    Args:
+        request: request for full packed micro-batches.
+        step: a step of the strategy, for its settings.
+        bins: the assignment.
+        whole: True to simulate all ranks; False to simulate rank 0 with the longest packed micro-batch of every round.
+    """
     if not whole:
         longest = [[max(row, key=bins.time)] * len(row) for row in (*bins.shared, *bins.single)]
         rows = tuple(map(tuple, longest))
@@ -253,8 +298,10 @@ def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) 
 
 
 def _cut(bins: Bins, rounds: int) -> Bins:
-    """Return these bins with ``rounds`` rounds at most; those in which all bins are empty, as pipelines have them for
-    few documents, are left out first.
+    """Return ``bins`` with at most ``rounds`` rounds.
+
+    Rounds without documents are dropped first, then the last rounds. Of shared rounds, at most half of ``rounds`` are
+    kept, or as many as are needed to fill up the number. Pipelines have rounds without documents if documents are few.
     """
     shared = bins.shared[: max(rounds - len(bins.single), rounds // 2)]
     most = rounds - len(shared)
@@ -265,4 +312,5 @@ def _cut(bins: Bins, rounds: int) -> Bins:
 
 
 def _modelled(bins: Bins) -> float:
+    """Return the modelled time of all rounds, where each takes as long as its slowest rank."""
     return sum(map(max, bins.times))

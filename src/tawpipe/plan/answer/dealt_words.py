@@ -1,4 +1,4 @@
-"""Foresight of documents of uneven lengths as text, as JSON and as a page."""
+"""Plan for documents of uneven lengths as text, as JSON and as an HTML page."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tawpipe.report.page import Section, Table, check_page, timeline_section, wr
 HEAD = ("step", "tokens/s", "tokens/s/device", "not hidden", "over the mean", "over the floor", "in")
 PHRASES = {ROWS: "rows of one length", IN_TURN: "documents packed by tokens and dealt in turn"}
 SHOWN_RANKS = 48
-"""Ranks in a figure."""
+"""Most ranks in a figure."""
 
 
 def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
-    """A deal as JSON."""
-    floor = min(dealt.median.floor, deal.bins.floor)  # the stages of a pipeline share a long document
+    """Return one assignment of documents as a dict for JSON."""
+    floor = min(dealt.median.floor, deal.bins.floor)  # stages of a pipeline share a long document
     return {
         "packing": deal.name,
         "sequence_ranks": deal.bins.ranks,
@@ -38,7 +38,7 @@ def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
 
 
 def as_json(dealt: DealFound) -> dict[str, Any]:
-    """The contract of ``--json`` with lengths."""
+    """Return the dict that ``--json`` prints for a plan with lengths."""
     median, best = dealt.median, dealt.best
     content = {
         "source": dealt.lengths.source,
@@ -68,11 +68,12 @@ def as_json(dealt: DealFound) -> dict[str, Any]:
 
 
 def json_text(dealt: DealFound) -> str:
+    """Return the JSON of the plan as text."""
     return json.dumps(as_json(dealt), indent=1, allow_nan=False)
 
 
 def corpus(dealt: DealFound) -> Iterator[str]:
-    """Lines on the lengths and on a step of them."""
+    """Yield lines of text on the lengths of the documents, the median step, and the imbalance of all steps."""
     lengths, median = dealt.lengths, dealt.median
     yield f"{lengths.source}, cut at {dealt.max_document:,} tokens:"
     yield from columns(
@@ -90,11 +91,12 @@ def corpus(dealt: DealFound) -> Iterator[str]:
 
 
 def _rounds(bins: Bins) -> str:
+    """Return a phrase with the number of rounds, such as "5 rounds, 2 of them shared"."""
     return bins.in_words + (f", {bins.shape[0]} of them shared" if bins.shape[0] else "")
 
 
 def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
-    """A deal as cells under ``HEAD``."""
+    """Return one assignment as cells of a table row, in the order of ``HEAD``."""
     told = numbers(dealt, deal)
     floor = told["imbalance_over_floor"]
     return (
@@ -109,7 +111,7 @@ def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
 
 
 def tables(dealt: DealFound) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The strategies, and the deals under the fastest, each with a head."""
+    """Return a table of strategies and a table of assignments under the fastest one, as rows with a head."""
     first = [("strategy", *HEAD, "")]
     first += [(name, *cells(dealt, deal), "chosen" * (name == dealt.chosen)) for name, deal in dealt.strategies.items()]
     for candidate in dealt.candidates:
@@ -123,7 +125,7 @@ def tables(dealt: DealFound) -> tuple[list[tuple[str, ...]], list[tuple[str, ...
 
 
 def lines(dealt: DealFound) -> Iterator[str]:
-    """All of it as text."""
+    """Yield the plan as lines of text: the documents, the two tables, and the reason for the choice."""
     yield from corpus(dealt)
     first, second = tables(dealt)
     yield ""
@@ -135,7 +137,7 @@ def lines(dealt: DealFound) -> Iterator[str]:
 
 
 def reason(dealt: DealFound) -> str:
-    """A sentence or two."""
+    """Return a sentence with the chosen strategy, its time and gains; or the sentence that nothing fits."""
     best = dealt.best
     if best is None:
         tokens = dealt.request.sequence_length
@@ -166,10 +168,10 @@ def reason(dealt: DealFound) -> str:
 
 
 def write_dealt_page(dealt: DealFound, path: Path) -> None:
-    """Write the page.
+    """Write the HTML page of the plan.
 
     Raises:
-        UserError: the folder is not there.
+        UserError: the folder does not exist.
     """
     check_page(str(path))
     request = dealt.request
@@ -178,6 +180,7 @@ def write_dealt_page(dealt: DealFound, path: Path) -> None:
 
 
 def _sections(dealt: DealFound) -> Iterator[Section]:
+    """Yield the sections of the page: the choice, the lengths, the comparison of assignments and the times per rank."""
     strategies, deals = tables(dealt)
     marked = [i for i, row in enumerate(strategies[1:]) if row[0] == dealt.chosen]
     yield Section(dealt.chosen or "Nothing fits", reason(dealt), Table(strategies[0], strategies[1:], marked))
@@ -198,6 +201,7 @@ def _sections(dealt: DealFound) -> Iterator[Section]:
 
 
 def _times(deal: DealTried) -> Section:
+    """Return a section with a figure of the modelled seconds of every rank or pipeline."""
     times = [row[:SHOWN_RANKS] for row in deal.bins.times]
     taker, part = ("pipeline", "bin") if deal.bins.positions > 1 else ("rank", "round")
     parts = {f"{part} {number}": row for number, row in enumerate(times)}

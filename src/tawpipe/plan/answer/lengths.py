@@ -1,4 +1,4 @@
-"""Lengths of documents as a corpus has them, from a file or drawn from a distribution; and steps drawn of them."""
+"""Lengths of documents of a corpus, from a file or a distribution; and steps that are drawn from them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tawpipe.report.lengths import Histogram
 
 LOGNORMAL = "lognormal:"
 SHORTEST = 32
-"""Tokens of a document that is drawn from a distribution, at least."""
+"""Least tokens of a document that is drawn from a distribution."""
 DRAWN = 200_000
-"""Documents that stand for a distribution."""
+"""Documents that are drawn to represent a distribution."""
 SEED = 17
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """A corpus, as the lengths of its documents.
+    """Corpus, represented by the lengths of its documents.
 
     Args:
-        values: ascending, each once.
-        counts: how many documents have them.
-        source: in words.
+        values: distinct lengths, ascending.
+        counts: number of documents of each length.
+        source: description of the corpus.
     """
 
     values: np.ndarray
@@ -37,14 +37,16 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, source: str) -> Lengths:
+        """Build a corpus from the lengths of its documents."""
         return cls(*np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True), source)
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest document."""
         return int(self.values[-1])
 
     def cut(self, most: int) -> Lengths:
-        """The same documents, longer ones in pieces of ``most`` tokens and what is left."""
+        """Return the corpus with longer documents cut into pieces of ``most`` tokens and a rest."""
         whole, rest = np.divmod(self.values, most)
         values = np.concatenate([rest, [most]])
         counts = np.concatenate([self.counts, [(whole * self.counts).sum()]])
@@ -53,7 +55,10 @@ class Lengths:
         return Lengths(distinct, sums, self.source)
 
     def step(self, tokens: int, number: int) -> list[int]:
-        """Documents of one step: as many as have ``tokens`` together, at least one; always the same for a number."""
+        """Draw documents at random, of ``tokens`` tokens together at most, and return their lengths.
+
+        These are the documents of step ``number``. At least one document is drawn, even if it is longer. Equal
+        arguments give equal documents."""
         draw, lengths, total = np.random.default_rng((SEED, number + 1)), list[int](), 0
         shares = np.cumsum(self.counts)
         while True:
@@ -66,20 +71,27 @@ class Lengths:
 
     @cached_property
     def histogram(self) -> Histogram:
-        """Shares of documents and tokens."""
+        """Shares of documents and of tokens by length."""
         return Histogram.of(self.values, self.counts)
 
 
 def lengths_of(words: str) -> Lengths:
-    """``lognormal:MU,SIGMA``, or a file with a length on every line, or a length and how many documents have it.
+    """Return the corpus for ``lognormal:MU,SIGMA`` or for a file.
+
+    Each line of the file has a length, or a length and the number of documents of that length.
 
     Raises:
-        UserError: neither.
+        UserError: ``words`` is neither a valid distribution nor a valid file.
     """
     return _drawn(words) if words.startswith(LOGNORMAL) else _read(Path(words))
 
 
 def _drawn(words: str) -> Lengths:
+    """Draw the lengths of ``DRAWN`` documents from ``lognormal:MU,SIGMA``, always with one seed.
+
+    Raises:
+        UserError: a parameter is missing or out of range.
+    """
     try:
         mu, sigma = map(float, words.removeprefix(LOGNORMAL).split(","))
     except ValueError:
@@ -92,6 +104,13 @@ def _drawn(words: str) -> Lengths:
 
 
 def _read(path: Path) -> Lengths:
+    """Read a corpus from a text file: each line has a length, or a length and a number of documents.
+
+    The number of documents defaults to 1. Empty lines are ignored.
+
+    Raises:
+        UserError: the file cannot be read, contains no length, or has an invalid line.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

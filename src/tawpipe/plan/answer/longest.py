@@ -1,9 +1,8 @@
-"""The longest row that every strategy can train on: one document, as many tokens as memory holds.
+"""Longest row on which every strategy can train: one document of as many tokens as fit in memory.
 
-A schedule does not depend on the length, and what it holds grows with the tokens. So the schedules of a strategy are
-built once, in the settings that need the least memory; memory is added up for one length after another, and only the
-answer is played by the clock. Whether layers compute whole rows or chunks of them is chosen for every strategy.
-"""
+A schedule does not depend on the length of rows, and its memory grows with their tokens. So the schedules of a strategy
+are built once, with the settings that need the least memory. Then memory is computed for one length after another, and
+only the result is simulated. Whole rows or chunks are chosen for every strategy."""
 
 from __future__ import annotations
 
@@ -31,27 +30,30 @@ POSITIONS = "the model's positions"
 SHORTEST = 2
 """Tokens of the shortest row that is tried."""
 USUAL = {name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")}
-"""Buffers of a row that leaves room for them."""
+"""Buffer settings that are used if memory suffices for them at the longest row."""
 PRECISION = 0.005
-"""Of a length, to which it is found."""
+"""Relative precision with which the length is found."""
 NEAR = 0.01
-"""Lengths that differ by less count as one."""
+"""Relative difference below which two lengths count as equal."""
 
 
 def limit_of(tokens: int) -> str:
-    """What ends the search where nothing else does."""
+    """Return the words for the limit of ``tokens`` tokens at which a search stops, although longer rows would fit."""
     return f"a limit of {tokens:,} tokens"
 
 
 @dataclass(frozen=True)
 class LongestRow:
-    """The longest row of one strategy.
+    """Longest row of one strategy.
 
     Args:
-        tokens: of the row; 0 where none fits, or where the strategy cannot be played, and ``why_not`` says why.
-        binds: what does not allow more: ``DEVICE``, ``HOST``, ``FILES``, ``POSITIONS`` or ``limit_of``.
-        request: for rows of that length.
-        step: with the settings for it.
+        strategy: name of the strategy.
+        tokens: tokens of the row; 0 if none fits or the strategy cannot be simulated, and ``why_not`` gives the reason.
+        binds: the limit that prevents longer rows: ``DEVICE``, ``HOST``, ``FILES``, ``POSITIONS`` or ``limit_of``.
+        request: request for rows of this length.
+        step: step with the settings for this length.
+        prediction: predicted time and memory of ``step``.
+        why_not: reason why there is no row, or ``""``.
     """
 
     strategy: str
@@ -64,14 +66,14 @@ class LongestRow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a device."""
+        """Tokens per second of one device."""
         if self.request is None or self.prediction is None:
             return 0.0
         of_step = self.tokens * self.request.global_batch
         return of_step / self.prediction.step_seconds / self.request.topology.world_size
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers, under the names that candidates of a plan have."""
+        """Return the numbers for JSON, under the names that candidates of a plan have."""
         prediction = self.prediction
         return {
             "strategy": self.strategy,
@@ -92,7 +94,7 @@ class LongestRow:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """A row of the table."""
+        """Return the row of the table, with one text per column of ``HEAD``."""
         if self.prediction is None or self.step is None:
             return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
         prediction, settings = self.prediction, self.step.settings
@@ -131,10 +133,11 @@ GIVEN = "One document per row, one row at a time; recompute full, micro_batches_
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest row of every strategy, the longest first.
+    """Longest row of every strategy, longest first.
 
     Args:
-        request: for the longest rows that are asked about.
+        request: request for the longest rows that are considered.
+        rows: one entry for every strategy.
     """
 
     request: PlanRequest
@@ -145,12 +148,13 @@ class Longest:
 
     @classmethod
     def of(cls, request: PlanRequest, *, ends: str = POSITIONS) -> Longest:
-        """Look at every strategy under which each device computes all layers: pipelines keep several rows at one time,
-        and whole ones.
+        """Search the longest row of every strategy that is no pipeline; prints a line for each.
+
+        Pipelines are left out, because they keep several whole rows at one time.
 
         Args:
-            request: with micro-batches of one row, and rows as long as may be.
-            ends: what does not allow longer ones.
+            request: request with micro-batches of one row, as long as rows may be.
+            ends: name of the limit that the length of ``request`` stands for.
         """
         rows = []
         for strategy in strategies().values():
@@ -163,12 +167,14 @@ class Longest:
 
     @property
     def best(self) -> LongestRow | None:
-        """The longest row of all; None if none fits."""
+        """Longest row of all strategies; None if none fits."""
         return self.rows[0] if self.rows and self.rows[0].tokens else None
 
     @property
     def fastest(self) -> LongestRow | None:
-        """The fastest of those within ``NEAR`` of the longest."""
+        """Row with the most tokens per second among the longest; None if none fits.
+
+        Only rows whose length is within ``NEAR`` of the longest are compared."""
         if self.best is None:
             return None
         near = (row for row in self.rows if row.tokens >= self.best.tokens * (1 - NEAR))
@@ -176,7 +182,7 @@ class Longest:
 
     @property
     def reason(self) -> str:
-        """A sentence."""
+        """Sentence that names the longest row, its limit, and the fastest strategy at about that length."""
         best, fastest = self.best, self.fastest
         if best is None or fastest is None:
             return f"no strategy can train on a row of {SHORTEST} tokens on these machines"
@@ -193,23 +199,26 @@ class Longest:
 
     @property
     def memory(self) -> str:
-        """A sentence on the memory of the longest row, part by part; empty if there is none."""
+        """Sentence about the memory of the longest row, part by part; ``""`` if none fits."""
         best = self.best
         return held(self.request, best.prediction.needs) if best is not None and best.prediction else ""
 
     def table(self) -> Iterator[str]:
-        """Lines of text, in columns."""
+        """Yield the lines of the table, in columns."""
         return columns([HEAD, *(row.cells() for row in self.rows)], words=2)
 
     def json_text(self) -> str:
+        """Return the result as JSON text."""
         rows = [row.as_json() for row in self.rows]
         content = {"longest": rows, "reason": self.reason}
         return json.dumps(content, indent=1, allow_nan=False)
 
 
 def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """The longest row that fits, within ``PRECISION``; a very long one is of a length for which the fastest kernel of
-    attention computes, at less than a hundredth of its tokens.
+    """Search the largest number of tokens for which ``fits`` returns True, within ``PRECISION``.
+
+    A very long result is rounded down to a multiple of ``FIXED`` tokens, for which the fastest attention kernel can be
+    used; this costs less than a hundredth of its tokens.
 
     >>> longest_that(lambda tokens: tokens <= 1000, 2, 1 << 24) in range(994, 1001)
     True
@@ -217,8 +226,9 @@ def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
     0
 
     Args:
+        fits: returns True if a length fits.
         least: a length that fits.
-        most: one that does not.
+        most: a length that does not fit.
     """
     while most - least > max(1, least * PRECISION):
         middle = max(isqrt(least * most), least + 1)  # lengths differ by orders of magnitude: halve their ratio
@@ -227,14 +237,23 @@ def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
-    """The longest row; with homes in the host's memory, if none fits otherwise."""
+    """Return the longest row of a strategy; homes in host memory are tried only if nothing fits without.
+
+    Args:
+        request: request for the longest rows that are considered.
+        strategy: the strategy.
+        ends: name of the limit that the length of ``request`` stands for.
+    """
     rows = (_with_homes(request.with_homes(level), strategy, ends) for level in request.levels)
     first = next(rows)
     return first if first.tokens else next((row for row in rows if row.tokens), first)
 
 
 def _with_homes(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
-    """The same with homes where the request says: by one device, or if that makes it longer by all of a node."""
+    """Return the longest row at the request's ``host_homes``, on one device or split over all devices of a node.
+
+    The row is split only if that makes it longer by more than ``NEAR``. Splitting is not tried if the whole row reaches
+    the limit ``ends``."""
     alone = _by_ranks(request, strategy, ends)
     if not request.sets or "sequence_ranks" in strategy.refusals or alone.binds == ends:
         return alone
@@ -243,7 +262,10 @@ def _with_homes(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
 
 
 def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
-    """The same with as many ranks to a row as the request says."""
+    """Return the longest row with the request's context-parallel size, as ``LongestRow``, with its predicted step.
+
+    If device memory is not the limit, usual prefetching is used instead of the leanest if it fits. A reason is returned
+    instead of a row if the strategy cannot run or nothing fits."""
     try:
         lean = _Lean(request, strategy)
         if why := unplayed(request, lean.step(0)):
@@ -262,49 +284,60 @@ def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow
 
 
 class _Lean:
-    """A strategy in the settings that need the least memory, for rows of any length."""
+    """One strategy with the settings that need the least memory, for rows of any length."""
 
     def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
         self.request = request
         self.layers = {
             bool(chunk): request.model.num_layers if relieved(request, strategy, chunk=chunk) else 0 for chunk in (0, 1)
         }
-        """The most that can be offloaded, of whole rows and of rows in chunks."""
+        """Most layers that can be offloaded, by whether rows run in chunks."""
         given = request.settings.sequence_chunk
         self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
-        """What may be computed at one time: whole rows (0) first, then chunks, the largest first."""
+        """Chunk sizes to try: whole rows (0) first, then chunks, the largest first."""
         settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
         self._first = request.step(settings, strategy)
         self.schedule = cache(self._schedule)
         self.needs = cache(self._needs)
 
     def step(self, offloaded: int, chunk: int = 0) -> StepSpec:
+        """Return the step with ``offloaded`` layers offloaded, and rows in chunks of ``chunk`` tokens.
+
+        ``chunk`` is 0 for whole rows."""
         return with_settings(self._first, offloaded_layers=offloaded, **self.request.in_chunks(chunk))
 
     def _schedule(self, offloaded: int, chunk: int) -> Schedule:
+        """Return the schedule of ``step``. Only one is built for all chunk sizes, because they share all actions."""
         if chunk and chunk != self.chunks[-1]:
             return resized(self.schedule(offloaded, self.chunks[-1]), self.step(offloaded, chunk))
         return short_schedule(self.request, self.step(offloaded, chunk))
 
     def _needs(self, tokens: int, offloaded: int, chunk: int) -> Needs:
+        """Return the memory for rows of ``tokens`` tokens."""
         return memory_of(self.request.with_length(tokens), self.schedule(offloaded, chunk))
 
     def lacking(self, tokens: int, offloaded: int, chunk: int) -> list[str]:
-        """Which memory does not suffice for rows of a length, with so many layers' inputs outside of the device."""
+        """Return the kinds of memory that are too small for rows of ``tokens`` tokens.
+
+        Args:
+            offloaded: layers that are offloaded.
+            chunk: tokens of a chunk; 0 for whole rows.
+        """
         return lacking(self.request, self.needs(tokens, offloaded, chunk))
 
     def fewest(self, tokens: int, chunk: int) -> tuple[int, str]:
-        """The fewest layers that have to be offloaded for rows of a length, and which memory does not suffice even
-        then, if any.
-        """
+        """Return the fewest layers to offload for rows of ``tokens`` tokens, and the memory that is too small.
+
+        These are the fewest with which the device has enough memory. The second result is ``""`` if the row fits with
+        them. Otherwise it names the memory that is too small even then: device, host or files."""
         few, enough = 0, self.layers[bool(chunk)]
         if DEVICE not in (over := self.lacking(tokens, 0, chunk)):
             return 0, "".join(over[:1])
         if DEVICE in self.lacking(tokens, enough, chunk):
             return enough, DEVICE
         none, all_ = (self.needs(tokens, offloaded, chunk).device for offloaded in (few, enough))
-        guess, stride = ceil(enough * (none - self.request.memory_bytes) / (none - all_)), 1  # layers save about alike
-        while enough - few > 1:  # every number tried is a schedule to build
+        guess, stride = ceil(enough * (none - self.request.memory_bytes) / (none - all_)), 1  # layers save equally
+        while enough - few > 1:  # few tries: each one builds a schedule
             guess = min(max(guess, few + 1), enough - 1)
             if DEVICE in self.lacking(tokens, guess, chunk):
                 few, guess = guess, guess + stride
@@ -314,21 +347,24 @@ class _Lean:
         return enough, next(iter(self.lacking(tokens, enough, chunk)), "")
 
     def fits(self, tokens: int, chunk: int) -> bool:
+        """Return True if rows of ``tokens`` tokens fit with some number of offloaded layers."""
         some = any(not self.lacking(tokens, offloaded, chunk) for offloaded in (self.layers[bool(chunk)], 0))
         return some or not self.fewest(tokens, chunk)[1]
 
     def longest(self, ends: str) -> tuple[int, int, str]:
-        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do. Beside them the
-        chunk: the largest with which a row is about as long as with the smallest.
+        """Return (most tokens that fit, chunk size, name of the limit that prevents more).
+
+        The tokens are 0 if not even ``SHORTEST`` fit. The chunk size is the largest with which a row is about as long
+        as with the smallest; 0 for whole rows.
 
         Args:
-            ends: what does not allow more than the request has.
+            ends: name of the limit that the length of the request stands for; returned if rows of that length fit.
         """
         most = self.request.sequence_length
         for chunk in self.chunks:
             if self.fits(most, chunk):
                 return most, chunk, ends
-        smallest = dict.fromkeys((self.chunks[-1], self.chunks[0]))  # of a row about as long as a chunk, which is less?
+        smallest = dict.fromkeys((self.chunks[-1], self.chunks[0]))  # short rows: either may need less
 
         def fits(tokens: int) -> bool:
             return any(self.fits(tokens, chunk) for chunk in smallest)

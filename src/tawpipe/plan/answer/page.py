@@ -1,4 +1,4 @@
-"""A plan as a page."""
+"""HTML pages for a plan, a saved plan, and the longest rows."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tawpipe.report.page import Section, Table, check_page, page_text, timeline_
 from tawpipe.simulate import LinkModel
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Links so many times as fast."""
+"""Factors of the link rate for which step times are drawn."""
 LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Sequences so many times as long."""
+"""Factors of the sequence length for which throughput is drawn."""
 SHORTER = tuple(2.0**-n for n in range(6, -1, -1))
-"""Rows so many times as long as the longest."""
+"""Lengths of rows for which curves are drawn, relative to the longest row."""
 COMPARED = 4
-"""Strategies in the figures over the length."""
+"""Strategies in the figures over the length of rows."""
 SHOWN = 5
-"""Strategies in the figures of what would change."""
+"""Strategies in the figures over link rate and sequence length."""
 
 
 def write_plan_page(plan: Plan, path: Path) -> None:
-    """Write the page.
+    """Write the HTML page of a plan.
 
     Raises:
-        UserError: the folder is not there.
+        UserError: the folder does not exist.
     """
     check_page(str(path))
     length = f"rows of {plan.request.sequence_length} tokens"
@@ -45,10 +45,10 @@ def write_plan_page(plan: Plan, path: Path) -> None:
 
 
 def saved_plan_page(path: Path) -> str:
-    """The HTML of a plan that was saved: what was chosen, why, and the step that it predicts.
+    """Return the HTML of a saved plan: choice, reason, settings, and the step, which is simulated again.
 
     Raises:
-        UserError: no such plan.
+        UserError: the file is no plan.
     """
     plan = load_plan(path)
     timeline, left_out = replay(path)
@@ -66,10 +66,10 @@ def saved_plan_page(path: Path) -> str:
 
 
 def write_longest_page(longest: Longest, path: Path) -> None:
-    """Write the page of the longest rows.
+    """Write the HTML page of the longest rows.
 
     Raises:
-        UserError: the folder is not there.
+        UserError: the folder does not exist.
     """
     check_page(str(path))
     sections = _longest_sections(longest)
@@ -77,12 +77,14 @@ def write_longest_page(longest: Longest, path: Path) -> None:
 
 
 def _subtitle(request: PlanRequest, rows: str) -> str:
+    """Return the line below a page's title: model size, batch, machines and source of the profile."""
     parameters = sum(unit.parameters for unit in request.model.units) / 1e9
     step = f"{rows}, {request.global_batch} per step"
     return f"{parameters:.3g} B parameters, {step}; {request.machine.topology}; {request.profile.source}"
 
 
 def _sections(plan: Plan) -> Iterator[Section]:
+    """Yield the sections of a plan's page: a table, then figures of time, memory, traffic and variants."""
     request = plan.request
     shown = [candidate for candidate in plan.candidates if candidate.prediction is not None]
     rows = [line.split("\t") for line in plan.table(separator="\t", everything=True)]
@@ -123,6 +125,7 @@ def _sections(plan: Plan) -> Iterator[Section]:
 
 
 def _chosen(plan: Plan) -> Iterator[Section]:
+    """Yield the timeline of the chosen step and its memory over time; nothing if it was not simulated."""
     chosen = plan.chosen
     if chosen is None or chosen.prediction is None or chosen.prediction.timeline is None:
         return
@@ -139,7 +142,9 @@ def _chosen(plan: Plan) -> Iterator[Section]:
 
 
 def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
-    """Sections on how the plan changes; the settings stay as they are."""
+    """Yield figures of how the step time depends on the links' rate, and the throughput on the sequence length.
+
+    The shown candidates keep their settings; each point is simulated."""
     request = plan.request
     ours = [candidate for candidate in shown if candidate.step is not None]
     chosen = plan.chosen.strategy if plan.chosen else None
@@ -167,7 +172,7 @@ def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
 
 
 def _on_links(request: PlanRequest, factor: float) -> PlanRequest:
-    """The request with links between nodes that are so many times as fast."""
+    """Return the request with links between nodes that are ``factor`` times as fast."""
 
     def faster(link: LinkModel) -> LinkModel:
         return replace(link, bytes_per_s=link.bytes_per_s * factor)
@@ -178,7 +183,7 @@ def _on_links(request: PlanRequest, factor: float) -> PlanRequest:
 
 
 def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
-    """Of a step with the settings of a candidate; None where they cannot work."""
+    """Return the seconds of a step with the settings of ``candidate``; None if they cannot work for ``request``."""
     assert candidate.step is not None
     with suppress(UserError):
         return predict(request, candidate.step).step_seconds
@@ -186,6 +191,7 @@ def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
 
 
 def _longest_sections(longest: Longest) -> Iterator[Section]:
+    """Yield the sections of the page of the longest rows."""
     best, limit = longest.best, longest.request.memory_bytes / 2**30
     marked = [i for i, row in enumerate(longest.rows) if row is best]
     table = Table(HEAD, [row.cells() for row in longest.rows], marked)
@@ -202,7 +208,9 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
 
 
 def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iterator[Section]:
-    """Curves over the length, of every strategy up to its longest row, with the settings that this needs."""
+    """Yield figures of step time and memory over the row length, one curve for each strategy.
+
+    Each strategy keeps the settings of its longest row, at which its curve ends. Step times are simulated."""
     most = max(row.tokens for row in rows)
     lengths = sorted({max(2, round(most * share)) for share in SHORTER} | {row.tokens for row in rows})
     asked = [
@@ -212,6 +220,7 @@ def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iter
     ]
 
     def figure(values: Sequence[Sequence[float]], unit: str, limit: float = 0.0) -> Any:
+        """Return a figure with one curve per strategy that ends at its longest row, where a mark names the limit."""
         names = [row.strategy for row in rows]
         marks = {name: (curve[-1], row.binds) for name, curve, row in zip(names, values, rows, strict=True)}
         series = {
@@ -232,6 +241,6 @@ def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iter
 
 
 def memory_parts(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """GiB of every part of memory that some of these have."""
+    """Return the GiB of every part of memory, one number for each prediction; 0 where a prediction lacks the part."""
     parts = dict.fromkeys(kind for prediction in predictions for kind in prediction.memory)
     return {kind: [prediction.memory.get(kind, 0) / 2**30 for prediction in predictions] for kind in parts}

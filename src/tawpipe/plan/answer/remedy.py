@@ -1,7 +1,6 @@
-"""Ways out where memory does not suffice for the settings of a schedule: others, and what they cost in time.
+"""Changes with which a run fits in memory, for a schedule whose settings do not fit, and their cost in time.
 
-A way out is data, and ``str`` alone puts it into words.
-"""
+A change is data; only its ``str`` puts it into words."""
 
 from __future__ import annotations
 
@@ -31,25 +30,26 @@ LEANER: tuple[dict[str, Any], ...] = (
 )
 """Changes that need less memory, those that cost the least time first."""
 MOST_S = 4.0
-"""Seconds that a search for the best plan may compute once something fits: a refusal is not waited for."""
+"""Seconds that a search for the best plan may compute once something fits; a refusal should not take long."""
 BATCHES = {
     "sequence_length": " of as many rows",
     "bin_tokens": " of as many rows",
     "global_batch": " of fewer rows",
     "tokens_per_step": " of fewer tokens",
 }
-"""Settings of a batch, and the words that say what a step with less of them holds."""
+"""Settings of the batch, and the words that say what a step contains when the setting is reduced."""
 
 
 @dataclass(frozen=True)
 class WayOut:
-    """A change of a run with which it fits.
+    """Change of a run with which it fits.
 
     Args:
         changes: settings with their new values.
-        seconds: of a step.
-        strategy, peak_bytes: what a plan chooses then, and its memory of a device; empty where nothing is chosen.
-        machines: a change of the machines in words, in place of settings.
+        seconds: predicted seconds of a step.
+        strategy: strategy that a plan chooses with the change; ``""`` if none is chosen.
+        peak_bytes: predicted device memory with that strategy.
+        machines: change of the machines in words, instead of settings.
     """
 
     changes: tuple[Change, ...]
@@ -65,11 +65,14 @@ class WayOut:
 
 
 def remedies(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
-    """Settings of the schedule with which the same run would fit, with its seconds a step: those that are nearest, and
-    those of the best plan.
+    """Yield changes of schedule settings with which a run would fit, each with the predicted seconds of a step.
+
+    Changes of few settings are first. The last one has all settings of the plan's best candidate, for which a whole
+    search runs.
 
     Args:
-        step: what does not fit.
+        request: the request for which ``step`` does not fit.
+        step: the step that does not fit.
     """
     yield from _leaner(request, step)
     best = Plan.of(request, search(request, most_s=lambda _: MOST_S)).chosen
@@ -78,6 +81,7 @@ def remedies(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
 
 
 def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
+    """Return the changes to try, those that cost the least time first."""
     changes = list(LEANER)
     if request.chunks:
         changes.append({"recompute": "full", **request.in_chunks(request.chunks[0])})
@@ -90,7 +94,9 @@ def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
 
 
 def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
-    """Every change by itself that suffices; if none does, all of them up to the one with which it fits."""
+    """Yield every change of ``_changes`` that suffices alone; if none does, the first combination that suffices.
+
+    Combinations contain the first change, the first two, and so on. Nothing is yielded if none suffices."""
     changes = _changes(request, step)
     for trials, most in ((changes, None), (accumulate(changes, or_), 1)):
         fitting = [way for change in trials if (way := _way_out(request, step, change))]
@@ -100,7 +106,9 @@ def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[WayOut]:
 
 
 def _way_out(request: PlanRequest, step: StepSpec, change: dict[str, Any]) -> WayOut | None:
-    """Return the way out by a change; None where it changes nothing, cannot work or does not suffice."""
+    """Return ``change`` with the predicted seconds if the step then fits; None if not, or if it changes nothing.
+
+    Settings that the strategy cannot use are left out of the change."""
     with suppress(UserError):
         refusals = step.strategy.refusals
         other = with_settings(step, **{name: value for name, value in change.items() if name not in refusals})
@@ -111,6 +119,8 @@ def _way_out(request: PlanRequest, step: StepSpec, change: dict[str, Any]) -> Wa
 
 
 def changes_of(after: StepSpec, before: StepSpec) -> tuple[Change, ...]:
-    """Return the settings of one step that are not those of the other."""
+    """Return the settings in which ``after`` differs from ``before``, with the values of ``after``.
+
+    Only settings that a plan chooses are compared."""
     values, others = settings_of(after), settings_of(before)
     return tuple(Change(f"schedule.{name}", value) for name, value in values.items() if value != others[name])

@@ -1,8 +1,7 @@
-"""Coding without loss in a plan: what it makes of a step, and why it was chosen or left off.
+"""Sentences about lossless coding in a plan: its effect on a step, and why it was chosen or not.
 
-How many bits it needs depends on numbers that no plan has seen: what is said is right where the learning rate's usual
-bits are.
-"""
+The bits that coding needs depend on values that no plan has seen. The sentences hold for the usual bits at the run's
+learning rate."""
 
 from __future__ import annotations
 
@@ -22,7 +21,9 @@ from tawpipe.plan.search.refine import CODING_GAIN, codings, why_not_coded
 
 
 def without_loss(plan: Plan) -> Iterator[str]:
-    """A sentence on what coding makes of a plan, or would make; none where nothing that can be coded passes a link."""
+    """Yield a sentence on the effect that lossless coding has, or would have, on the chosen step.
+
+    Yields nothing on one node, or if nothing that can be coded is sent."""
     chosen, request = plan.chosen, plan.request
     if chosen is None or chosen.step is None or request.topology.num_nodes == 1:
         return
@@ -51,9 +52,10 @@ def without_loss(plan: Plan) -> Iterator[str]:
 def _coded(
     request: PlanRequest, chosen: Candidate, others: tuple[Candidate, ...]
 ) -> Iterator[tuple[float, float, str]]:
-    """Seconds of what was chosen, and of the fastest other whose copies of weights stay, with something coded; seconds
-    without, and settings.
-    """
+    """Yield (seconds with coding, seconds without, settings in words) for each lossless coding that fits in memory.
+
+    Two candidates are examined: the chosen one, and the fastest other whose copies of weights stay from step to step.
+    Candidates whose prediction takes seconds are skipped."""
     kept = [
         other
         for other in others
@@ -61,11 +63,11 @@ def _coded(
     ]
     for candidate in (chosen, *sorted(kept, key=lambda other: other.seconds)[:1]):
         step = candidate.step
-        if not candidate.fits or step is None or plays(request, step) > QUICK_PLAYED // 2:  # each takes seconds
+        if not candidate.fits or step is None or plays(request, step) > QUICK_PLAYED // 2:  # predictions take seconds
             continue
         asked = request.with_homes(step.settings.host_homes or "none")
         for option in codings(request):
-            with suppress(UserError):  # not for this strategy
+            with suppress(UserError):  # the strategy refuses it
                 other, usual = with_settings(step, **option), asked.step(asked.settings)
                 if fits(asked, memory_quickly(asked, other)):
                     words = spelled(changes_of(other, usual))

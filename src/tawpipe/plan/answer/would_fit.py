@@ -1,4 +1,4 @@
-"""What would fit where nothing does: single changes of the run, each planned anew; then more machines."""
+"""Changes with which a request would fit that does not: single settings, then smaller batches, then more machines."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ CHANGES: tuple[Mapping[str, tuple[Any, Any]], ...] = (
     {"schedule.sequence_chunk": (0, 2048)},
     {"schedule.early_updates": (False, True)},
 )
-"""Settings of a run that need less memory, as what they are now and what they would be, in the order of the answer. A
-plan itself chooses what is left open. A further change is a further line.
-"""
+"""Changes of settings that need less memory, in the order of the answer: setting -> (value now, value to try). A plan
+chooses open settings itself. To try a further change, add a line."""
 EARLY, UNCLIPPED = Change("schedule.early_updates", True), Change("optimizer.clip_norm", 0)
-"""The first needs less memory where one device's gradients then need no home in the host's memory, without clipping."""
+"""``EARLY`` saves memory on one device without gradient clipping (``UNCLIPPED``): gradients then need no home in host
+memory."""
 SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest]]] = {
     "micro_batch": (1, PlanRequest.with_micro_batch),
     "global_batch": (1, PlanRequest.with_rows),
     "sequence_length": (128, PlanRequest.with_length),
 }
-"""Numbers of a batch that are halved until it fits: the least, and the request with another one."""
+"""Numbers of the batch that are halved until it fits: the least value, and the function that returns the changed
+request. Each is changed alone."""
 SECONDS, OF_ONE, VAIN_S = 8.0, 2.0, 5.0
-"""Seconds of computing after which no other change is looked at; seconds that one plan may take; seconds that it may
-take before anything fits.
-"""
+"""Seconds of CPU time after which no further change is tried (``SECONDS``), limit of one plan (``OF_ONE``), and limit
+of a plan before anything fits (``VAIN_S``)."""
 MOST_NODES = 64
-"""Times as many machines as there are, up to which it is looked how many would do."""
+"""Largest multiple of the present machines that is tried."""
 ASSUMED = LinkModel(25e9 / 8, 3e-5)
-"""Between nodes, where there is one node and nobody has said what would connect it."""
+"""Assumed link between nodes, if there is one node and no link is known."""
 
 
 @dataclass
 class WouldFit:
-    """What would fit in place of a request that does not.
+    """Search for changes with which a request would fit.
 
     Args:
-        request: that does not fit.
-        config: the settings of its run, in nested dataclasses.
-        ask: makes the request for other settings; it may raise ``UserError``.
+        request: the request that does not fit.
+        config: settings of its run, in nested dataclasses.
+        ask: makes the request for other settings; may raise ``UserError``.
     """
 
     request: PlanRequest
@@ -64,9 +64,11 @@ class WouldFit:
         self._end = time.thread_time() + SECONDS
 
     def ways(self) -> Iterator[WayOut]:
-        """Every single change that suffices, with its seconds a step; if none does, smaller batches and rows together
-        with the last of ``CHANGES``; then how many machines would do.
-        """
+        """Yield the changes with which the run fits, with predicted seconds, until the time is over.
+
+        Every setting change that suffices alone is yielded first, then smaller batches. If nothing has fitted yet,
+        batches are also made smaller together with the last of ``CHANGES``. The last entry is the number of machines
+        that would suffice."""
         none, changes, request = True, (), self.request
         for changes, request in self._changed():
             for way in self._planned(request, changes):
@@ -79,6 +81,10 @@ class WouldFit:
         yield from self._more_machines()
 
     def _changed(self) -> Iterator[tuple[tuple[Change, ...], PlanRequest]]:
+        """Yield (setting changes, resulting request) for each entry of ``CHANGES`` that applies to this run.
+
+        An entry applies if its settings have the values that it replaces, and if the request can be made with the new
+        ones."""
         tried = set[tuple[Change, ...]]()
         for values in CHANGES:
             open_ = ((name, new) for name, (old, new) in values.items() if attrgetter(name)(self.config) == old)
@@ -91,12 +97,18 @@ class WouldFit:
             tried.add(changes)
             try:
                 request = self.ask(_with(self.config, changes))
-            except Exception:  # not for this model, or not here: measuring it may take more than there is
+            except Exception:  # not for this model, or measuring it needs more memory than is free
                 continue
             given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
             yield (*changes, UNCLIPPED) if early else changes, replace(request, **given)
 
     def _smaller(self, changes: tuple[Change, ...], request: PlanRequest) -> Iterator[WayOut]:
+        """Yield smaller batches that fit, each with one number halved until some strategy fits.
+
+        Args:
+            changes: setting changes that ``request`` contains; they are part of every result.
+            request: the request that does not fit.
+        """
         for name, (least, changed) in SMALLER.items():
             now = getattr(request, name)
             if now <= least or not some_fit(changed(request, least), self._is_over):
@@ -107,14 +119,16 @@ class WouldFit:
                     return
                 other = changed(request, number)
                 if some_fit(other, self._is_over):
-                    # A batch of fewer rows than a micro-batch has makes that smaller, too.
+                    # A global batch below the micro-batch makes the micro-batch smaller, too.
                     values = ((key, getattr(other, key)) for key in SMALLER)
                     less = (Change(key, value) for key, value in values if value != getattr(request, key))
                     yield from self._planned(other, (*changes, *less))
                     break
 
     def _more_machines(self) -> Iterator[WayOut]:
-        """The fewest machines like these with which it fits."""
+        """Yield the smallest number of machines with which the request fits; nothing if none is found in time.
+
+        Doubles the number until the request fits, then halves the interval."""
         self._end = max(self._end, time.thread_time() + OF_ONE)
         now = len(self.request.machine.nodes)
         short, enough = now, 2 * now
@@ -134,23 +148,25 @@ class WouldFit:
         yield from self._planned(request, (), what)
 
     def _on(self, nodes: int) -> PlanRequest:
+        """Return the request on ``nodes`` machines; additional ones are as large as the largest present one."""
         machine = self.request.machine
         more = (max(machine.nodes),) * (nodes - len(machine.nodes))
         between = machine.between if math.isfinite(machine.between.bytes_per_s) and len(machine.nodes) > 1 else ASSUMED
         return replace(self.request, machine=replace(machine, nodes=(*machine.nodes, *more), between=between))
 
     def _is_over(self) -> bool:
+        """Return True if the time for trying changes is over."""
         return time.thread_time() > self._end
 
     def _planned(self, request: PlanRequest, changes: tuple[Change, ...], machines: str = "") -> Iterator[WayOut]:
-        """Yield what a plan chooses for a request, if anything fits."""
+        """Search a plan for ``request`` and yield its choice as a way out; nothing if nothing fits."""
         chosen = Plan.of(request, search(request, most_s=lambda _: OF_ONE, vain_s=VAIN_S)).chosen
         if chosen is not None and chosen.prediction is not None:
             yield WayOut(changes, chosen.seconds, chosen.strategy, chosen.prediction.peak_bytes, machines)
 
 
 def _with(config: Any, changes: Iterable[Change]) -> Any:
-    """The dataclass with other values by their dotted names."""
+    """Return a copy of the nested dataclass with the values of ``changes`` (dotted setting names)."""
     for change in changes:
         group, _, rest = change.setting.partition(".")
         inner = getattr(config, group)

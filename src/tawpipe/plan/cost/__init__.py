@@ -1,1 +1,1 @@
-"""What a step costs on a machine: time, bytes, memory."""
+"""Costs for planning: measured or estimated times and memory of blocks, and the prediction of a step."""

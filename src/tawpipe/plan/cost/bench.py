@@ -1,4 +1,4 @@
-"""A bench: single blocks of a model with random weights, to be timed and weighed one by one."""
+"""Bench: single blocks of a model with random weights, to measure their time and memory one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tawpipe.runtime.compute.rows import OnDevice
 from tawpipe.schedule.spec import BlockSpec
 
 TRIED_TOKENS = 3
-"""Of a row that is cut in two, to see whether rows of a model can be."""
+"""Tokens of a row that is cut in two, to test whether rows of a model can be cut."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Case:
     """A block on the bench, and a micro-batch for it.
 
     Args:
-        weights: by unit; the block's parameters are views of them.
-        sums: of the gradients of trained units, by unit, in fp32.
-        batch: on the CPU.
-        hidden: what the block is given, and as large as what it gives.
-        calls: of the layers, for this micro-batch; none unless the block is one.
+        weights: flat weights by unit; the block's parameters are views of them.
+        sums: sums of gradients of trained units, by unit, in fp32.
+        batch: the micro-batch, on the CPU.
+        hidden: input of the block; its output has the same size.
+        calls: arguments of the layers for this micro-batch; empty unless the block is a layer.
     """
 
     spec: BlockSpec
@@ -45,11 +45,11 @@ class Case:
 
 
 class Bench:
-    """Holds a chain, which is of no other use afterwards.
+    """Blocks of a chain, ready to run one by one; the chain cannot be used for anything else afterwards.
 
     Args:
-        chain: of a model on the meta device; it is prepared here.
-        chunk_tokens: whose logits exist at one time.
+        chain: chain of a model on the meta device; it is prepared here.
+        chunk_tokens: tokens whose logits exist at one time.
     """
 
     def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int) -> None:
@@ -58,21 +58,23 @@ class Bench:
 
     @property
     def boundary(self) -> int:
-        """Bytes of a boundary activation for every token."""
+        """Bytes of a boundary activation per token."""
         return self.chain.width * self.dtype.itemsize
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Windows of layers, ascending."""
+        """Attention windows of the layers, ascending."""
         return tuple(sorted({window for window in windows(self.chain.config.get_text_config()) if window}))
 
     def window(self, block: int) -> int | None:
-        """Tokens that a token sees at most in a block; None for all."""
+        """Return the most tokens that a token attends to in a block; None if unlimited, or if the block is no layer."""
         is_layer = self.chain.blocks[block].kind == "layer"
         return windows(self.chain.config.get_text_config())[block - 1] if is_layer else None
 
     def kinds(self) -> dict[tuple, list[int]]:
-        """The blocks of every kind; those of one kind cost the same."""
+        """Return the indices of the blocks of every kind: kind -> blocks. Blocks of one kind have equal costs.
+
+        A key begins with ``embedding``, ``layer`` or ``head``; its other parts tell different layers apart."""
         types = getattr(self.chain.config.get_text_config(), "layer_types", None)
         blocks_of: dict[tuple, list[int]] = {}
         for block, spec in enumerate(self.chain.blocks):
@@ -84,14 +86,17 @@ class Bench:
 
     @contextmanager
     def case(self, block: int, lengths: Sequence[int], *, in_chunks: bool = False) -> Iterator[Case]:
-        """A block with weights, into whose gradients' sums backward passes within the ``with`` block add.
+        """Provide a block with random weights and a micro-batch, for a ``with`` statement that may run it.
+
+        Backward passes inside the statement add their gradients to ``Case.sums``. The weights are released at its end.
 
         Args:
-            lengths: of the documents of the micro-batch.
-            in_chunks: of a layer, whose rows will run in chunks.
+            block: index of the block.
+            lengths: tokens of the micro-batch's documents.
+            in_chunks: True if the rows of a layer will run in chunks.
 
         Raises:
-            UserError: rows of this model cannot.
+            UserError: rows of this model cannot run in chunks.
         """
         chain, spec = self.chain, self.chain.blocks[block]
         ids = torch.randint(0, chain.config.get_text_config().vocab_size, (1, sum(lengths)))
@@ -114,7 +119,9 @@ class Bench:
                 chain.release(unit)
 
     def values(self, unit: int) -> Tensor:
-        """What a unit travels as, with random values; every byte of a packed one is part of a scale of 0.01."""
+        """Make random weights for a unit, as one flat tensor in the form in which it travels.
+
+        In a packed unit every byte is 0x3C, so that its scales are about 0.01."""
         parameters = self.chain.units[unit]
         if parameters.packing is not None:
             size = parameters.packing.elements * self.dtype.itemsize
@@ -122,11 +129,13 @@ class Bench:
         return torch.randn(parameters.numel, dtype=self.dtype, device=self.device) * 0.02
 
     def is_packed(self, block: int) -> bool:
-        """True if a block has packed units."""
+        """Return True if a block has packed (quantised) units."""
         return any(self.chain.units[unit].packing for unit in self.chain.blocks[block].units)
 
     def unpack(self, block: int) -> Callable[[], None]:
-        """What dequantises the packed units of a block, if there are any."""
+        """Return a function that dequantises the packed units of a block, after dropping earlier results.
+
+        The function dequantises nothing if the block has no packed units."""
         packed = [
             (unit, self.values(unit)) for unit in self.chain.blocks[block].units if self.chain.units[unit].packing
         ]
@@ -140,7 +149,14 @@ class Bench:
         return run
 
     def _calls(self, batch: MicroBatch, *, in_chunks: bool) -> tuple[LayerCall, ...]:
-        """The arguments that layers are called with; the embedding's weights play no part in them."""
+        """Run the embedding on ``batch``; return the arguments (masks, rotary tables) for the layers.
+
+        The embedding has zero weights, on which they do not depend.
+
+        Args:
+            batch: the micro-batch.
+            in_chunks: True to find out as well which arguments are cut along the tokens.
+        """
         units = self.chain.blocks[0].units
         for unit in units:
             self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
@@ -155,11 +171,13 @@ class Bench:
         return calls
 
     def layer_in_chunks(self, block: int, case: Case, size: int) -> LayerInChunks:
-        """A layer whose rows run in chunks of ``size`` tokens."""
+        """Return an object that runs a layer forward and backward on rows in chunks of ``size`` tokens."""
         return LayerInChunks(self.chain, block, case.calls, size, lambda number, run: run())
 
     def why_whole(self) -> str:
-        """The reason why rows of this model cannot run in chunks; empty if they can."""
+        """Return the reason why rows of this model cannot run in chunks, or ``""`` if they can.
+
+        To find out, one layer of every kind runs forward on a row of two chunks."""
         layers = [blocks[0] for (kind, *_), blocks in self.kinds().items() if kind == "layer"]
         try:
             for block in layers:
@@ -171,7 +189,7 @@ class Bench:
         return ""
 
     def head(self, case: Case) -> Tensor | None:
-        """The head's loss; where gradients are on also its gradients, of which that of its input is returned."""
+        """Run the head with its loss; return the gradient of its input, or None if gradients are disabled."""
         gradient = torch.empty_like(case.hidden) if torch.is_grad_enabled() else None
         loss_in_chunks(self.chain, case.hidden, case.batch.to(self.device), gradient, 1.0, self.chunk)
         return gradient

@@ -1,4 +1,4 @@
-"""Seconds that coding without loss takes of a core or device, for a plan: measured on numbers as in training."""
+"""Seconds that lossless coding takes on a core or device, measured on random numbers that resemble training."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from tawpipe.schedule.spec import coded_room
 from tawpipe.simulate import CodingTimes
 
 ELEMENTS = 1 << 19
-"""That are coded to measure it."""
+"""Elements that are coded for the measurement."""
 CHANGED = 3e-4 / 0.02
-"""A weight's change in a step, relative to weights, as at a learning rate of 3e-4."""
+"""Change of a weight in one step relative to the weights, as with a learning rate of 3e-4."""
 COUNT_BYTES, CHANGE_BYTES = 60, 100
-"""Bytes of a device's memory that pass for a weight while it is compared, and while its change is written or read."""
+"""Bytes of device memory that are moved per weight: to compare it (``COUNT_BYTES``), and to write or read its change
+(``CHANGE_BYTES``)."""
 
 
 def estimated(bytes_per_s: float) -> CodingTimes:
-    """On a GPU whose memory has this rate, where no gradients are coded."""
+    """Return estimated coding times for a GPU, from the rate of its memory; gradients are never coded on GPUs."""
     each = CHANGE_BYTES / bytes_per_s
     return CodingTimes(COUNT_BYTES / bytes_per_s, (each, each))
 
 
 def measured(device: torch.device, seconds: Callable[[Callable[[], object]], float]) -> CodingTimes:
-    """On a device, of numbers as in training.
+    """Measure how many seconds lossless coding takes for one element on ``device``.
+
+    The coded numbers are random and resemble those in training. Gradients are only coded on CPUs; their times are 0 on
+    GPUs.
 
     Args:
-        seconds: runs something a few times, and says how long it takes.
+        device: device that codes.
+        seconds: runs a function several times and returns the seconds of one run.
     """
     dice = torch.Generator().manual_seed(0)
     weights = torch.randn(ELEMENTS, generator=dice)
@@ -41,7 +46,7 @@ def measured(device: torch.device, seconds: Callable[[Callable[[], object]], flo
     count = partial(changes, home, copy), partial(encode_change, home, copy, form, message)
     of_weights = [seconds(run) / ELEMENTS for run in (*count, partial(decode_change, message, form, copy))]
     of_gradients = [0.0, 0.0]
-    if device.type == "cpu":  # elsewhere nothing codes them
+    if device.type == "cpu":  # gradients are coded on CPUs only
         each = torch.randn(4, ELEMENTS, generator=dice) * torch.randn(4, ELEMENTS, generator=dice)
         total, message = each.bfloat16().float().sum(0), torch.empty(coded_room(ELEMENTS, 4), dtype=torch.uint8)
         of_gradients = [

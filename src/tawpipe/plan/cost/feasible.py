@@ -1,4 +1,4 @@
-"""What fits on some machines, and what is small enough to be played."""
+"""Checks whether a step fits in the memory of the machines, and whether it is small enough to be simulated."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from tawpipe.schedule.strategies.table import strategies
 from tawpipe.topology import Topology
 
 MOST_PLAYED = 10_000
-"""Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: a search should
-take seconds.
-"""
+"""Micro-batches, times blocks, of the simulated ranks and rounds, beyond which settings are not simulated: a search
+should take seconds."""
 QUICK_PLAYED = 2_000
-"""The same up to which a strategy is played even if its bound is hopeless."""
+"""Micro-batches, times blocks, of the simulated ranks and rounds, up to which a strategy is simulated even if its lower
+bound is behind the best step."""
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
-"""The values of settings that need the least memory, besides offloading and recomputing."""
+"""Values of settings that need the least memory, besides offloading and recomputing."""
 MOST_COMPARED = 2_000
-"""Ranks of a node, times blocks, up to which it is found out which strategies do the same there."""
+"""Ranks of a node, times blocks, up to which strategies are compared to find those that do the same on one node."""
 DEVICE, HOST, FILES = MEMORY = "device memory", "host memory", "disk"
 
 
 def fits(request: PlanRequest, needs: Needs) -> bool:
-    """True if so much memory is there, on every device, host and disk, as far as it is known."""
+    """Return True if every device, host and disk has enough memory for ``needs``; unknown sizes count as enough."""
     return not lacking(request, needs)
 
 
 def holds(request: PlanRequest, step: StepSpec, *what: str) -> bool:
-    """True if a step fits; rank 0 is looked at first, where ``memory_quickly`` can.
+    """Return True if a step has enough memory on every device, host and disk.
+
+    Rank 0 is checked first, because that is quick.
 
     Args:
-        what: the memory that is looked at; all by default.
+        request: the request.
+        step: the step.
+        what: kinds of memory to check, from ``MEMORY``; all by default.
     """
     parts = (True, False) if step.divided_over == 1 else (False,)
     needed = (memory_quickly(request, step, part=part) for part in parts)
@@ -48,7 +52,9 @@ def holds(request: PlanRequest, step: StepSpec, *what: str) -> bool:
 
 
 def lacking(request: PlanRequest, needs: Needs) -> list[str]:
-    """Which memory does not suffice: some of ``DEVICE``, ``HOST`` and ``FILES``."""
+    """Return the kinds of memory that are too small for ``needs``: any of ``DEVICE``, ``HOST`` and ``FILES``.
+
+    Empty if all suffice. A memory of unknown size suffices."""
     machine = request.machine
     there = {
         DEVICE: (request.memory_bytes, needs.wanted),
@@ -59,9 +65,10 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
 
 
 def whole_rows_fit(request: PlanRequest) -> bool:
-    """True if some strategy whose rows could run in chunks can run them whole, with everything on the device. Of those
-    that a plan looks at: on many devices the schedule alone of others takes minutes.
-    """
+    """Return True if some strategy can train on whole rows with the leanest settings and no offloading.
+
+    Only strategies that support chunks and that plans consider are checked. Building the schedules of the other
+    strategies takes minutes on many devices."""
     for strategy in strategies().values():
         if "sequence_chunk" in strategy.refusals or not strategy.candidate:
             continue
@@ -74,15 +81,21 @@ def whole_rows_fit(request: PlanRequest) -> bool:
 
 
 def some_fit(request: PlanRequest, over: Callable[[], bool]) -> bool:
-    """True if some strategy is found that fits with the settings that need the least memory.
+    """Return True if some strategy fits in memory with its leanest settings, at any value of ``host_homes``.
+
+    False if ``over`` ends the search before. Pipelines whose orders must be made are skipped.
 
     Args:
-        over: True when no other strategy is to be looked at: on many devices each takes a second.
+        request: the request.
+        over: returns True when no further strategy may be checked. On many devices each check takes a second.
     """
     return any(_some_strategy_fits(request.with_homes(level), over) for level in request.levels)
 
 
 def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
+    """Return True if some strategy fits with its leanest settings, at the request's ``host_homes``.
+
+    These settings are tried with all layers offloaded and with none. False if ``over`` ends the search before."""
     for strategy in strategies().values():
         if over():
             break
@@ -93,7 +106,7 @@ def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
             for way in strategy.layouts(request.topology):
                 with suppress(UserError):
                     if way.effort(asked.model, asked.topology, asked.micro_batches_of(way)):
-                        continue  # making it takes longer than this look may
+                        continue  # making its orders would take too long for this check
                     least = leanest(asked, asked.step(replace(asked.settings, strategy=strategy.name), way))
                     here = {least, with_settings(least, offloaded_layers=0)}
                     if not unplayed(asked, least) and any(holds(asked, step) for step in here):
@@ -102,7 +115,7 @@ def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
 
 
 def shortage(request: PlanRequest, needs: Needs) -> str:
-    """What is needed and what is there, of the memory that does not suffice; empty if all does."""
+    """Return a phrase with needed and available memory for every kind that is too small; ``""`` if none is."""
     words = []
     if request.memory_bytes and needs.wanted > request.memory_bytes:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items() if size)
@@ -116,7 +129,8 @@ def shortage(request: PlanRequest, needs: Needs) -> str:
 
 
 def gib(size: float) -> str:
-    """
+    """Return a number of bytes as text in GiB.
+
     >>> gib(3 * 2**30), gib(5 * 2**20)
     ('3.00', '0.005')
     """
@@ -124,23 +138,33 @@ def gib(size: float) -> str:
 
 
 def leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
-    """The settings of a strategy that need the least memory."""
+    """Return the step with the settings of its strategy that need the least memory.
+
+    These are the smallest chunks, all layers offloaded, and ``LEAN``, as far as the strategy supports them."""
     chunk = request.chunks[0] if request.chunks and "sequence_chunk" not in step.strategy.refusals else 0
     offloaded = request.model.num_layers if relieved(request, step.strategy, chunk=chunk) else 0
     return with_settings(step, **LEAN, offloaded_layers=offloaded, **request.in_chunks(chunk))
 
 
 def relieved(request: PlanRequest, strategy: Strategy, *, chunk: int = 0) -> bool:
-    """True if files can take activations, or the host's memory: not where that is what a device computes in."""
+    """Return True if activations can be offloaded under ``strategy``, to host memory or to files.
+
+    Host memory helps only if it is separate from the device's. Files need chunks.
+
+    Args:
+        request: the request.
+        strategy: the strategy.
+        chunk: tokens of a chunk; 0 for whole rows.
+    """
     outside = request.has_host or bool(chunk and request.settings.offload_dir)
     return "offloaded_layers" not in strategy.refusals and outside
 
 
 def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
-    """The same step with other settings.
+    """Return the step with the given settings changed, and checked again.
 
     Raises:
-        UserError: they cannot work.
+        UserError: the settings cannot work.
     """
     settings = replace(step.settings, **changes)
     dealt = {"shared": step.shared, "slices": step.slices, "orders": step.orders}
@@ -148,17 +172,25 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
 
 
 def resized(schedule: Schedule, step: StepSpec) -> Schedule:
-    """A schedule with the settings of a step that has chunks of another size, on which no action depends."""
+    """Return the schedule with the settings of ``step``, which may differ in chunk size only.
+
+    No action of a schedule depends on the chunk size."""
     return replace(schedule, step=replace(schedule.step, settings=step.settings))
 
 
 def unplayed(request: PlanRequest, step: StepSpec) -> str:
-    """Why a strategy is not looked at here, or nothing."""
+    """Return the reason why a strategy is not evaluated on these machines, or ``""``.
+
+    Either too many different ranks would be simulated, or an earlier strategy does exactly the same (``_same_here``).
+    """
     return too_large(request, played(request, step)) or _same_here(step.strategy, request)
 
 
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
-    """Why a strategy is no other than one before it on these machines, or nothing."""
+    """Return a phrase that names an earlier strategy with exactly the same program here, or ``""``.
+
+    The phrase is "the same as NAME on one node". ``""`` is returned on several nodes, for pipelines, if too much would
+    be compared, and if the earlier strategy supports fewer settings."""
     model, topology = request.model, request.topology
     compared = topology.world_size * len(model.blocks)
     if topology.num_nodes > 1 or strategy.divided_over(topology) > 1 or compared > MOST_COMPARED:
@@ -167,8 +199,8 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
         if other is strategy:
             break
         if not other.candidate or not set(other.refusals) <= set(strategy.refusals):
-            continue  # it is not planned itself, or cannot do all that this one can
-        with suppress(UserError):  # of one that cannot run here at all
+            continue  # plans do not consider it, or it supports fewer settings
+        with suppress(UserError):  # the other strategy cannot run here
             alike = other.divided_over(topology) == 1
             if alike and _program_here(other, model, topology) == _program_here(strategy, model, topology):
                 return f"the same as {other.name} on one node"
@@ -177,7 +209,9 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
 
 @lru_cache(maxsize=32)
 def _program_here(strategy: Strategy, model: ModelSpec, topology: Topology) -> int:
-    """A hash of where units live, and of what ranks do in a step of two rounds; other settings mean the same to all."""
+    """Return a hash of all homes and actions of a step of two rounds, with default settings on ``topology``; cached.
+
+    Strategies with equal hashes do the same on this topology. Other settings affect them equally."""
     settings = replace(DEFAULT, strategy=strategy.name)
     shares = shares_of(2 * topology.world_size, topology, settings, strategy)
     step = step_of(model, topology, settings, shares, strategy=strategy)
@@ -185,14 +219,18 @@ def _program_here(strategy: Strategy, model: ModelSpec, topology: Topology) -> i
 
 
 def plays(request: PlanRequest, step: StepSpec) -> int:
-    """Micro-batches, times blocks, that a prediction plays; of all ranks of a pipeline together."""
+    """Return the work of predicting a step: simulated micro-batches times blocks.
+
+    Of simulated ranks each counts, but a whole pipeline counts as one rank."""
     _, longer, _ = shortened(request, step, PLAYED_ROUNDS)
     ranks = played(request, step) if step.divided_over == 1 else 1
     return ranks * len(request.model.blocks) * max(map(len, longer.micro_batches))
 
 
 def too_large(request: PlanRequest, ranks: int) -> str:
-    """Why a strategy of which so many ranks would be played is not, or nothing."""
+    """Return the reason why a strategy is not simulated if ``ranks`` ranks must be; ``""`` for few.
+
+    The limit is on ranks times blocks (``LARGEST_WORK``)."""
     if ranks * len(request.model.blocks) <= LARGEST_WORK:
         return ""
     return f"not simulated on {request.topology.world_size} devices with different schedules"

@@ -1,4 +1,4 @@
-"""A request for a plan, from what a user names: model, machines, data."""
+"""Build the request for a plan from what a user names: model, machines, data."""
 
 from __future__ import annotations
 
@@ -38,41 +38,44 @@ from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel, mean_size
 
 USABLE = 0.95
-"""Share of a device's memory, or of its host's, that a plan may fill: the rest falls between blocks in the allocator.
-What the driver and the libraries take is counted (``system``).
-"""
+"""Share of a device's or a host's memory that a plan may fill. The rest is lost between blocks of the allocator. Memory
+of the driver and the libraries is counted separately (``system``)."""
 DRIVER_BYTES = 700 << 20
-"""Of a GPU that a CUDA context, its loaded kernels and the workspaces of cuBLAS take, where that cannot be measured."""
+"""Assumed GPU memory of a CUDA context, its loaded kernels and cuBLAS workspaces, where it cannot be measured."""
 COMMUNICATOR_BYTES = 512 << 20
-"""Of a GPU that NCCL takes for one communicator, where that was not measured (``probe``): it depends on the release,
-the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NVIDIA/nccl issues 864, 964, 2363)."""
+"""Assumed GPU memory of one NCCL communicator, where it was not measured (``probe``). It depends on the NCCL release,
+the number of ranks and the network. Reported are 484 MiB to 1.6 GB for one (NVIDIA/nccl issues 864, 964, 2363)."""
 THREADS_BYTES = 24 << 20, 44 << 20
-"""Of a process on a CPU, alone and among others, that threads of lanes and groups take as it runs: stacks, scratch of
-kernels, pieces of the allocator (benchmarks/said_memory.py)."""
+"""Memory that threads of lanes and groups take in a CPU process while it runs: alone, and among several processes. It
+contains stacks, scratch memory of kernels and pieces of the allocator (benchmarks/said_memory.py)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
-"""Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
+"""Assumed links inside a node for a topology in short form, without a file: loopback on CPUs, NVLink on GPUs."""
 LATENCY_S = 3e-5
 MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""The longest rows that a profile runs; longer ones follow from the fit."""
+"""Tokens of the longest row that is run for a profile; longer rows are extrapolated."""
 SHARE = 0.1
-"""Of a run's time that planning it may take."""
+"""Share of a run's time that planning it may take."""
 MEASURED_TIMES = 20
-"""So many passes of the longest row that is measured, forward and backward, do all runs of a layer's take together."""
+"""Work of all measurements of a layer, as a multiple of one forward and backward pass of the longest measured row."""
 SHORTEST_MEASURED = 256
-"""Tokens of the same at least, below which times say little."""
+"""Least tokens of the longest measured row; times of shorter rows are not meaningful."""
 _SHORT = re.compile(r"(\d+)x(\d+)(?:@(\d+(?:\.\d+)?)\s*(k|m|g)bit)?")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine:
-    """A file, or in short ``3x8@10gbit``: three nodes of eight devices, links of 10 Gbit/s.
+    """Return the machine for a topology file, or for a short form.
+
+    ``3x8@10gbit`` means three nodes of eight devices with links of 10 Gbit/s.
 
     Args:
-        device: of a topology in short.
-        name: of the devices, instead of what the file says.
+        text: path of the file, or the short form.
+        device: device for a short form.
+        name: name of the devices that replaces the one in the file; None to keep it.
 
     Raises:
-        UserError: neither.
+        UserError: ``text`` is neither a valid file nor a valid short form, or ``name`` is given for a file that names
+            different devices.
     """
     short = _SHORT.fullmatch(text.strip().lower())
     if short is None:
@@ -92,23 +95,27 @@ def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is asked for: the batch, and how it will be computed.
+    """Requirements for a plan: the batch, and how it will be computed.
 
     Args:
-        sequence_length: None for as many tokens as the model has positions for, at most ``MOST_TOKENS``.
-        lengths: of the documents in a row, of the longest one where rows differ; one as long as the row by default.
-        micro_batches: lengths of the documents of some micro-batches, where rows differ: steps take the mean of them.
-        profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
-            measure where the two are the same.
-        timed: False where only memory is asked for, which is measured; all seconds are 0.
-        memory_bytes: of a device, instead of what the machine says.
-        settings: what a plan takes as given, see ``PlanRequest``.
-        quantize: form of frozen matrices, as of ``Pipeline``.
-        compiled: layers are compiled, on whole rows.
-        dealt: lengths of the documents of a step, see ``PlanRequest``; rows are then full bins.
-        optimizer: whose states and updates are planned for.
-        steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
-        learning_rate: on which depends in how many bits changes of weights travel.
+        sequence_length: tokens of a row; None for all positions of the model, at most ``MOST_TOKENS``.
+        global_batch: rows in a step.
+        micro_batch: rows computed at one time.
+        dtype: dtype of the run.
+        lengths: lengths of the documents in a row, or in the longest row if rows differ; by default one that fills the
+            row.
+        micro_batches: lengths of the documents of some micro-batches, if rows differ. Steps are planned for their mean.
+        profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto`` to
+            measure if the two devices are the same.
+        timed: False if only memory is of interest; it is measured, and all seconds are 0.
+        memory_bytes: memory of a device; replaces that of the machine.
+        settings: settings that a plan takes as given, see ``PlanRequest``.
+        quantize: form of frozen matrices, as in ``Pipeline``.
+        compiled: True if layers are compiled, on whole rows.
+        dealt: lengths of the documents of a step, see ``PlanRequest``; rows are then full packed micro-batches.
+        optimizer: optimizer whose states and updates are counted.
+        steps: steps of the run, whose time limits measuring to about ``SHARE``; 0 if unknown.
+        learning_rate: determines the bits in which changes of weights are sent.
 
     Raises:
         UserError: numbers that cannot work, or documents that do not fill a row.
@@ -148,17 +155,19 @@ class Asked:
 
     @property
     def row(self) -> int:
-        """Tokens of a row, at most."""
+        """Tokens of a row; ``MOST_TOKENS`` if not given, because the model then sets the limit."""
         return MOST_TOKENS if self.sequence_length is None else self.sequence_length
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Tokens of the documents in a row."""
+        """Lengths of the documents in a row, in tokens."""
         return tuple(self.lengths or (self.row,))
 
     @property
     def longest(self) -> int:
-        """Tokens of a document for which the model must have positions."""
+        """Tokens of the longest document, for which the model must have positions.
+
+        1 if no length is given, because the row is then as long as the model allows."""
         return 1 if self.sequence_length is None else max(self.documents)
 
 
@@ -169,14 +178,16 @@ def request_of(
     *,
     here: torch.device | None = None,
 ) -> PlanRequest:
-    """The request for a plan.
+    """Measure or estimate the model's profile, and return the request for a plan.
 
     Args:
-        chain: of the model, on the meta device, which it is left as it is.
-        here: this process's device.
+        chain: chain of the model on the meta device; it is left unchanged.
+        machine: nodes, links and devices.
+        asked: batch and settings.
+        here: device of this process, on which blocks may run; the CPU by default.
 
     Raises:
-        UserError: a machine or a setting that cannot work for this model.
+        UserError: a machine or a setting cannot work for this model.
     """
     _ = share_in_sets(0, machine.topology.evened(), asked.settings)
     here = here or torch.device("cpu")
@@ -184,14 +195,14 @@ def request_of(
         with chain.borrowed():
             request = _request_of(chain, machine, asked, here)
     finally:
-        give_back(here)  # with what the chain held while it was borrowed
-    # Libraries are there when blocks have run with them.
+        give_back(here)  # also frees the tensors of the borrowed chain
+    # Measure again: running blocks has loaded more libraries into this process.
     return replace(request, system_bytes=system_of(machine, here)[0]) if not request.has_host else request
 
 
 def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device) -> PlanRequest:
-    """``request_of`` with a chain that is of no other use afterwards."""
-    # What is asked: rows, and why they may have to stay whole.
+    """Measure or estimate the profile and return the request; afterwards the chain cannot be used for anything else."""
+    # Rows of the request, and the reason if they must stay whole.
     dtype, settings, optimizer = asked.dtype, asked.settings, asked.optimizer
     if machine.speeds and not settings.device_speeds:
         settings = replace(settings, device_speeds=spell_speeds(machine.speeds))
@@ -204,7 +215,7 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
         row = min(row, longest_allowed(chain.config))
         documents = (row,)
 
-    # What depends neither on the profile nor on chunks.
+    # Values that depend neither on the profile nor on chunks.
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master, reduce = master_dtype(dtype), reduce_dtype(dtype, settings)
     limit = machine.most_memory * USABLE if asked.memory_bytes is None else asked.memory_bytes
@@ -215,7 +226,8 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
     ranks, states = settings.sequence_ranks or 1, states_of(optimizer, chain.units)
 
     def by(profile: Profile) -> PlanRequest:
-        if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
+        """Return the request with this profile."""
+        if reduce != master and tokens > chunk:  # the head sums its chunks in a separate buffer
             head = sum(chain.units[unit].numel for unit in chain.spec.trainable_units(len(chain.blocks) - 1))
             profile = replace(profile, memory=profile.memory.with_more("head", head * master.itemsize))
         return PlanRequest(
@@ -254,6 +266,7 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
         )
 
     def chunks(whole: Profile) -> Sequence[int] | None:
+        """Return the chunk sizes to measure, or None if rows stay whole; see ``measure``."""
         if why_whole:
             return None
         request = by(replace(whole, in_chunks=whole.blocks, cuts=not whole.why_not_shares))
@@ -262,7 +275,6 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
         shared = ranks > 1 or bool(request.sets and (small or request.leaves_idle))
         return sizes if sizes or shared else None
 
-    # The profile, measured or estimated.
     measuring = {
         "dtype": dtype,
         "device": here,
@@ -280,20 +292,20 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
     else:
         profile = measure(chain, tokens=tokens, timed=False, **measuring)
 
-    # What only a profile shows.
+    # Reasons for whole rows are known only now, with the profile.
     if why := why_whole or profile.why_whole:
         if settings.sequence_chunk:
             raise UserError("schedule.sequence_chunk", settings.sequence_chunk, f"0, for whole rows: {why}")
         if ranks > 1:
             raise UserError("schedule.sequence_ranks", ranks, f"1, for whole rows: {why}")
         profile = replace(profile, in_chunks=(), cuts=False, why_whole=why)
-        if asked.timed:  # else memory alone is asked about, which takes no while
+        if asked.timed:  # measuring memory alone is quick
             progress.warning(f"rows stay whole: {why}")
     return by(profile)
 
 
 def _flops_of_a_step(chain: Chain, asked: Asked, documents: Sequence[int]) -> float:
-    """FLOPs of a step's documents; 0 for a model of which they are not known."""
+    """Return the floating-point operations of all documents of a step; 0 if they are not known for this model."""
     if asked.dealt:
         return chain_flops(chain, asked.dealt) or 0.0
     if not asked.micro_batches:
@@ -303,24 +315,26 @@ def _flops_of_a_step(chain: Chain, asked: Asked, documents: Sequence[int]) -> fl
 
 
 def _drops(config: Any) -> bool:
-    """True if a model's config asks for dropout anywhere."""
+    """Return True if a model's config sets any dropout above 0."""
     values = config.get_text_config().to_dict().items()
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
 
 
 def _exact(chain: Chain, dtype: torch.dtype, master: torch.dtype) -> int:
-    """Bytes of a frozen weight's exact value, which a host keeps where the type of the run would round it."""
+    """Return the bytes of a frozen weight's exact value in host memory.
+
+    0 if the dtype of the run represents the weight exactly, so that no such copy is kept."""
     stored = getattr(chain.config, "dtype", None) or master
     return master.itemsize if torch.promote_types(stored, dtype) != dtype else 0
 
 
 def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
-    """Bytes of a device that the driver and libraries take, and those of each communicator.
+    """Return (bytes of driver and libraries on a device, bytes of each communicator).
 
-    On a CPU they are this process's, which has loaded the libraries, and what its threads will take. On a GPU like the
-    plan's they are what is in use and not by torch's allocator, if that is more than what is usual. The communicator of
-    all processes, which every run has besides its groups', is among it.
-    """
+    On a CPU the first is the memory of this process, which has loaded the libraries, plus what its threads will take.
+    On a GPU it is a usual value, or the memory in use outside torch's allocator if this is more and this process has
+    such a GPU. It contains the communicator of all processes, which every run needs besides the communicators of its
+    groups. The second is 0 on CPUs."""
     if machine.device.name == "CPU":
         return resident_memory() + THREADS_BYTES[machine.world_size > 1], 0
     each = machine.device.communicator_bytes or COMMUNICATOR_BYTES
@@ -331,14 +345,14 @@ def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
 
 
 def device_name(here: torch.device) -> str:
-    """The device's name as topology files spell it."""
+    """Return the device's name as topology files spell it."""
     return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
 
 
 def _layer_tokens(chain: Chain, asked: Asked, devices: int) -> float:
-    """Tokens times layers that a device computes in the run; 0 if that is not known. Measuring is to take a small share
-    of the run: its work grows with layers and tokens on any device.
-    """
+    """Return the tokens that one device computes in the run, times layers; 0 if the steps are not known.
+
+    Measuring may take a small share of the run, and its work grows with layers and tokens on any device."""
     row = mean_size(asked.micro_batches).tokens / asked.micro_batch if asked.micro_batches else asked.row
     return asked.steps * asked.global_batch * row * chain.spec.num_layers / devices
 
@@ -346,6 +360,22 @@ def _layer_tokens(chain: Chain, asked: Asked, devices: int) -> float:
 def _profile(
     chain: Chain, machine: Machine, how: str, row: int, tokens: int, peak: float | None, measuring: dict[str, Any]
 ) -> Profile:
+    """Measure the profile on this process's device, or estimate it, and return it.
+
+    ``auto`` measures if this device has the name of the machine's devices and no ``flops`` are given.
+
+    Args:
+        chain: chain of the model.
+        machine: nodes, links and devices.
+        how: ``auto``, ``measure`` or ``estimate``.
+        row: tokens of the longest row to measure.
+        tokens: tokens of a micro-batch.
+        peak: peak operations per second of the device, or None.
+        measuring: further arguments of ``measure``.
+
+    Raises:
+        UserError: ``how`` is unknown, or an estimate is needed and the peak is not known.
+    """
     if how not in ("auto", "measure", "estimate"):
         raise UserError("--profile", how, "auto, measure or estimate")
     here = measuring["device"]

@@ -29,21 +29,26 @@ from tawpipe.schedule.sizes.footprint import BlockMemory
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 2048
-"""Longer rows are not run on a CPU: bytes grow with the tokens alone, because no kernel holds a matrix of scores."""
+"""Tokens of the longest row that is run on a CPU. Memory grows linearly with the tokens, because no kernel stores a
+matrix of attention scores."""
 ROOM_OF_TOKEN = 128
-"""Boundaries for every token of a row that is run, for which a device has to have room: a layer needs half of it."""
+"""Boundary activations per token that must fit in free GPU memory for a row to be run. A layer needs half of that."""
 MEASURED_CHUNK = 512
-"""Tokens of the chunks of the rows that are run, and twice as many; larger ones follow from the line."""
+"""Tokens of the smaller of the two chunk sizes that are run. The other is twice as large. Memory of larger chunks is
+extrapolated linearly."""
 DOCUMENTS = 8
-"""In a row, where rows are packed."""
+"""Documents in a measured row, where rows are packed."""
 
 
 def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockMemory:
-    """Run a block of every kind at two lengths, as the runtime does, and take what the allocator says.
+    """Run a block of every kind at two lengths, and return its memory as ``fixed + per_token * tokens``.
+
+    Blocks run as the runtime runs them. Of several kinds of layers the largest numbers are returned.
 
     Args:
-        tokens: of a micro-batch, at most.
-        packed: rows hold several documents, which attention may compute one by one.
+        bench: the blocks, with random weights.
+        tokens: tokens of a micro-batch, at most.
+        packed: True if rows contain several documents, which attention may compute one by one.
     """
     working: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0, "lin": 0}
@@ -66,19 +71,19 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
             line = amount - per_token * sum(long), per_token
             before = working[kind].get(name, line)
             working[kind][name] = max(line, before, key=lambda line: line[0] + line[1] * tokens)
-        if kind == "head" and most < 2 * bench.chunk:  # no second chunk was seen, and the line is that of one
+        if kind == "head" and most < 2 * bench.chunk:  # only one chunk was run, so the fit holds for one chunk
             at_once[kind] = max(most, bench.chunk)
     keys = key_bytes(bench.chain.config.get_text_config(), bench.dtype)
     return BlockMemory(bench.boundary, kept, dict(working), at_once, *keys, unpacking=unpacking)
 
 
 def _longest(bench: Bench, tokens: int) -> int:
-    """Tokens of the longest row that is run, for rows of ``tokens``.
+    """Return the number of tokens of the longest row to run, from which rows of ``tokens`` tokens are extrapolated.
 
-    In rows of fewer tokens than a layer is wide the gradient of a weight is larger than what is computed for all
-    tokens, so that the most is taken at another moment than in long rows. A GPU runs rows of twice as many, if it has
-    room. Rows whose length does not recur are of an odd one here, too: another kernel computes them, which needs more.
-    """
+    In rows with fewer tokens than the layer's width, a weight gradient is larger than the activations of all tokens.
+    The peak then falls at another moment than in long rows. Therefore a GPU runs rows of at least twice the width if
+    memory allows, and a warning is logged otherwise. The length is odd if ``tokens`` is one of the lengths that do not
+    recur, because these use another kernel, which needs more memory."""
     most, width = MOST_TOKENS, bench.chain.width
     if bench.device.type == "cuda":
         room = torch.cuda.mem_get_info(bench.device)[0] // (ROOM_OF_TOKEN * bench.boundary)
@@ -90,13 +95,15 @@ def _longest(bench: Bench, tokens: int) -> int:
 
 
 def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:
-    """Bytes of a block by name: those of ``BlockMemory.working`` and of ``BlockMemory.kept``."""
+    """Run one block on documents of ``lengths``, measure its peaks of memory, and return bytes by name.
+
+    Names are those of ``BlockMemory.working`` and ``BlockMemory.kept``."""
     with bench.case(block, lengths) as case:
         if case.spec.kind == "layer":
             return _weigh_layer(bench, block, case)
         if case.spec.kind == "head":
             with torch.set_grad_enabled(case.spec.needs_backward):
-                bench.head(case)  # what the first chunk leaves behind for the others is not a chunk's own
+                bench.head(case)  # the first run allocates what later chunks reuse
                 (once,) = _steady([partial(bench.head, case)], bench.device)
             given = case.hidden.nbytes if case.spec.needs_backward else 0
             return {"backward full": once.most - given}
@@ -104,10 +111,12 @@ def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]
 
 
 def _weigh_embedding(bench: Bench, case: Case) -> dict[str, float]:
+    """Run the embedding; return by name the working memory of its passes, and (``ctx``) the bytes that layers share."""
     spec, chain, held = case.spec, bench.chain, list[Any]()
     keeps = spec.needs_backward and not spec.backward_reads_weights
 
     def forward() -> None:
+        """Run the embedding and keep its results in ``held``."""
         batch = case.batch.to(bench.device)
         with torch.set_grad_enabled(keeps):
             hidden, calls = chain.embed(batch)
@@ -126,6 +135,7 @@ def _weigh_embedding(bench: Bench, case: Case) -> dict[str, float]:
 
 
 def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
+    """Run a layer; return by name its working memory and the bytes that it keeps, for each recomputation mode."""
     chain, size = bench.chain, case.hidden.nbytes
     layer = partial(chain.layer, block, calls=case.calls)
     wanted = block > chain.spec.first_backward
@@ -142,11 +152,13 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
         held.clear()
 
     def forward(way: Callable[[Tensor], Tensor]) -> None:
+        """Run the layer and keep its input, graph edge and output in ``held``."""
         leaf = case.hidden.detach().requires_grad_(wanted)
         output = way(leaf)
         held[:] = [leaf, get_gradient_edge(output), output.detach()]
 
     def backward() -> None:
+        """Run the backward pass, after a forward pass if none is kept."""
         if not held:
             forward(layer)
         edge = held[1]
@@ -154,6 +166,9 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
         torch.autograd.backward(edge, case.hidden)
 
     def once(kept: str) -> list[Peak]:
+        """Run all parts with ``kept`` as recomputation mode, and return the peak of each part.
+
+        Parts are forward pass, freeing the output, backward pass and freeing the rest."""
         return _steady([partial(forward, ways[kept]), lambda: held.pop(), backward, held.clear], bench.device)
 
     gradient = size if wanted else 0
@@ -169,14 +184,16 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
         if name == "selective" and not weighed["attention"]:
             continue
         there, _, back, _ = once(name)
-        weighed[kind] = there.after  # the input in the place of the output, which is the next block's
+        weighed[kind] = there.after  # counts the input instead of the output, which belongs to the next block
         weighed[f"forward {name}"] = there.most - there.after - size
         weighed[f"backward {name}"] = back.most - back.before - gradient
     return weighed
 
 
 def _kept_for_weights(chain: Chain, case: Case, layer: Callable[[Tensor], Tensor]) -> int:
-    """What a layer keeps between the two parts of its backward pass."""
+    """Return the bytes that a layer's backward pass for inputs keeps for the one for weights.
+
+    The layer runs once, forward and backward."""
     deferred, leaf = DeferredProducts(chain.parameters_of(case.spec.units)), case.hidden.detach().requires_grad_()
     with torch.enable_grad():
         output = deferred.around(layer)(leaf)
@@ -185,13 +202,14 @@ def _kept_for_weights(chain: Chain, case: Case, layer: Callable[[Tensor], Tensor
 
 
 def measure_chunks(bench: Bench, smallest: int) -> dict[str, tuple[float, float, float]]:
-    """``BlockMemory.in_chunks``: layers of every kind on rows of two lengths in chunks of one size, and of another.
+    """Measure layers whose rows run in chunks, and return the fitted coefficients of ``BlockMemory.in_chunks``.
 
-    Rows are so much longer than chunks that what is there of all of a row counts when most is taken, and the past of
-    the last chunk is as large as any that a kernel sees at one time.
+    Every kind of layer runs on rows of two lengths with one chunk size, and with a second chunk size. Rows are much
+    longer than chunks, so that memory for the whole row affects the peak. The past of the last chunk is as large as any
+    that a kernel sees at one time.
 
     Args:
-        smallest: chunk that is asked about.
+        smallest: smallest chunk size that the plan considers.
     """
     lines: dict[str, tuple[float, float, float]] = {}
     least = min(smallest, MEASURED_CHUNK)
@@ -211,9 +229,10 @@ def measure_chunks(bench: Bench, smallest: int) -> dict[str, tuple[float, float,
 
 
 def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str, float]:
-    """What is kept of chunks is attention's, or states of mixers; the gradient of the input takes the place of the one
-    that arrives.
-    """
+    """Run a layer on one row of ``tokens`` tokens in chunks of ``size``, and return its bytes by name.
+
+    Kept bytes are the results of attention or the states of mixers. The gradient of the input overwrites the gradient
+    of the output."""
     with bench.case(block, (tokens,), in_chunks=True) as case:
         layer, held, given = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
         wanted, weighed = block > bench.chain.spec.first_backward, dict[str, float]()
@@ -223,6 +242,7 @@ def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str,
             return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=bench.device))
 
         def forward(kept: KeptAttention | None) -> None:
+            """Run the layer in chunks and keep its output, and ``kept``, in ``held``."""
             output = OnDevice(torch.empty_like(case.hidden))
             layer.forward(OnDevice(case.hidden), output, kept)
             held[:] = [output, kept]
@@ -244,7 +264,9 @@ def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str,
 
 
 def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
-    """``peaks`` once the parts have run before: the first time a device's libraries take room that they keep."""
+    """Run ``parts`` one after another and return the peak of memory of each (``peaks``).
+
+    On a GPU the parts run once before, because libraries allocate workspaces on first use and keep them."""
     if device.type == "cuda":
         for part in parts:
             part()
@@ -252,16 +274,21 @@ def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list
 
 
 LEAST_CHUNK = 2048
-"""Tokens of the smallest chunk that a plan takes by itself."""
+"""Tokens of the smallest chunk that a plan chooses on its own."""
 
 
 def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> BlockMemory:
-    """The same from the widths of a layer as Hugging Face's eager code computes it, for every token.
+    """Estimate the memory of all blocks from the widths of a layer, as Hugging Face's eager code computes it.
 
-    A norm keeps its input in fp32, the result before its weight, and its output. Attention keeps queries, keys, values
-    and output. A gated MLP keeps three intermediates, and its backward pass makes as many gradients before anything
-    goes. Of logits there are three copies in fp32 and one in the type of the run. In chunks all that is for one of
-    them; of the whole row are keys and values, and in the backward pass their gradients in fp32.
+    All numbers are per token. A norm keeps its input in fp32, the result before its weight, and its output. Attention
+    keeps queries, keys, values and output. A gated MLP keeps three intermediates, and its backward pass makes three
+    gradients before any of them is freed. Logits exist in three copies in fp32 and one in the dtype of the run.
+
+    With chunks these numbers hold for one chunk. Keys and values exist for the whole row, and in the backward pass
+    their gradients in fp32.
+
+    Args:
+        chunk_tokens: tokens whose logits exist at one time.
     """
     config, size = chain.config.get_text_config(), dtype.itemsize
     boundary = chain.width * size
@@ -284,7 +311,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
     summed = 2 * keys // size * max(4, size)
-    states = chain.state_bytes / LEAST_CHUNK  # one layer's, at each border
+    states = chain.state_bytes / LEAST_CHUNK  # states of one layer, at each chunk border
     in_chunks: dict[str, tuple[float, float, float]] = {"kept": (0, 0, max(queries + 4 * heads, states))}
     for how in ("full", "selective"):
         in_chunks[f"forward {how}"] = 0, 3 * inner + boundary, 2 * keys

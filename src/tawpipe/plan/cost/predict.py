@@ -1,11 +1,13 @@
-"""A strategy's prediction: the schedule that would run, played by the clock.
+"""Prediction of time, traffic and memory of a step: the schedule that would run is simulated with measured costs.
 
-Two things keep it fast for thousands of devices and many rounds. Where nodes, links and shares of the work are alike,
-all ranks of many strategies run the same program at the same time, but for the names of micro-batches and peers, and so
-do pipelines side by side; one is played for all (``foldable``): its collectives begin when it is there, and of the
-links it sees what its whole node sends. Where a step has many rounds, a step with few is played twice, with one round
-more the second time, and what the round took is added for all that are left (``Strategy.extended``).
-"""
+Two shortcuts keep this fast for thousands of devices and many rounds.
+
+If nodes, links and shares of work are equal, all ranks of many strategies run the same program at the same time, except
+for the names of micro-batches and peers. The same holds for pipelines side by side. Then one rank (or pipeline) is
+simulated for all (``foldable``). Its collectives begin when it arrives, and its link carries what its whole node sends.
+
+If a step has many rounds, a step with few rounds is simulated, then one with one more round. The difference is added
+for every round that remains (``Strategy.extended``)."""
 
 from __future__ import annotations
 
@@ -24,30 +26,31 @@ from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, Timeline, play
 
 MOST_VISITS = 20_000
-"""Micro-batches of a step, times blocks, up to which a timeline has all of them."""
+"""Micro-batches of a step, times blocks, up to which a timeline contains all of them."""
 BETWEEN_BLOCKS, BETWEEN_CHUNKS, MOST_BETWEEN = 0.16, 0.6, 36 * 2**20
-"""Shares of activations, and of what a chunk takes, that the allocator of a CPU holds besides, up to so many bytes:
-blocks are not freed in the order they were made.
-"""
+"""Shares of the bytes of activations (``BETWEEN_BLOCKS``), and of working memory with chunks (``BETWEEN_CHUNKS``), that
+a CPU's allocator holds in addition, together at most ``MOST_BETWEEN`` bytes. Blocks are not freed in the order in which
+they were allocated."""
 PLAYED_STEPS = 3
-"""Steps that are played: one before and one after the step that is looked at."""
+"""Steps that are simulated: the one that is measured, one before it and one after it."""
 PLAYED_ROUNDS = 3
-"""Full rounds of a step that are played where there are more; and one more."""
+"""Full rounds that are simulated of a step with more rounds; a second simulation has one round more."""
 LARGEST_WORK = 3_500
-"""Ranks that are played, times blocks, beyond which a strategy is not played: a search should take seconds."""
+"""Simulated ranks, times blocks, beyond which a strategy is not simulated: a search should take seconds."""
 MOST_UNEVEN = 6_000
-"""Micro-batches, times blocks, beyond which devices that have one more or less are taken for equal ones."""
+"""Micro-batches, times blocks, beyond which all devices are simulated with equally many micro-batches."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory of a step, in bytes.
+    """Memory that a step needs, in bytes.
 
     Args:
-        parts: of what a device holds, by name.
-        host: of a node's host, for all of its devices; 0 where the host's memory is what devices compute in.
-        files: of a node's disk, for all of its devices.
-        absent: bytes that this device, which is the nearest to its end, has less than the one with most memory.
+        parts: device memory by name of its use.
+        host: memory of a node's host, for all of its devices; 0 if devices compute in the host's memory.
+        files: disk space of a node, for all of its devices.
+        absent: bytes that this device has less than the device with most memory. It is the device that is fullest
+            relative to its own memory.
     """
 
     parts: Mapping[str, int]
@@ -57,25 +60,27 @@ class Needs:
 
     @property
     def device(self) -> int:
-        """Bytes of a device."""
+        """Bytes of device memory, all parts together."""
         return sum(self.parts.values())
 
     @property
     def wanted(self) -> int:
-        """Bytes that the device with most memory must have for it."""
+        """Bytes that the device with most memory must have, so that the step fits on every device."""
         return self.device + self.absent
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time, traffic and memory of a strategy.
+    """Predicted time, traffic and memory of a step.
 
     Args:
-        step_seconds: of a step in the middle of training.
-        exposed_communication_s, idle_s: of them, in which a device waits for transfers, and for anything.
-        link_bytes: sent over the busiest node's link.
+        step_seconds: seconds of a step in the middle of training.
+        exposed_communication_s: seconds of the step during which a device waits for transfers.
+        idle_s: seconds of the step during which a device waits for anything.
+        link_bytes: bytes sent or received over the busiest node's link, whichever is more.
         needs: memory.
-        bound_s: what computing and links alone need.
+        bound_s: lower bound on the seconds, by computing and links alone.
+        timeline: the simulated step; None if it was not simulated.
     """
 
     step_seconds: float
@@ -88,16 +93,20 @@ class Prediction:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Parts of what a device holds."""
+        """Device memory in bytes, by name of its use."""
         return self.needs.parts
 
     @property
     def peak_bytes(self) -> int:
+        """Peak bytes of a device."""
         return self.needs.device
 
 
 def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
-    """Bytes that a device and its host hold. ``system`` is what the driver, libraries and communicators take."""
+    """Return the memory of a step: on the device that is fullest, and on a node's host and disk.
+
+    ``schedule`` may be one that is short but needs equal memory. The part ``system`` contains driver, libraries and
+    communicators."""
     request = request.of(schedule.step)
     tokens, memory = round(request.size.tokens), request.profile.memory
     shares = request.shares(schedule.step)
@@ -106,6 +115,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     several = not step.keeps_alike
 
     def working(action: Action) -> int:
+        """Return the most temporary memory of an action while it computes, in bytes; cached."""
         of = action.micro_batch if several else action.micro_batch < 0
         alike = (action.op, action.block, of, len(action.reads), len(action.writes))
         if alike not in known:
@@ -147,12 +157,15 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
 
 
 def link_bytes_of(timeline: Timeline) -> float:
-    """Bytes that the busiest link between nodes carries in one direction in a step."""
+    """Return the bytes that the busiest link between nodes carries in one direction in a step."""
     return max(max(node.sent, node.received) for node in timeline.node_bytes[timeline.steady_step])
 
 
 def bound_of(request: PlanRequest, step: StepSpec) -> float:
-    """Seconds that computing, and the links, need at least; without building a schedule."""
+    """Return a lower bound on the seconds of a step: the longer of computing alone and links alone.
+
+    No schedule is built. Links count only with several nodes, and not for strategies without a formula for their
+    traffic, such as pipelines."""
     strategy, topology = step.strategy, request.topology
     seconds = request.block_seconds(step)
     factor, blocks = request.costs.compute_factor, strategy.computes(step)
@@ -161,7 +174,7 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
         for rank, (share, mine) in enumerate(zip(step.micro_batches, blocks, strict=True))
     }
     compute = max(slower * number * sum(seconds[block] for block in mine) for number, mine, slower in works)
-    if topology.num_nodes == 1 or step.divided_over > 1:  # there is no formula for activations that travel
+    if topology.num_nodes == 1 or step.divided_over > 1:  # pipelines have no formula for their traffic
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [played.strategy.traffic(played, training=True) for played in ((short, longer) if left else (short,))]
@@ -174,17 +187,22 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     moved = [first + left * (second - first) for first, second in zip(amounts[0], amounts[-1], strict=True)]
     if topology == request.machine.topology:
         link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))
-    else:  # groups of one machine do not use its link between them, and units may all live in one
+    else:  # several schedule nodes share a machine, so traffic between them uses no link
         link = 0.0 if step.strategy.places(topology) else min(moved) / max(rates)
     return max(compute, link)
 
 
 def predict(request: PlanRequest, step: StepSpec, rounds: int = PLAYED_ROUNDS) -> Prediction:
-    """Play a strategy.
+    """Simulate a step and return its predicted time, traffic and memory.
+
+    Long steps are not simulated as a whole: two shorter ones are, from which times are extrapolated.
 
     Args:
-        rounds: of a step, that are played where there are more; and others as long as a step of few rounds, most of
-            whose weights have come before it, makes the whole one faster than its bound.
+        request: model, data and machines.
+        step: the step.
+        rounds: rounds that are simulated of a step with more rounds. The simulation is repeated with one round more
+            while the extrapolated time is below the bound. This happens if most weights of a short step arrived before
+            it.
 
     Raises:
         UserError: the strategy cannot run this model on these machines.
@@ -195,6 +213,7 @@ def predict(request: PlanRequest, step: StepSpec, rounds: int = PLAYED_ROUNDS) -
     more = _play(request, _build(request, longer), step) if left else timeline
 
     def extended(value: Callable[[Timeline], float]) -> float:
+        """Return ``value`` of the whole step, extrapolated from the short and the longer simulation."""
         first = value(timeline)
         return max(0.0, first + left * (value(more) - first)) if left else first
 
@@ -213,7 +232,7 @@ def predict(request: PlanRequest, step: StepSpec, rounds: int = PLAYED_ROUNDS) -
 
 
 def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
-    """A step with all of its rounds and ranks, or with some of them if there are too many to look at."""
+    """Simulate a step and return its timeline with all rounds and ranks, or with some of them if there are too many."""
     if request.micro_batches * len(request.model.blocks) > MOST_VISITS:
         short, _, _ = shortened(request, step, PLAYED_ROUNDS)
         return _play(request, _build(request, short), step)
@@ -221,12 +240,16 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
 
 
 def saved_bytes(request: PlanRequest, step: StepSpec) -> int:
-    """Bytes of the copy of its state, weights and optimizer's, that a process holds while it is written."""
-    return 0 if step.homes_in_host else state_bytes(request, step)  # those are written from where they are
+    """Return the bytes of the copy of weights and optimizer state that a process holds while it writes a checkpoint.
+
+    0 if homes are in host memory, from which they are written without a copy."""
+    return 0 if step.homes_in_host else state_bytes(request, step)  # written without a copy
 
 
 def state_bytes(request: PlanRequest, step: StepSpec) -> int:
-    """Bytes of the state, weights and optimizer's, that the process which has most of it saves."""
+    """Return the bytes of weights and optimizer state that the process which saves most writes into a checkpoint.
+
+    Only trained units count, and of copies only the first."""
     widths, most = request.widths, defaultdict[int, float](float)
     for number, (home, unit) in enumerate(zip(step.homes, request.model.units, strict=True)):
         if unit.trainable:
@@ -237,35 +260,40 @@ def state_bytes(request: PlanRequest, step: StepSpec) -> int:
 
 
 def memory_quickly(request: PlanRequest, step: StepSpec, *, part: bool = False) -> Needs:
-    """``memory_of`` without the whole schedule.
+    """Return the memory of a step (``memory_of``) from a schedule with fewer rounds and ranks.
 
     Args:
-        part: look at rank 0 alone, for a lower bound: where devices differ, looking at all of many takes seconds. Of a
-            pipeline all are looked at.
+        request: model, data and machines.
+        step: the step.
+        part: True to check rank 0 only, for a lower bound. This saves seconds where many devices differ. All ranks of a
+            pipeline are checked in any case.
     """
     return memory_of(request, short_schedule(request, step, (0,) if part and step.divided_over == 1 else ()))
 
 
 def short_schedule(request: PlanRequest, step: StepSpec, some: tuple[int, ...] = ()) -> Schedule:
-    """A schedule that holds as much as the whole step's: few rounds hold as much as many, and of ranks that do alike
-    one has a program.
+    """Return a schedule that needs the same memory as the whole step: fewer rounds, and one rank for all equal ones.
 
     Args:
-        some: ranks to make a program for if the ranks differ; those with the most memory in use if it is empty.
+        some: ranks whose programs are made if ranks differ; by default those that may need the most memory.
     """
     short, _, _ = shortened(request, step, step.strategy.rounds_held)
     if not request.absent and foldable(short, replace(request.costs, between_of={}, compute_factor={})):
-        return _built(short, stand_ins(short))  # unequal links or speeds change nothing of what ranks hold
+        return _built(short, stand_ins(short))  # unequal links or speeds do not change memory
     return _built(short, some or (None if request.absent else short.strategy.fullest(short)))
 
 
 def shortened(request: PlanRequest, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
-    """``Strategy.extended`` of a step that can be played."""
+    """Return a short step, a longer step and a factor, from which ``step`` can be extrapolated.
+
+    The short step has about ``rounds`` rounds. See ``Strategy.extended``."""
     return (step := alike(request, step)).strategy.extended(step, rounds)
 
 
 def alike(request: PlanRequest, step: StepSpec) -> StepSpec:
-    """The step; or where it is too large to play all ranks, of which some have less, with as much for these."""
+    """Return the step; if it is too large to simulate all ranks, with equally many micro-batches on every rank.
+
+    Ranks that have fewer micro-batches get as many as the others."""
     shares, world = step.micro_batches, step.topology.world_size
     most, blocks = max(map(len, shares)), len(request.model.blocks)
     count = 1 + max(share[-1] for share in shares if share)
@@ -273,18 +301,20 @@ def alike(request: PlanRequest, step: StepSpec) -> StepSpec:
     if step.speeds or even or max(world * blocks / LARGEST_WORK, count * blocks / MOST_UNEVEN) <= 1:
         return step
     ranks = sum(map(len, shares)) // count
-    """That a micro-batch goes to."""
+    """Ranks that compute each micro-batch."""
     return replace(step, micro_batches=step.strategy.share(most * world // ranks, step.topology, step.settings))
 
 
 def one_for_all(request: PlanRequest, step: StepSpec) -> bool:
-    """True if one rank is played for all, or one pipeline."""
+    """Return True if one rank (or one pipeline) can be simulated in place of all.
+
+    That requires equal nodes, links, speeds and memory."""
     alike = request.topology == request.machine.topology and not request.absent
     return alike and foldable(step, request.costs)
 
 
 def played(request: PlanRequest, step: StepSpec) -> int:
-    """Ranks that are played."""
+    """Return the number of ranks that are simulated."""
     step = alike(request, step)
     if not one_for_all(request, step):
         return request.topology.world_size
@@ -292,29 +322,37 @@ def played(request: PlanRequest, step: StepSpec) -> int:
 
 
 def _build(request: PlanRequest, step: StepSpec) -> Schedule:
+    """Build the schedule of a step, with programs for the simulated ranks only."""
     return _built(step, stand_ins(step) if one_for_all(request, step) else None)
 
 
 @lru_cache(maxsize=4)
 def _built(step: StepSpec, ranks: tuple[int, ...] | None) -> Schedule:
-    """What was built to see whether it fits is played next, and once more with other links."""
+    """Build a schedule with programs for ``ranks`` (None for all); the last four results are cached.
+
+    A schedule that was built to check its memory is simulated next, and again with other links."""
     return build(step, ranks=ranks)
 
 
 def stand_ins(step: StepSpec) -> tuple[int, ...]:
-    """The ranks that stand for all of a step that is foldable."""
+    """Return the ranks that are simulated in place of all ranks, for a step for which ``foldable`` is True."""
     return step.strategy.stand_ins(step.topology, inside_is_even=True)
 
 
 def _play(request: PlanRequest, schedule: Schedule, whole: StepSpec) -> Timeline:
-    """Play a schedule that stands for a whole step."""
+    """Simulate a schedule, which may be a short one, with the costs of the step ``whole``."""
     physical = None if len(schedule.played) < schedule.topology.world_size else request.machine.topology
     costs = replace(request.of(schedule.step).costs, summands=whole.summands)
     return play(schedule, costs, steps=PLAYED_STEPS, physical=physical)
 
 
 def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
-    """True if one rank, or one pipeline, can stand for all; without a cost model, as far as the schedule goes."""
+    """Return True if one rank (or one pipeline) does the same as all others, and can represent them.
+
+    Args:
+        step: the step.
+        cost_model: if given, its links, speeds and sizes of micro-batches must be equal, too.
+    """
     even = cost_model is None or cost_model.inside.shared or cost_model.inside.full_duplex
     shares = {len(share) for share in step.micro_batches}
     if not step.topology.is_even or len(shares) > 1:

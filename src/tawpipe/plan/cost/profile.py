@@ -1,9 +1,9 @@
-"""Seconds and bytes of the blocks of a model: measured on a device, or estimated from its peak.
+"""Seconds and bytes of the blocks of a model: measured on a device, or estimated from its peak rate.
 
-Seconds are fitted to ``fixed + per_token * tokens + per_pair * pairs``, where pairs is the sum over a micro-batch's
-documents of the squared length: attention grows with it, everything else with the tokens. Of layers with a window pairs
-are those within it. Layers that take documents in turn are called for every length, and take the fixed part each time.
-"""
+Seconds are fitted to ``fixed + per_token * tokens + per_pair * pairs``. Here ``pairs`` is the sum over a micro-batch's
+documents of the squared length. Attention grows with it, everything else grows with the tokens. In layers with a window
+only pairs within the window count. Layers that process documents in turn are called once for each distinct length, and
+take the fixed time for each call."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ from tawpipe.schedule.sizes.footprint import BlockMemory
 from tawpipe.simulate import BlockCost, CodingTimes, MicroBatchSize, Seconds, size_of
 
 EFFICIENCY = 0.5
-"""Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
+"""Assumed share of a device's peak rate where nothing was measured: what good trainers report for large layers."""
 UNPACK_BYTES = 16
-"""Bytes that dequantising moves for an element: its code is looked up, multiplied and written."""
+"""Bytes that dequantising moves per element: its code is looked up, multiplied and written."""
 ESTIMATED_BYTES_PER_S = 1e12
-"""Rate of a device's memory where nothing was measured."""
+"""Rate of a device's memory that is assumed where nothing was measured."""
 USUAL = adamw()
-"""The optimizer whose updates are timed where nobody has said which it is."""
+"""Optimizer whose updates are timed by default."""
 REPEATS = 3
 HEAT_S, ENOUGH_S = 2.0, 0.5
-"""Seconds for which a GPU computes before anything is timed, as it runs slower when it is warm; and for how long the
-runs of one shape take together. They are issued one after the other, as in a step: the host is ahead of them."""
+"""``HEAT_S``: seconds for which a GPU computes before the first measurement, because it is slower when warm.
+``ENOUGH_S``: seconds that all runs of one shape take together. They are issued without waiting, as in a step, so that
+the host stays ahead of the GPU."""
 MOST_RUNS = 1000
 LONG_S = 4.0
-"""Seconds that the longest row in chunks may take that is run."""
+"""Longest time, in seconds, of a row in chunks that is run."""
 QUIET_S = 2.0
-"""Seconds in which nothing is said of what goes on."""
+"""Seconds between progress lines."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,17 @@ class Profile:
 
     Args:
         blocks: costs of every block.
-        update_s: of the optimizer, for one element, on the mean.
-        update_of: the same for every unit; empty where they are alike.
-        memory: what a micro-batch needs in them.
-        source: in words, for the reader.
-        in_chunks: costs of every block where rows run in chunks, the fixed part of each of them; empty where that was
-            not looked at.
-        cuts: rows can be cut into shares for several ranks; False where that was not looked at.
-        why_whole: the reason why they cannot be cut, into chunks or shares, if they cannot.
-        why_not_shares: the reason why they can be cut into chunks only, if that is so.
-        mixers: share of the time of layers with mixers that these take; 0 without any, or where nothing was timed.
-        coding: of what travels coded without loss; 0 where that was not looked at.
+        update_s: mean seconds of the optimizer for one element.
+        update_of: seconds for one element of every unit; empty if all are equal.
+        memory: memory of a micro-batch in the blocks.
+        source: description of how the profile was made, for the reader.
+        in_chunks: costs of every block where rows run in chunks, with the fixed part taken per chunk; empty if not
+            examined.
+        cuts: True if rows can be split between several ranks; False if that was not examined.
+        why_whole: reason why rows cannot be cut, into chunks or between ranks; ``""`` if they can.
+        why_not_shares: reason why rows can be cut into chunks but not split between ranks; ``""`` if they can.
+        mixers: share of the time of layers with mixers that the mixers take; 0 without mixers or measurement.
+        coding: seconds of lossless coding; 0 if not examined.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -84,17 +85,19 @@ class Profile:
 
     @property
     def shares(self) -> bool:
-        """True unless something is known against rows that several ranks compute together."""
+        """True if rows may be split between ranks; also if that was not examined."""
         return not (self.why_whole or self.why_not_shares)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Windows of layers, ascending."""
+        """Attention windows of the layers, ascending."""
         return tuple(sorted({block.window for block in self.blocks if block.window}))
 
     @property
     def work(self) -> LayerTime:
-        """Seconds of a document in a step, by which documents are dealt; without the fixed part of micro-batches."""
+        """Seconds of a document in all layers, by which documents are assigned to devices.
+
+        Forward and backward passes are included. Contains no fixed time per micro-batch."""
         kinds: Counter[tuple[float, float, int | None, float]] = Counter()
         for number, block in enumerate(self.blocks):
             passes = [block.forward, block.backward][number == len(self.blocks) - 1 :]  # the head's are one
@@ -104,7 +107,9 @@ class Profile:
         return LayerTime(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items() if any(kind[:2])))
 
     def cut(self, chunk: int) -> Profile:
-        """The same for micro-batches whose layers compute so many tokens at a time."""
+        """Return the profile for rows whose layers compute ``chunk`` tokens at a time. Nothing is measured.
+
+        The costs in ``in_chunks`` replace those of whole rows; their fixed part per chunk becomes a time per token."""
 
         def whole(each: Seconds) -> Seconds:
             return Seconds(0.0, each.per_token + each.fixed / chunk, each.per_pair)
@@ -115,15 +120,19 @@ class Profile:
 
 
 def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float], chunks: Sequence[int] = ()) -> Seconds:
-    """The non-negative coefficients with the least relative error.
+    """Fit seconds to non-negative coefficients of fixed, per-token and per-pair time; return these.
+
+    The relative error is the least. All are 0 if the seconds are.
 
     Args:
-        chunks: of every size, in each of which the fixed part is taken; 1 by default.
+        sizes: size of every measured micro-batch.
+        seconds: measured seconds of each.
+        chunks: number of times that each takes the fixed part; 1 by default.
     """
     counts = chunks or [1] * len(sizes)
     terms = np.array([[count, size.tokens, size.pairs] for count, size in zip(counts, sizes, strict=True)])
     target = np.array(seconds)
-    if not target.any():  # a backward pass that there is none of
+    if not target.any():  # this block has no backward pass
         return Seconds()
     scaled, ones = terms / target[:, None], np.ones(len(target))
     chosen = [0, 1, 2]
@@ -151,19 +160,26 @@ def measure(
     layer_tokens: float = math.inf,
     now: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``. What
-    that takes of a GPU is given back: training computes on another stream, which could not use it.
+    """Run the embedding, the head and one layer of every kind on a few micro-batches, and return their costs.
+
+    The GPU memory that this takes is released afterwards, because training computes on another stream, which could not
+    use it.
 
     Args:
-        chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
-        packed: rows hold several documents.
-        timed: False for memory alone, which takes less time; all seconds are 0.
-        optimizer: whose updates are timed.
-        row: tokens of the rows that are asked about.
-        chunks: is given the profile of whole rows, and says in chunks of which sizes rows should be looked at,
-            ascending; none where only shares of rows are asked about, None where rows stay whole.
-        layer_tokens: tokens times layers that a device computes in the run, whose time bounds that of measuring.
-        now: seconds; those of the process alone where others use its processors.
+        chain: chain of a model on the meta device. It is prepared here, and cannot be used for anything else
+            afterwards.
+        dtype: dtype in which blocks compute.
+        device: device on which they run.
+        tokens: tokens of the largest micro-batch.
+        chunk_tokens: tokens whose logits exist at one time.
+        packed: True if rows contain several documents.
+        timed: False to measure memory only, which is quicker; then all seconds are 0.
+        optimizer: optimizer whose updates are timed.
+        row: tokens of the rows for which the plan is made.
+        chunks: function that gets the profile of whole rows. It returns the chunk sizes to examine, ascending; an empty
+            sequence if only splitting rows between ranks is of interest; None if rows stay whole.
+        layer_tokens: tokens times layers that a device computes in the run. This limits the time for measuring.
+        now: clock in seconds; CPU time of the process if other processes share its cores.
     """
     try:
         bench = Bench(chain, device, dtype, chunk_tokens)
@@ -176,7 +192,15 @@ def measure(
 
 
 def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerFactory, *, timed: bool) -> Profile:
-    """The profile of whole rows."""
+    """Time one block of every kind, the optimizer and lossless coding, and return the profile of whole rows.
+
+    Args:
+        clock: timer of the blocks.
+        memory: measured memory, for the profile.
+        tokens: tokens of the largest micro-batch.
+        optimizer: optimizer whose updates are timed.
+        timed: False to run nothing; then all seconds are 0.
+    """
     bench, chain, device = clock.bench, clock.bench.chain, clock.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     source = f"measured on {where}, {tokens} tokens"
@@ -191,7 +215,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
         window, is_layer = bench.window(blocks[0]), chain.blocks[blocks[0]].kind == "layer"
         shapes = of_layers if is_layer else [(tokens,), (quarter,)]
         sizes = [size_of(shape, bench.windows).seen(window) for shape in shapes]
-        if not is_layer:  # where nothing grows with the pairs of tokens
+        if not is_layer:  # nothing here grows with the pairs
             sizes = [replace(size, pairs=0.0) for size in sizes]
         timed_shapes = [clock.seconds(blocks[0], shape) for shape in shapes]
         in_turn = is_layer and bool(chain.in_turn)
@@ -218,17 +242,25 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
 
 
 def _eight(length: int, *, uneven: bool) -> tuple[int, ...]:
-    """The lengths of eight documents, all different if that is wanted and they are long enough."""
+    """Return the lengths of eight documents of about ``length`` tokens.
+
+    If ``uneven`` is True and ``length`` is above 4, all lengths differ."""
     return tuple(length + (place - 4) * (length > 4) * uneven for place in range(8))
 
 
 def _with_chunks(
     whole: Profile, clock: Clock, chunks: Callable[[Profile], Sequence[int] | None], tokens: int, row: int
 ) -> Profile:
-    """The profile with whether rows can be cut and what chunks cost, as far as ``measure`` is asked for that.
+    """Measure rows that run in chunks, as far as ``chunks`` asks for, and return the profile with the results.
+
+    Rows are also tested for whether they can be cut. Returns ``whole`` itself if ``chunks`` returns None.
 
     Args:
-        tokens: as of ``measure``; 0 for memory alone.
+        whole: profile of whole rows.
+        clock: timer of the blocks.
+        chunks: as in ``measure``.
+        tokens: as in ``measure``; 0 to measure memory only.
+        row: tokens of the rows for which the plan is made.
     """
     bench, sizes = clock.bench, chunks(whole)
     if sizes is None:
@@ -246,11 +278,16 @@ def _with_chunks(
 def estimate(
     chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024, optimizer: OptimizerFactory = USUAL
 ) -> Profile:
-    """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
+    """Estimate a profile from a device's peak rate, of which matrix products and attention reach ``EFFICIENCY``.
 
-    A token is multiplied with every weight of a layer that it meets, of a mixture those of the experts that it is sent
-    to, 2 operations each; attention takes 4 for every pair of a query's element and a key before it, half of all pairs.
-    Backward takes twice as much, and recomputation once more. In chunks queries, keys and values are projected twice.
+    A token is multiplied with every weight that it meets, at 2 operations each; in a mixture of experts these are the
+    weights of the experts to which it is sent. Attention takes 4 operations for every pair of a query's element and an
+    earlier key, which is half of all pairs. The backward pass takes twice as much, and recomputation adds a forward
+    pass. With chunks, queries, keys and values are projected twice.
+
+    Args:
+        flops: peak operations per second of the device.
+        chunk_tokens: tokens whose logits exist at one time.
     """
     config = chain.config.get_text_config()
     width = attention_width(config)
@@ -263,7 +300,7 @@ def estimate(
         per_token = 0.0 if block.kind == "embedding" else 2 * met / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        passes = 2 + trained / max(1, met)  # frozen weights have no gradients; the head's has its forward pass in it
+        passes = 2 + trained / max(1, met)  # frozen weights have no gradients; the head's passes include its forward
         backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
         packed = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].packing)
@@ -286,13 +323,13 @@ def estimate(
 
 
 def _seconds_of(cost: BlockCost, length: int) -> float:
-    """Of a block forward and backward, on a row of one document."""
+    """Return the seconds of a block's forward and backward pass together, on one document of ``length`` tokens."""
     size = size_of([length], [cost.window] if cost.window else []).seen(cost.window)
     return cost.forward.of(size) + cost.backward.of(size)
 
 
 def clock_mhz(device: torch.device) -> int:
-    """The clock of a GPU's multiprocessors at present; 0 where nothing (``pynvml``) says it."""
+    """Return the current clock of a GPU's multiprocessors in MHz; 0 if it cannot be read (without ``pynvml``)."""
     if device.type != "cuda":
         return 0
     try:
@@ -302,11 +339,11 @@ def clock_mhz(device: torch.device) -> int:
 
 
 def heat(run: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> None:
-    """Compute for a while, before anything is timed on a GPU.
+    """Run ``run`` repeatedly for ``HEAT_S`` seconds, to warm a GPU up before measurements.
 
     Args:
-        run: returns when the device has done it.
-        now: seconds.
+        run: must return only when the device has finished.
+        now: clock in seconds.
     """
     begin = now()
     while now() - begin < HEAT_S:
@@ -314,15 +351,16 @@ def heat(run: Callable[[], object], now: Callable[[], float] = time.perf_counter
 
 
 MEASURING_SHARE = 0.05
-"""Share of the time of a run after which measuring for its plan repeats nothing more than once."""
+"""Share of the run's time. When measuring for its plan has taken longer, nothing is repeated more than once."""
 
 
 class Clock:
-    """Times blocks on a bench.
+    """Timer of blocks on a bench.
 
     Args:
-        layer_tokens: of the run, see ``measure``. Once a layer was timed, the time of the run is known about, and what
-            is timed after ``MEASURING_SHARE`` of it has passed runs twice instead of ``REPEATS`` + 1 times.
+        now: clock in seconds.
+        layer_tokens: see ``measure``. After the first layer the time of the run is known approximately. Once
+            ``MEASURING_SHARE`` of it has passed, a shape runs twice instead of ``REPEATS`` + 1 times.
     """
 
     def __init__(
@@ -336,11 +374,13 @@ class Clock:
         self._doing, self._is_hot = "", False
         self._began = self._told = time.perf_counter()
         self.mixers: list[float] = []
-        """Shares of the time of layers that their mixers take, forward."""
+        """Share of the forward time of each measured layer that its mixers take."""
 
     def seconds(self, block: int, lengths: Sequence[int], *, backward: bool = True) -> tuple[float, float]:
-        """Seconds of a forward pass, and of a backward pass with the recomputation, if that is wanted; for the head of
-        the loss and its gradient in both.
+        """Time a block on documents of ``lengths``: return the seconds of a forward and of a backward pass.
+
+        The backward pass includes full recomputation; its seconds are 0 without ``backward``, or if the block has none.
+        For the head, the first number is the time of the loss, and the second the time of the loss with its gradient.
         """
         chain = self.bench.chain
         with self.bench.case(block, lengths) as case:
@@ -367,13 +407,16 @@ class Clock:
         return forward_s, backward_s
 
     def in_chunks(self, whole: Profile, tokens: int, row: int, least: int) -> tuple[BlockCost, ...]:
-        """Costs of all blocks where rows run in chunks. Besides short rows in chunks of two sizes, one row is run that
-        is as long as takes ``LONG_S``, because attention grows with its square.
+        """Time layers whose rows run in chunks, and return the costs of all blocks.
+
+        Other blocks than layers keep the costs in ``whole``. Short rows run in chunks of two sizes. One longer row runs
+        as well, because attention grows with its square; its time is about ``LONG_S``.
 
         Args:
-            tokens: of the longest short row.
-            row: of the rows that are asked about.
-            least: the smallest chunk that is asked about.
+            whole: profile of whole rows.
+            tokens: tokens of the longest short row.
+            row: tokens of the rows for which the plan is made.
+            least: smallest chunk size that the plan considers.
         """
         costs = list(whole.blocks)
         for (kind, *_), blocks in self.bench.kinds().items():
@@ -395,7 +438,16 @@ class Clock:
         return tuple(costs)
 
     def _seconds_in_chunks(self, block: int, tokens: int, size: int, *, once: bool) -> tuple[float, float]:
-        """``seconds`` of a layer on one row in chunks."""
+        """Time a layer on one row that runs in chunks: return the seconds of forward and backward pass.
+
+        They are for the whole row, summed over its chunks. The second number is 0 if the layer has no backward pass.
+
+        Args:
+            block: index of the layer's block.
+            tokens: tokens of the row.
+            size: tokens of a chunk.
+            once: True to time a single run without warm-up, for long rows; False for the median of several runs.
+        """
         bench = self.bench
         with bench.case(block, (tokens,), in_chunks=True) as case:
             layer, hidden = bench.layer_in_chunks(block, case, size), OnDevice(case.hidden)
@@ -411,7 +463,13 @@ class Clock:
             return forward_s, self._time(backward, grad=False, once=once) if trained else 0.0
 
     def _time(self, run: Callable[[], object], *, grad: bool, once: bool = False) -> float:
-        """The median of a few runs after one that does not count; or of one run. On a GPU the mean of many."""
+        """Run a function several times and return its median seconds; on a GPU the mean of many runs.
+
+        Args:
+            run: function to time. It runs once more before, for warm-up.
+            grad: True to enable gradients.
+            once: True to time a single run without warm-up.
+        """
         taken = []
         with torch.set_grad_enabled(grad):
             if self.device.type == "cuda" and not once:
@@ -430,7 +488,7 @@ class Clock:
         return statistics.median(taken[1:] or taken)
 
     def _time_mixers(self, layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> None:
-        """Note the share of the mixers in one run of their layer."""
+        """Run a layer once, and append to ``mixers`` the share of the time that its submodules ``names`` take."""
         times: list[float] = []
 
         def note(*_: object) -> None:
@@ -453,14 +511,14 @@ class Clock:
             )
 
     def _heat(self, run: Callable[[], object]) -> None:
-        """Compute for a while, if this is the first to be timed."""
+        """Warm the device up before the first measurement, then run ``run`` once."""
         if not self._is_hot:
             heat(lambda: self._together(run, 1), self._now)
         self._is_hot = True
-        self._together(run, 1)  # what is new to the device comes now
+        self._together(run, 1)  # absorbs costs of the first run, such as loading kernels
 
     def _together(self, run: Callable[[], object], times: int) -> float:
-        """Seconds of each of some runs that are issued one after the other."""
+        """Run ``run`` ``times`` times without waiting in between, wait for the device, and return the mean seconds."""
         self._wait()
         begin = self._now()
         for _ in range(times):
@@ -469,6 +527,7 @@ class Clock:
         return (self._now() - begin) / times
 
     def _say(self, taken: Sequence[float]) -> None:
+        """Print a progress line with the last measured time, at most every ``QUIET_S`` seconds."""
         now = time.perf_counter()
         if now - self._told > QUIET_S:
             self._told = now
@@ -476,22 +535,23 @@ class Clock:
             progress.info(f"measuring for {duration(now - self._began)}: {self._doing}, {run}")
 
     def _wait(self) -> None:
+        """Wait until the GPU has finished; return at once on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def unpack_seconds(self, block: int) -> float:
-        """Seconds in which the packed units of a block are dequantised; 0 without any."""
+        """Time the dequantisation of a block's packed units, and return its seconds; 0 if it has none."""
         if not self.bench.is_packed(block):
             return 0.0
         self._doing = f"dequantising block {block}"
         return self._time(self.bench.unpack(block), grad=False)
 
     def updates(self, factory: OptimizerFactory) -> Updates:
-        """Seconds of the optimizer for one element, and for one of every unit."""
+        """Time the optimizer: return the seconds for one element, as mean and for every unit."""
         self._doing = "the optimizer"
         return measured(factory, self.bench.chain.units, self.device, lambda run: self._time(run, grad=False))
 
     def coding(self) -> CodingTimes:
-        """Seconds of coding without loss, for one element."""
+        """Time lossless coding on this device, and return its seconds for one element."""
         self._doing = "coding"
         return coding.measured(self.device, lambda run: self._time(run, grad=False))

@@ -1,4 +1,4 @@
-"""The request for a plan: a model as sizes, its data, the machines, and how long things take on them."""
+"""Request for a plan: the model as sizes, its data, the machines, and the measured times of its blocks."""
 
 from __future__ import annotations
 
@@ -27,46 +27,49 @@ from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 
 MOST_SEQUENCES = 1_000_000
-"""In a step, that a plan is made for."""
+"""Most sequences of a step for which a plan is made."""
 CHUNKS = (2048, 4096, 8192, 16384)
-"""Tokens of a row that layers may compute at one time where whole rows do not fit."""
+"""Chunk sizes, in tokens, that a plan tries where whole rows do not fit."""
 ONE_MEMORY = ("GB10", "Orin", "Thor")
-"""In the names of devices whose memory is their host's."""
+"""Parts of the names of devices that share one memory with their host."""
 ASSUMED_HOST = LinkModel(20e9, 1e-5, shared=False)
-"""Between a device and homes in its host's memory, each way, where nobody has measured it: PCIe 4 with 16 lanes."""
+"""Assumed link between a device and its host's memory, per direction, where none was measured: PCIe 4 with 16 lanes."""
 BY_TOKENS = LayerTime((LayerKind(1, 1.0, 0.0),))
-"""Of documents of which nobody has said how long they take."""
+"""Default time of documents, where none is known: proportional to their tokens."""
 MOST_TOKENS = 1 << 24
-"""In a row, where the longest that fits is looked for."""
+"""Most tokens of a row when the longest row that fits is searched."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model, its data and the machines.
+    """Model, data and machines for which a plan is made.
 
     Args:
         model: sizes of blocks and units.
+        profile: measured or estimated times and memory of the blocks.
+        machine: nodes, links and devices.
         global_batch: sequences in a step.
         micro_batch: sequences computed at one time.
-        size: work of one micro-batch.
-        widths: of numbers at home and on their way.
-        memory_bytes: that the device with most memory may use; 0 for no limit.
-        system_bytes: of a device that the driver and libraries take for themselves; on a CPU the process that has
-            loaded them.
-        communicator_bytes: of a device that each of its process groups takes.
-        drops: the model has dropout, which is drawn for every chunk of a row.
-        flops: that the model needs for a step, as MFU counts; 0 if unknown.
-        peak_flops: of a device; None if unknown.
-        why_not_staged: the reason why the layers cannot be on other devices than the embedding; mostly empty.
-        compiled: layers are compiled, so that their backward passes are not taken apart.
-        mean: mean micro-batch, where rows differ: used for times. Memory uses ``size``.
-        dealt: lengths of the documents of a step, which are dealt by their time: of a typical one, the longest of all
-            among them. A sequence is then a full bin. None for rows of one length.
-        cuts: pipelines may cut documents into slices.
-        work: the time of documents where the profile has none (``deals_by``).
-        typical: the micro-batches as they are dealt (``of``).
-        needs_whole: an optimizer that looks at whole matrices, which every unit's home has to have; empty for others.
-        settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
+        sequence_length: tokens of a sequence.
+        size: work of one full micro-batch.
+        widths: bytes of one element, at home and while it travels.
+        memory_bytes: memory that the device with most memory may use; 0 for no limit.
+        flops: operations of the model in a step, as MFU counts them; 0 if unknown.
+        peak_flops: peak operations per second of a device; None if unknown.
+        settings: settings that a plan takes as given, see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
+        system_bytes: device memory that the driver and the libraries occupy; on a CPU the memory of the process after
+            loading them.
+        communicator_bytes: device memory that each process group occupies.
+        drops: True if the model has dropout, which is drawn separately for every chunk of a row.
+        needs_whole: name of an optimizer that needs whole matrices, and therefore unsharded units; ``""`` otherwise.
+        why_not_staged: reason why the layers cannot be on other devices than the embedding; ``""`` if they can.
+        compiled: True if layers are compiled, so that their backward passes cannot be split in two parts.
+        mean: mean micro-batch, where rows differ. It is used for times, ``size`` for memory.
+        dealt: lengths of the documents of a typical step that are assigned to devices by their time, with the longest
+            document of all. A sequence is then a full packed micro-batch. Empty for rows of one length.
+        cuts: True if pipelines may cut documents into slices.
+        work: time of documents, used where the profile does not show it (``deals_by``).
+        typical: micro-batches that result from assigning the documents; set by ``of``.
     """
 
     model: ModelSpec
@@ -101,13 +104,14 @@ class PlanRequest:
 
     @property
     def micro_batches(self) -> int:
+        """Number of micro-batches of a step."""
         return -(-self.global_batch // self.micro_batch)
 
     def micro_batches_of(self, strategy: Strategy) -> int:
-        """Of a step under a strategy.
+        """Return the number of micro-batches of a step under a strategy.
 
         Raises:
-            UserError: a document that no bin holds.
+            UserError: a document is too long for a packed micro-batch.
         """
         if not self.dealt:
             return self.micro_batches
@@ -115,10 +119,10 @@ class PlanRequest:
         return self.dealt_by(strategy).count if positions == 1 else self.mean_bin(positions)[0]
 
     def dealt_by(self, strategy: Strategy) -> TypicalStep:
-        """The micro-batches of documents that are dealt, under a strategy.
+        """Assign the documents of a typical step under ``strategy``, and return the resulting micro-batches.
 
         Raises:
-            UserError: a document that no bin holds.
+            UserError: a document is too long for a packed micro-batch.
         """
         ranks, topology = self.settings.sequence_ranks or 1, self.topology
         given = {"work": self.deals_by, "windows": self.profile.windows, "cap": self.sequence_length // ranks}
@@ -129,53 +133,64 @@ class PlanRequest:
         return typical_of_ranks(self.dealt, **given, world_size=topology.world_size, ranks=ranks, speeds=speeds)
 
     def mean_bin(self, positions: int) -> tuple[int, MicroBatchSize]:
-        """The number of micro-batches under pipelines of so many positions, about, and the size of the mean one."""
+        """Return (approximate number of packed micro-batches of a step, mean size of one), for pipelines.
+
+        Args:
+            positions: ranks of one pipeline.
+        """
         given = {"cap": self.sequence_length, "windows": self.profile.windows}
         return mean_bin(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **given)
 
     @cached_property
     def deals_by(self) -> LayerTime:
-        """The time of documents by which they are dealt: as the profile has it, if attention shows in it."""
+        """Times of documents by which they are assigned to devices.
+
+        These are the profile's if it shows the cost of attention, else ``work``."""
         seen = all(block.forward.per_pair and block.forward.per_token for block in self.profile.blocks[1:-1])
         return self.profile.work if seen else self.work
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Sizes of chunks in which a plan may let rows run, ascending; none if it may not."""
+        """Chunk sizes, in tokens, that a plan may choose, ascending; empty if rows must stay whole."""
         given = self.settings.sequence_chunk
         sizes = CHUNKS if given is None else (given,)
         return tuple(size for size in sizes if 0 < size < self.sequence_length) if self.profile.in_chunks else ()
 
     @property
     def sets(self) -> tuple[int, ...]:
-        """Numbers of ranks that a plan may let compute a row together, ascending, besides 1; none if it may not."""
+        """Context-parallel sizes above 1 that a plan may choose, ascending; empty if it may choose none.
+
+        They are divisors of the number of devices of a node. Empty as well if the setting ``sequence_ranks`` is given,
+        or if rows cannot be split."""
         local = self.topology.local_size
         open_ = self.settings.sequence_ranks is None and self.profile.cuts
         return tuple(size for size in range(2, local + 1) if local % size == 0) if open_ else ()
 
     @property
     def leaves_idle(self) -> bool:
-        """True if there are devices without a micro-batch where each computes its own."""
+        """True if there are fewer micro-batches than devices."""
         return self.micro_batches < self.topology.world_size
 
     def with_ranks(self, ranks: int) -> PlanRequest:
-        """The same where so many ranks compute a row together."""
+        """Return the request with ``ranks`` devices for every row (setting ``sequence_ranks``)."""
         return replace(self, settings=replace(self.settings, sequence_ranks=ranks))
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """What of the homes a plan may keep in the host's memory, the least first; where it is none beside the devices'
-        it gains nothing.
-        """
+        """Values of ``host_homes`` that a plan may choose, the one with the least host memory first.
+
+        Only the given value if the setting is given. Only ``none`` where device and host share one memory."""
         given = self.settings.host_homes
         return (given,) if given else ("none", "state", "all") if self.has_host else ("none",)
 
     def with_homes(self, level: str) -> PlanRequest:
-        """The same with so much of the homes in the host's memory."""
+        """Return the request with ``host_homes`` set to ``level``."""
         return replace(self, settings=replace(self.settings, host_homes=level))
 
     def of(self, step: StepSpec) -> PlanRequest:
-        """The request as a step computes it: layers on whole rows or in chunks."""
+        """Return the request with the profile and the packed micro-batches that belong to one step.
+
+        The profile is for the step's chunk size. If documents are assigned, ``typical`` is set."""
         size, profile = step.settings.sequence_chunk or 0, self.profile
         if 0 < size < self.sequence_length and profile.in_chunks:
             profile = profile.cut(size * self.micro_batch)
@@ -184,17 +199,21 @@ class PlanRequest:
         return replace(self, profile=profile, settings=given, typical=typical)
 
     def in_chunks(self, size: int) -> dict[str, Any]:
-        """Settings for rows in chunks of so many tokens, or for whole ones (0), which wait in no files."""
+        """Return the settings for rows in chunks of ``size`` tokens, or for whole rows if ``size`` is 0.
+
+        These are ``sequence_chunk`` and ``offload_dir``. Whole rows are never offloaded to files."""
         return {"sequence_chunk": size, "offload_dir": self.settings.offload_dir if size else ""}
 
     @cached_property
     def topology(self) -> Topology:
-        """The nodes as schedules see them."""
+        """Nodes as schedules see them: equally large ones, into which unequal machines are divided."""
         return self.machine.topology.evened()
 
     @cached_property
     def absent(self) -> tuple[int, ...]:
-        """Of every device, bytes that it has less than the one with most; empty where they are alike."""
+        """For every device, the bytes that it has less than the device with most memory.
+
+        Empty if all have equal memory, or if memory is not limited."""
         most, devices = self.machine.most_memory, self.machine.device_of
         if not most or not self.memory_bytes or len({device.memory_bytes for device in devices}) < 2:
             return ()
@@ -202,7 +221,9 @@ class PlanRequest:
 
     @cached_property
     def costs(self) -> CostModel:
-        """The cost model of the clock. Where there are peers, some transfer is under way or waited for all the time."""
+        """Cost model for the simulation.
+
+        With several devices, times are multiplied by ``Device.beside``, because some transfer is always in progress."""
         machine, profile = self.machine, self.profile
         slower = machine.device.beside if machine.world_size > 1 else 1.0
         slower *= self.typical.uneven if self.typical else 1.0
@@ -233,24 +254,26 @@ class PlanRequest:
 
     @property
     def mean_costs(self) -> CostModel:
-        """The same for micro-batches that are all as large as the mean one."""
+        """Cost model in which every micro-batch, slice or not, has the mean size."""
         return replace(self.costs, size=self.typical.mean, sizes={}) if self.typical else self.costs
 
     @property
     def link_rates(self) -> list[float]:
-        """Bytes per second of every machine's link to the others, in one direction."""
+        """For every machine, the bytes per second in one direction of its link to the other machines."""
         machines = range(len(self.machine.nodes))
         return [self.costs.node_link(machine).node_rate(self.topology.local_size) for machine in machines]
 
     def with_micro_batch(self, sequences: int) -> PlanRequest:
-        """The same batch, computed in micro-batches of so many rows."""
+        """Return the request for the same batch in micro-batches of ``sequences`` rows."""
         times = sequences / self.micro_batch
         return replace(
             self, micro_batch=sequences, size=self.size.times(times), mean=self.mean and self.mean.times(times)
         )
 
     def with_rows(self, rows: int) -> PlanRequest:
-        """Steps of so many rows; of documents that are dealt those whose lengths are spread alike, the longest too."""
+        """Return the request for steps of ``rows`` rows, with a smaller micro-batch if that has more rows.
+
+        Of assigned documents it keeps a proportional sample of the sorted lengths, the longest included."""
         times = min(1.0, rows / self.micro_batch)
         size, mean = self.size.times(times), self.mean and self.mean.times(times)
         few, share, longest_first = min(self.micro_batch, rows), rows / self.global_batch, sorted(self.dealt)[::-1]
@@ -260,8 +283,10 @@ class PlanRequest:
         return replace(self, global_batch=rows, micro_batch=few, size=size, mean=mean, flops=flops, dealt=dealt)
 
     def with_length(self, length: int) -> PlanRequest:
-        """As many rows of another length: a document that fills its row still does, shorter ones stay as they are. Of
-        those that are dealt no piece is longer.
+        """Return the request for the same number of rows, each of ``length`` tokens.
+
+        A document that fills its row still fills it. Shorter documents keep their lengths, and their number scales with
+        ``length``. Assigned documents that are longer than ``length`` are cut into pieces of at most ``length`` tokens.
         """
         fills = self.size.pairs * self.micro_batch >= self.size.tokens**2
         full = size_of([length] * self.micro_batch, self.profile.windows)
@@ -271,18 +296,19 @@ class PlanRequest:
         return replace(self, sequence_length=length, size=size, mean=mean, flops=0.0, dealt=dealt)
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
-        """A step of this batch.
+        """Return a step of this batch, with its settings checked against model and machines.
 
         Args:
-            strategy: in place of the one that the settings name.
+            settings: settings of the step.
+            strategy: replaces the strategy that the settings name.
 
         Raises:
             UserError: the settings cannot work for this model on these machines.
         """
-        if settings.sequence_chunk is None:  # and so rows are whole
+        if settings.sequence_chunk is None:  # None means whole rows
             settings = replace(settings, **self.in_chunks(0))
         configured = (strategy or find(settings.strategy)).configured(settings)
-        # Every pipeline has as many bins, however fast it is.
+        # Every pipeline gets the same number of packed micro-batches, whatever its speed.
         binned = bool(self.dealt) and configured.divided_over(self.topology) > 1
         alike = replace(settings, device_speeds="") if binned else settings
         typical = self.dealt_by(configured) if self.dealt else None
@@ -293,7 +319,7 @@ class PlanRequest:
             dealt |= {"orders": (typical.order,) * len(set(shares))} if typical.order else {}
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy, **dealt)
         why = self.why_not_staged if step.divided_over > 1 else ""
-        if self.compiled and Kind.LINEAR in step.kept:  # which wait for a second part of backward passes
+        if self.compiled and Kind.LINEAR in step.kept:  # kept for the second part of a backward pass
             why = why or "backward passes of compiled layers cannot be taken apart"
         if why:
             raise UserError("schedule.strategy", step.strategy.name, f"another one: {why}", need=why)
@@ -304,7 +330,9 @@ class PlanRequest:
         return step
 
     def block_seconds(self, step: StepSpec) -> list[float]:
-        """Of every block, seconds in which a device computes its share of a micro-batch, forward and backward."""
+        """Return, for every block, the seconds in which a device computes its share of a mean micro-batch.
+
+        They contain forward pass, backward pass, recomputation and dequantisation."""
         costs, of_blocks = self.of(step).mean_costs.in_sets(step.sequence_ranks), list[float]()
         for b, block in enumerate(self.model.blocks):
             seconds = costs.forward_s(0, b, 0) * (block.kind != "head")
@@ -315,26 +343,28 @@ class PlanRequest:
 
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:
-        """Bytes of one activation of every kind, where no rows are computed together."""
+        """Bytes of one activation of every kind, if every row is computed by one device."""
         return self.activations_of(1)
 
     def activations_of(self, ranks: int) -> Mapping[Kind, int]:
-        """The same on each of so many ranks that compute a micro-batch together."""
+        """Return the bytes of one activation of every kind on each of ``ranks`` devices that compute a row together."""
         chunk, tokens = (self.settings.sequence_chunk or 0) * self.micro_batch, round(self.size.tokens)
         return self.profile.memory.activations(tokens, pinned=self.on_cuda, chunk=chunk, ranks=ranks)
 
     def shares(self, step: StepSpec) -> Shares:
-        """Of what micro-batches of a step keep, the share of what full ones would, where pipelines are dealt them."""
+        """Return, for activations of another size than those of a full micro-batch, the ratio of the two.
+
+        Empty (all are equal) unless documents are assigned to pipelines."""
         if self.typical is None or step.divided_over == 1:
             return ALIKE
         return self.typical.held({m for share in step.micro_batches for m in share}, self.size.tokens)
 
     @property
     def has_host(self) -> bool:
-        """True if devices have memory of their own, and their host's besides."""
+        """True if devices have memory separate from their host's memory."""
         return self.on_cuda and not any(word in self.machine.device.name for word in ONE_MEMORY)
 
     @property
     def on_cuda(self) -> bool:
-        """True if devices are GPUs, whatever memory they have."""
+        """True if devices are GPUs, with separate or shared memory."""
         return self.machine.device.name != "CPU"

@@ -1,10 +1,10 @@
-"""A step of documents that are dealt by their time, as plans price and weigh it: its micro-batches and their sizes.
+"""A typical step of documents that are assigned to devices by their time: its micro-batches and their sizes.
 
-Where weights travel, the mean bin stands for all. Pipelines side by side are all taken for the one that has most
-slices: these have the sizes that they have, and the mean bin stands for all that are whole. Computing takes longer by
-as much as it does because bins are no more even than they are: the longest one of every round is waited for, or a
-pipeline's order waits for them.
-"""
+Where weights travel, the mean packed micro-batch represents all. Of pipelines side by side, all are assumed equal to
+the one with the most slices. Its slices have their own sizes, and their mean represents the whole packed micro-batches.
+
+Packed micro-batches are uneven, so computing takes longer: every round waits for its longest one, or a pipeline's order
+waits for them. This is a factor on the computing time (``TypicalStep.uneven``)."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from tawpipe.simulate import MicroBatchSize, size_of, slice_of
 from tawpipe.topology import Topology
 
 LOOKED_AT = 60
-"""Steps of which one is typical: with few, long documents the work of fifteen is off by some per cent in the mean."""
+"""Steps of which one is chosen as typical. If documents are few and long, the mean of fifteen steps is off by a few per
+cent."""
 OF_DOCUMENT = frozenset((Kind.CONTEXT, Kind.KEYS, Kind.KEY_GRADIENTS))
-"""What a stage has for a whole document as long as any of its slices is under way: it comes with the first of them, and
-goes with it."""
+"""Kinds of activation that a stage holds for a whole document while any of its slices is in progress. They are
+allocated with its first slice and freed together."""
 OF_TOKENS = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT, Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR))
 
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """The micro-batches of a step.
+    """Micro-batches of a typical step.
 
     Args:
-        count: over all devices.
-        size: of a micro-batch that is no slice.
-        mean: of all micro-batches.
-        largest: tokens of the largest bin of a pipeline.
-        cut: the documents that every pipeline cuts; of each its slices, first token and end.
-        numbers: of the micro-batches that are these slices, for every pipeline and document.
-        uneven: how many times as long computing takes as if bins of whole documents were alike.
-        order: of every pipeline, see ``Bins.orders``.
+        count: micro-batches over all devices.
+        size: size of a micro-batch that is no slice.
+        mean: mean size of all micro-batches.
+        largest: tokens of the largest packed micro-batch of a pipeline.
+        cut: for each document that every pipeline cuts, the first token and the end of its slices.
+        numbers: for every pipeline and cut document, the numbers of the micro-batches that are its slices.
+        uneven: factor by which computing takes longer than with equal packed micro-batches of whole documents.
+        order: order of every pipeline, see ``Bins.orders``.
     """
 
     count: int
@@ -57,23 +58,24 @@ class TypicalStep:
     order: str = ""
 
     def numbered(self, numbers: tuple[tuple[int, ...], ...]) -> TypicalStep:
-        """The same for a schedule that gives the slices these numbers."""
+        """Return a copy in which the micro-batches that are slices have the numbers ``numbers``."""
         return replace(self, numbers=numbers)
 
     @property
     def slices(self) -> Mapping[int, tuple[int, int]]:
-        """Of every micro-batch that is a slice, the first token and the end."""
+        """Micro-batch -> (first token, end) in its document. Contains only slices."""
         each = [(number, self.cut[at % len(self.cut)]) for at, number in enumerate(self.numbers)] if self.cut else []
         return {m: span for numbers, spans in each for m, span in zip(numbers, spans, strict=True)}
 
     def sizes(self, windows: Sequence[int]) -> dict[int, MicroBatchSize]:
-        """Of every micro-batch that is a slice."""
+        """Return the sizes of micro-batches that are slices: micro-batch -> size."""
         return {m: slice_of(*span, windows) for m, span in self.slices.items()}
 
     def held(self, micro_batches: Iterable[int], tokens: float) -> Shares:
-        """Of what pipelines keep of micro-batches: the share of what one of so many tokens would take. Any that is
-        whole may be the largest.
-        """
+        """Return the size of each micro-batch's activations, relative to one of ``tokens`` tokens.
+
+        A micro-batch that is no slice counts as the largest one. Memory of a whole document is counted at its first
+        slice."""
         slices, shares = self.slices, dict[tuple[Kind, int], float]()
         for m in micro_batches:
             begin, end = slices.get(m, (0, self.largest))
@@ -87,12 +89,14 @@ class TypicalStep:
 
 
 def typical_documents(steps: Iterable[Sequence[int]], longest: int, work: LayerTime) -> tuple[int, ...]:
-    """Of the documents of some steps those of the one that does about as much as they do in the mean, with the longest
-    of all in the place of its longest.
+    """Return the lengths of the documents of that step whose work is closest to the mean of all steps.
+
+    In every step the longest document is first replaced by the longest of the corpus.
 
     Args:
-        steps: lengths of the documents of each, in tokens.
-        longest: of the corpus.
+        steps: for each step the lengths of its documents, in tokens.
+        longest: longest document of the corpus, in tokens.
+        work: time of documents.
 
     >>> from tawpipe.dealing.balance import LayerKind
     >>> typical_documents([[1, 9], [4, 4], [6, 5]], 9, LayerTime((LayerKind(1, 1.0, 0.0),)))
@@ -106,10 +110,11 @@ def typical_documents(steps: Iterable[Sequence[int]], longest: int, work: LayerT
 
 
 def slices_in(shares: Iterable[tuple[int, ...]], typical: TypicalStep) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the micro-batches that are slices, of every pipeline and document that it cuts.
+    """Return the numbers of the micro-batches that are slices, for every pipeline and cut document.
 
     Args:
-        shares: of every rank, the micro-batches of its pipeline.
+        shares: for every rank the micro-batches of its pipeline.
+        typical: the step; all pipelines cut equal documents. Slices are the first micro-batches of a pipeline.
     """
     of_pipelines = map(iter, dict.fromkeys(shares))
     return tuple(tuple(islice(numbers, len(spans))) for numbers in of_pipelines for spans in typical.cut)
@@ -126,16 +131,19 @@ def typical_of_ranks(
     ranks: int,
     speeds: tuple[float, ...],
 ) -> TypicalStep:
-    """A step whose bins are dealt to ranks.
+    """Assign the documents of one step to ranks, and return the number and mean size of its micro-batches.
 
     Args:
-        lengths: of its documents, in tokens.
-        cap: tokens of a bin, for each of the ranks that compute it.
-        ranks: of a set.
-        speeds: of all ranks, see ``Bins``.
+        lengths: lengths of the step's documents, in tokens.
+        work: time of documents.
+        windows: attention windows of the layers.
+        cap: most tokens of a packed micro-batch, for each rank that computes it.
+        world_size: number of ranks.
+        ranks: ranks of a context-parallel group.
+        speeds: speed of every rank, see ``Bins``.
 
     Raises:
-        UserError: as of ``deal``.
+        UserError: as in ``deal``.
     """
     bins = deal(lengths, world_size=world_size, cap=cap, work=work, ranks=ranks, speeds=speeds)
     count = sum(bins.shape) * world_size // ranks
@@ -155,13 +163,23 @@ def typical_of_pipelines(
     cap: int,
     cuts: bool,
 ) -> TypicalStep:
-    """A step whose bins are dealt to pipelines.
+    """Assign the documents of one step to pipelines, and return a step in which all pipelines are equal.
+
+    Every pipeline is like the one with the most slices. Its packed micro-batches of whole documents have their mean
+    size; ``TypicalStep.uneven`` makes up for the time.
 
     Args:
-        cuts: documents may be cut into slices.
+        lengths: lengths of the step's documents, in tokens.
+        strategy: the pipeline.
+        model: sizes of the model.
+        topology: the nodes and ranks.
+        work: time of documents.
+        windows: attention windows of the layers.
+        cap: most tokens of a packed micro-batch.
+        cuts: True if documents may be cut into slices.
 
     Raises:
-        UserError: as of ``deal_to_pipelines``.
+        UserError: as in ``deal_to_pipelines``.
     """
     shape = strategy.shape(model, topology)
     layout, costs = shape.layout, shape.costs
@@ -199,14 +217,22 @@ def typical_of_pipelines(
 def mean_bin(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, windows: Sequence[int]
 ) -> tuple[int, MicroBatchSize]:
-    """How many bins pipelines of so many positions have, about, and the size of the mean one."""
+    """Return (approximate number of packed micro-batches of all pipelines, mean size of one). Nothing is assigned.
+
+    Args:
+        lengths: lengths of the documents, in tokens.
+        pipelines: number of pipelines.
+        positions: ranks of one pipeline.
+        cap: most tokens of a packed micro-batch.
+        windows: attention windows of the layers.
+    """
     needed = -(-sum(lengths) // (cap * pipelines))
     count = pipelines * bins_of_a_pipeline(needed, positions, sum(lengths) / pipelines)
     return count, size_of(lengths, windows).times(1 / count)
 
 
 def _whole(bins: Bins, some: Sequence[Bin], count: int, windows: Sequence[int]) -> MicroBatchSize:
-    """What some bins are together, as one of so many micro-batches."""
+    """Return the size of the packed micro-batches ``some`` together, divided by ``count``."""
     sizes = [slice_of(*bin.part, windows) for bin in some if bin.part]
     sizes += [
         size_of([bins.lengths[n] for n in bin.documents], windows) for bin in some if bin.documents and not bin.part

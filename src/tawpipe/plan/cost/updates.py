@@ -1,9 +1,8 @@
-"""What an optimizer costs in a plan: the states that it keeps, and the seconds of an update, unit by unit.
+"""Cost of an optimizer in a plan: the states that it keeps, and the seconds of an update of each unit.
 
-One that treats every element by itself takes as long for each. Muon multiplies every matrix with itself, again and
-again, so that an element of a larger one takes longer: one matrix of each shape is updated, or a smaller one from which
-the larger follows.
-"""
+Most optimizers treat every element alone and take equally long for each. Muon multiplies each matrix with itself
+several times, so an element of a larger matrix takes longer. For Muon one matrix of each shape is updated, or a smaller
+one from which the time is extrapolated."""
 
 from __future__ import annotations
 
@@ -20,20 +19,23 @@ from tawpipe.runtime.homes.storage import PlaceOfPiece, is_of_layer, matrices_in
 from tawpipe.runtime.homes.unit_optimizers import try_factory
 
 ELEMENTS = 4_000_000
-"""That are updated where every element takes as long."""
+"""Elements that are updated to measure an optimizer that takes equally long for each."""
 LARGEST = {"cpu": 512, "cuda": 4096}
-"""Rows or columns of a matrix that is updated."""
+"""Most rows or columns of a matrix that is updated for a measurement, by type of device."""
 ITERATIONS = 5
-"""Of Newton and Schulz, as many as torch's Muon makes."""
+"""Newton-Schulz iterations in one update of ``torch.optim.Muon``."""
 BYTES = 28
-"""Bytes that AdamW moves for an fp32 element: gradient, weight and two states read, three and a copy written."""
+"""Bytes that AdamW moves for an fp32 element: it reads gradient, weight and two states, and writes three of them and a
+copy."""
 
 Updates = tuple[float, tuple[float, ...]]
-"""Seconds for an element, on the mean; and for an element of every unit, empty where all are alike."""
+"""Mean seconds to update one element; and the seconds for one element of every unit, empty if all are equal."""
 
 
 def states_of(factory: OptimizerFactory, units: Sequence[Unit]) -> float | tuple[float, ...]:
-    """Tensors of a parameter's size that the optimizer keeps; for every unit, where they differ."""
+    """Return the number of parameter-sized tensors that the optimizer keeps, per unit if it differs.
+
+    A single number if all trained units have equally many, else one for every unit. Frozen units have 0."""
     tried = try_factory(factory, units)
     states = tuple(tried[unit.index].states if unit.trainable else 0.0 for unit in units)
     kept = {states[unit.index] for unit in units if unit.trainable} or {0.0}
@@ -41,9 +43,10 @@ def states_of(factory: OptimizerFactory, units: Sequence[Unit]) -> float | tuple
 
 
 def flops_of(factory: OptimizerFactory, place: PlaceOfPiece) -> float:
-    """Of matrix products in the update of one matrix: Muon's, which has two of its short side by both, and one of its
-    short side alone, in every iteration.
-    """
+    """Return the operations of matrix products in the update of one matrix by Muon; 0 for other optimizers.
+
+    With sides ``short`` and ``long``, each iteration makes two products of ``2 * short**2 * long`` operations and one
+    of ``2 * short**3``."""
     shape = place.shape
     optimizers = make_optimizers(factory, [_stand_in(place, 2)])
     if len(shape) != 2 or not any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
@@ -58,16 +61,22 @@ def measured(
     device: torch.device,
     seconds: Callable[[Callable[[], object]], float],
 ) -> Updates:
-    """The updates as they run on a device.
+    """Measure the seconds of updates on a device: return the mean for one element, and the seconds for every unit.
+
+    Seconds for every unit are empty unless the optimizer needs whole matrices.
 
     Args:
-        seconds: runs something a few times, and says how long it takes.
+        factory: makes the optimizer.
+        units: units of the model.
+        device: device that updates.
+        seconds: runs a function several times and returns the seconds of one run.
     """
     if not isinstance(factory, WholeMatrices):
         value = PlaceOfPiece("", (ELEMENTS // 2000, 2000), 0).mark(torch.zeros(ELEMENTS, device=device))
         return seconds(_update(factory, value)) / ELEMENTS, ()
 
     def of(place: PlaceOfPiece) -> float:
+        """Measure and return the seconds to update one matrix; a large one is extrapolated from a smaller one."""
         shape = place.shape
         value = _stand_in(place, LARGEST[device.type] if len(shape) == 2 else max(shape, default=1), device)
         sizes = (place, replace(place, shape=tuple(value.shape)))
@@ -78,11 +87,15 @@ def measured(
 
 
 def estimated(factory: OptimizerFactory, units: Sequence[Unit], rate: float, bytes_per_s: float) -> Updates:
-    """The same from the rates of a device that is not here.
+    """Estimate the seconds of updates for one element, as mean and for every unit.
+
+    Seconds for every unit are empty unless the optimizer needs whole matrices.
 
     Args:
+        factory: makes the optimizer.
+        units: units of the model.
         rate: operations per second of matrix products.
-        bytes_per_s: of its memory.
+        bytes_per_s: rate of the device's memory.
     """
     if not isinstance(factory, WholeMatrices):
         return BYTES / bytes_per_s, ()
@@ -91,6 +104,14 @@ def estimated(factory: OptimizerFactory, units: Sequence[Unit], rate: float, byt
 
 
 def _by_unit(units: Sequence[Unit], of: Callable[[PlaceOfPiece], float]) -> Updates:
+    """Return (mean seconds per element of all trained units, seconds per element of every unit).
+
+    Equal matrices are asked for once.
+
+    Args:
+        units: units of the model.
+        of: returns the seconds to update one matrix.
+    """
     known: dict[PlaceOfPiece, float] = {}
     each = []
     for unit in units:
@@ -108,12 +129,14 @@ def _by_unit(units: Sequence[Unit], of: Callable[[PlaceOfPiece], float]) -> Upda
 
 
 def _stand_in(place: PlaceOfPiece, most: int, device: torch.device | None = None) -> torch.nn.Parameter:
+    """Make a parameter with the shape of ``place``, limited to ``most`` in each dimension, and a gradient of ones."""
     value = place.mark(torch.zeros([min(size, most) for size in place.shape], device=device))
     value.grad = torch.ones_like(value)
     return value
 
 
 def _update(factory: OptimizerFactory, value: Tensor) -> Callable[[], object]:
+    """Return a function that updates ``value`` with the optimizer, given a gradient of ones."""
     value.grad = torch.ones_like(value)
     optimizers = make_optimizers(factory, [value])
     return lambda: [optimizer.step() for optimizer in optimizers]

@@ -1,1 +1,1 @@
-"""What there is: devices, links, their speeds."""
+"""Machines on which a run computes: topology files, and measurements of links and devices."""

@@ -1,13 +1,15 @@
-"""The devices of a machine, as topology files say them: one for all processes, or one for each.
+"""Devices of a machine in topology files: one for all processes, or one for each process.
+
+One for all:
 
     device: {name: NVIDIA H100 80GB HBM3, memory_gib: 79.1, communicator_mib: 690}
 
-or, where they differ, of every node or of every process by a name that the file gives it:
+If devices differ, ``devices`` defines them under names, and ``device_of`` lists one name per node or per process:
 
     devices: {new: {name: NVIDIA H100, memory_gib: 79.1}, old: {name: NVIDIA A100, speed: 0.45, memory_gib: 39.4}}
     device_of: [new, new, old]
 
-What `devices` leaves out is as under `device`. Speeds are relative to each other.
+Values that `devices` leaves out are those under `device`. Speeds are relative to each other.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ MOST_GIB = 1e9
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a process.
+    """Device of a process.
 
     Args:
-        name: as the driver calls it; ``CPU`` for none; empty where a file does not say it.
-        memory_bytes: that a process may use; 0 if that is not known.
-        flops: per second in the dtype of the run, where a user knows better than the table of device peaks.
-        communicator_bytes: that NCCL takes for one communicator; 0 if that was not measured.
-        beside: how many times as long it computes beside transfers as alone; 1 if that was not measured.
-        speed: at which it computes, beside the other devices of a machine.
+        name: name that the driver reports; ``CPU`` for a CPU; empty if a file does not give it.
+        memory_bytes: memory that a process may use; 0 if unknown.
+        flops: peak operations per second in the dtype of the run; replaces the value of the table of devices.
+        communicator_bytes: memory that NCCL takes for one communicator; 0 if not measured.
+        beside: factor by which computing takes longer during transfers; 1 if not measured.
+        speed: computing speed relative to the other devices of the machine.
     """
 
     name: str = "CPU"
@@ -45,10 +47,14 @@ class Device:
 
 
 def device_from(values: Any, where: str) -> Device:
-    """The device that a mapping describes.
+    """Return the device that a mapping of a topology file describes; missing keys get the defaults of ``Device``.
+
+    Args:
+        values: the mapping.
+        where: place in the file, for messages.
 
     Raises:
-        UserError: something is unknown, or of the wrong kind.
+        UserError: ``values`` is no mapping, a key is unknown, or a value is invalid.
     """
     check_mapping(values, ("name", "memory_gib", "flops", "communicator_mib", "beside", "speed"), where)
     flops = values.get("flops")
@@ -68,11 +74,18 @@ def device_from(values: Any, where: str) -> Device:
 
 
 def devices_from(content: Mapping[str, Any], nodes: Sequence[int], where: str) -> tuple[Device, ...]:
-    """The device of every process, by ``devices`` and ``device_of`` of a file; empty where it has neither.
+    """Return the device of every process from the keys ``devices`` and ``device_of``; empty if the file has neither.
+
+    ``devices`` maps names to devices. ``device_of`` lists one name for every node, or for every process.
+
+    Args:
+        content: content of the file.
+        nodes: number of devices of every node.
+        where: name of the file, for messages.
 
     Raises:
-        UserError: there is one without the other, too few names or too many, a name that is unknown, or a device that
-            cannot be.
+        UserError: only one of the two is given, the number of names is wrong, a name is unknown, or a device is
+            invalid.
     """
     named, names = content.get("devices"), content.get("device_of")
     if named is None and names is None:
@@ -104,7 +117,7 @@ def devices_from(content: Mapping[str, Any], nodes: Sequence[int], where: str) -
 
 
 def spell_device(device: Device) -> dict[str, Any]:
-    """What ``device_from`` reads."""
+    """Return the mapping from which ``device_from`` restores a device, with rounded numbers."""
     content: dict[str, Any] = {"name": device.name, "memory_gib": round(device.memory_bytes / 2**30, 2)}
     if device.flops:
         content["flops"] = device.flops
@@ -118,7 +131,9 @@ def spell_device(device: Device) -> dict[str, Any]:
 
 
 def spell_devices(devices: Sequence[Device]) -> dict[str, Any]:
-    """What ``devices_from`` reads."""
+    """Return the mappings ``devices`` and ``device_of`` from which ``devices_from`` restores the devices.
+
+    Equal devices share a name. ``device_of`` has one name for every process."""
     names = dict[Device, str]()
     for device in devices:
         taken = sum(other.name == device.name for other in names)
@@ -131,7 +146,11 @@ def spell_devices(devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def memory_from(gib: Any, where: str, key: str = "memory_gib") -> int:
-    """Bytes of a number of GiB."""
+    """Return the bytes for a number of GiB.
+
+    Raises:
+        UserError: it is no number, negative, or above ``MOST_GIB``.
+    """
     if not is_number(gib, least=0):
         raise UserError(f"{where}: {key}", gib, "a number, 0 or more")
     if gib > MOST_GIB:
@@ -140,7 +159,7 @@ def memory_from(gib: Any, where: str, key: str = "memory_gib") -> int:
 
 
 def check_mapping(values: Any, known: tuple[str, ...], where: str) -> None:
-    """Raise UserError if something is no mapping, or has another key than these."""
+    """Raise UserError if ``values`` is no mapping, or has a key that is not in ``known``."""
     if not isinstance(values, Mapping):
         raise UserError(where, values, f"a mapping with {', '.join(known)}")
     for name in values:
@@ -149,5 +168,5 @@ def check_mapping(values: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def is_number(value: Any, *, least: float) -> bool:
-    """True for a finite number of at least so much."""
+    """Return True if ``value`` is a finite number of at least ``least``."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf

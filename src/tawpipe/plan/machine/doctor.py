@@ -1,4 +1,4 @@
-"""The machine and the rates of its links: for a terminal, and as the topology file that plans and runs read."""
+"""``tawpipe doctor``: report the machine and the rates of its links, and write the topology file for plans and runs."""
 
 from __future__ import annotations
 
@@ -42,16 +42,19 @@ VARIABLES = (
 )
 INTERFACES = Path("/sys/class/net")
 LEAST = 10_000_000
-"""Bytes sent while links were measured, below which that was not the traffic."""
+"""Bytes that an interface must have sent during the measurement to count as the one that was used."""
 FAR_BELOW = 0.6
-"""Share of what a card claims, below which what was measured is odd."""
+"""Share of the rate that a network card claims. A measured rate below it is reported."""
 
 
 def examine(out: Path | None, *, device: str) -> None:
-    """Say on rank 0 what is here, and measure the links; call on all processes that a launcher started.
+    """Measure the links, and print software, machine and links on rank 0; call on all launched processes.
+
+    The process group is left at the end.
 
     Args:
-        out: the topology file to write.
+        out: path of the topology file that rank 0 writes; None to write none.
+        device: device of the processes, as ``connect`` takes it.
     """
     world = connect(device=device)
     console = Console(world.rank)
@@ -79,8 +82,16 @@ def examine(out: Path | None, *, device: str) -> None:
 
 
 def probe_machine(device: str) -> Machine | None:
-    """The machines that this process was started on, measured, by processes that are started for it if it is alone;
-    None on all ranks but the first.
+    """Measure the machines on which this process was started, and return them.
+
+    If no launcher started this process, the command ``tawpipe doctor`` is run and measures this machine with processes
+    of its own. Returns None on all ranks but the first.
+
+    Args:
+        device: device of the processes, as ``connect`` takes it.
+
+    Raises:
+        RunError: the measurement failed.
     """
     if LaunchEnvironment.read(os.environ) is not None:
         world = connect(device=device)
@@ -96,7 +107,9 @@ def probe_machine(device: str) -> Machine | None:
 
 
 def software() -> Iterator[tuple[str, str]]:
-    """Versions of what a run needs."""
+    """Yield (name, version) of the software that a run needs.
+
+    The version is ``not installed`` if a package is missing."""
     yield "python", platform.python_version()
     for name in PACKAGES:
         try:
@@ -110,7 +123,7 @@ def software() -> Iterator[tuple[str, str]]:
 
 
 def _machine(world: World) -> Iterator[tuple[str, str]]:
-    """Devices and memory of this machine."""
+    """Yield (name, text) for the devices, the free memory and the operating system of this machine."""
     if world.device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -132,7 +145,7 @@ def _machine(world: World) -> Iterator[tuple[str, str]]:
 
 
 def _devices(machine: Machine) -> Iterator[tuple[str, str]]:
-    """What every process computes with, where devices differ."""
+    """Yield (ranks, text) for every different device: its name, speed and memory."""
     for device in dict.fromkeys(machine.device_of):
         ranks = [str(rank) for rank, other in enumerate(machine.device_of) if other == device]
         memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
@@ -140,7 +153,7 @@ def _devices(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _links(links: Probe) -> Iterator[tuple[str, str]]:
-    """Rate and latency of every kind of link, and what each node reaches."""
+    """Yield (name, text) with rate and latency of every kind of link, and with the rates of each node."""
     machine = links.machine
     for name, link, several in (
         ("inside a node", machine.inside, max(machine.nodes) > 1),
@@ -163,10 +176,14 @@ def _links(links: Probe) -> Iterator[tuple[str, str]]:
 
 
 def _interfaces(world: World, before: Mapping[str, int], links: Probe) -> Iterator[tuple[str, str]]:
-    """What every machine's traffic to the others took; call on all ranks.
+    """Yield (machine, text) about the network interface that each machine used for its traffic; call on all ranks.
+
+    Yields nothing on one machine.
 
     Args:
-        before: what interfaces here had sent before links were measured.
+        world: the processes.
+        before: bytes that interfaces here had sent before links were measured.
+        links: result of the measurement.
     """
     machines = world.machines
     if machines.num_nodes == 1:
@@ -178,7 +195,9 @@ def _interfaces(world: World, before: Mapping[str, int], links: Probe) -> Iterat
 
 
 def sent_bytes(root: Path = INTERFACES) -> dict[str, int]:
-    """Bytes that every interface has sent, but for the loopback; none where no Linux counts them."""
+    """Return the bytes that every network interface has sent, without the loopback.
+
+    Empty if the system does not count them as Linux does."""
     counts = {}
     for path in sorted(root.glob("*/statistics/tx_bytes")):
         with suppress(OSError, ValueError):
@@ -187,17 +206,21 @@ def sent_bytes(root: Path = INTERFACES) -> dict[str, int]:
 
 
 def claimed(name: str, root: Path = INTERFACES) -> float:
-    """Bytes per second that an interface's card claims to carry, 0 where it does not say."""
+    """Return the bytes per second that a network card claims to carry, from the system; 0 if unknown."""
     with suppress(OSError, ValueError):
         return max(0, int((root / name / "speed").read_text())) * 1e6 / 8
     return 0.0
 
 
 def used_between(before: Mapping[str, int], after: Mapping[str, int], reached: float, root: Path = INTERFACES) -> str:
-    """The interface that sent most meanwhile, in words; empty if nothing is known.
+    """Return a phrase about the interface that sent the most between two counts, or ``""`` if unknown.
+
+    It compares the measured rate with what the card claims, and mentions another card that claims more.
 
     Args:
-        reached: bytes per second that were measured.
+        before, after: bytes that every interface had sent, at the two counts.
+        reached: measured bytes per second.
+        root: directory with the system's counts.
     """
     grown = {name: count - before.get(name, count) for name, count in after.items()}
     if not grown:

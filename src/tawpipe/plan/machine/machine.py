@@ -1,14 +1,14 @@
-"""The machines that a plan is for: nodes, links, devices; as a file.
+"""Machines for which a plan is made (nodes, links, devices), and their topology file.
 
-``tawpipe doctor`` measures one and writes it; a user may write or change one by hand:
+``tawpipe doctor`` measures the machines and writes the file. A user may write or change one by hand:
 
     format: 1
     nodes: [8, 8, 8]              # devices of every node
     device: {name: NVIDIA H100 80GB HBM3, memory_gib: 79.1, communicator_mib: 690}      # or one for each, devices.py
-    between: {gbit_per_s: 100, latency_us: 12}     # of every node's link, each way
-    between_of: {2: {gbit_per_s: 25}}              # what differs
+    between: {gbit_per_s: 100, latency_us: 12}     # link of every node to the others, each direction
+    between_of: {2: {gbit_per_s: 25}}              # nodes whose link differs
     inside: {gbyte_per_s: 380, latency_us: 6, shared: false}
-    host: {gbyte_per_s: 50, latency_us: 10, shared: false, memory_gib: 1900}      # memory: of every node
+    host: {gbyte_per_s: 50, latency_us: 10, shared: false, memory_gib: 1900}      # memory_gib: of every node
     files: {gbyte_per_s: 6, free_gib: 3500}        # the disk of schedule.offload_dir, of every node
 """
 
@@ -45,15 +45,16 @@ class Machine:
     """Nodes, links and devices.
 
     Args:
-        nodes: how many devices each has.
-        between, inside: links of a node to the others, and of its devices to one another.
+        nodes: number of devices of every node.
+        between: link of a node to the others.
+        inside: link between the devices of a node.
         between_of: links of single nodes that differ from ``between``.
-        host: of a device to its host's memory.
-        host_bytes: of memory that every node's host has for what its devices offload; 0 if that is not known.
-        files: of a node to the disk on which its devices keep what they offload into files; shared by them.
-        files_bytes: free on that disk; 0 if that is not known.
-        device: of every process; of the first, where they differ.
-        device_of: of every process, by rank, where they differ.
+        host: link of a device to its host's memory.
+        device: device of every process; of the first process if devices differ.
+        host_bytes: memory of every node's host that offloading may use; 0 if unknown.
+        files: link of a node to the disk of offloaded files, which its devices share.
+        files_bytes: free bytes on that disk; 0 if unknown.
+        device_of: device of every process, by rank; empty if all are equal.
     """
 
     nodes: tuple[int, ...]
@@ -69,25 +70,26 @@ class Machine:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of every device; empty where they are alike."""
+        """Computing speed of every device relative to the others; empty if all are equal."""
         speeds = tuple(device.speed for device in self.device_of)
         return speeds if len(set(speeds)) > 1 else ()
 
     @property
     def most_memory(self) -> int:
-        """Bytes of the device that has most; 0 if that is not known."""
+        """Bytes of the device with the most memory; 0 if unknown."""
         return max((device.memory_bytes for device in self.device_of), default=self.device.memory_bytes)
 
     @property
     def disk(self) -> LinkModel:
-        """The share of a device in its node's disk, while all devices of the node read and write."""
+        """Link of one device to its node's disk, with its share of the rate if all devices use the disk."""
         devices = max(self.nodes) if self.files.shared else 1
         return replace(self.files, bytes_per_s=self.files.bytes_per_s / devices, shared=False)
 
     @property
     def far_share(self) -> float:
-        """Bytes per second of a device's share of its node's link to the others, while all of its devices use it; 0
-        where that is not known.
+        """Bytes per second of a device's share of its node's link, while all devices of the node use it.
+
+        0 if the rate is unknown.
 
         >>> uniform(2, 4, between=LinkModel(4e9), inside=LinkModel(1e9)).far_share
         1000000000.0
@@ -97,16 +99,20 @@ class Machine:
 
     @property
     def topology(self) -> Topology:
-        """The topology, with ranks that count up through node after node."""
+        """Topology in which ranks are numbered through node after node."""
         starts = [sum(self.nodes[:n]) for n in range(len(self.nodes))]
         return Topology(tuple(tuple(range(a, a + size)) for a, size in zip(starts, self.nodes, strict=True)))
 
     @property
     def world_size(self) -> int:
+        """Number of devices."""
         return sum(self.nodes)
 
     def link_s(self, sent_bytes: Sequence[float], received_bytes: Sequence[float]) -> float:
-        """Seconds for which the busiest link of a node carries what each node sends and receives, at its full rate.
+        """Return the seconds that the busiest link needs at its full rate, for given bytes of every node.
+
+        Args:
+            sent_bytes, received_bytes: bytes that every node sends to, and receives from, other nodes.
 
         >>> slow = LinkModel(1e9, full_duplex=False)
         >>> machine = replace(uniform(2, 4, between=LinkModel(4e9), inside=slow), between_of={1: slow})
@@ -121,17 +127,17 @@ class Machine:
         return max(seconds)
 
     def with_rate(self, bytes_per_s: float) -> Machine:
-        """The same with other links between nodes, all alike."""
+        """Return a copy in which all links between nodes have the rate ``bytes_per_s``."""
         return replace(self, between=replace(self.between, bytes_per_s=bytes_per_s), between_of={})
 
 
 def uniform(nodes: int, local: int, *, between: LinkModel, inside: LinkModel, device: Device | None = None) -> Machine:
-    """``nodes`` alike."""
+    """Return a machine of ``nodes`` equal nodes with ``local`` devices each."""
     return Machine((local,) * nodes, between, inside, device=device or Device())
 
 
 def spell_machine(machine: Machine) -> dict[str, Any]:
-    """The content of a file, which ``machine_from`` reads."""
+    """Return the content of the machine's topology file, from which ``machine_from`` restores the machine."""
     content: dict[str, Any] = {"format": FORMAT, "nodes": list(machine.nodes)}
     content |= spell_devices(machine.device_of) if machine.device_of else {"device": spell_device(machine.device)}
     for name in ("between", "inside", "host"):
@@ -147,7 +153,9 @@ def spell_machine(machine: Machine) -> dict[str, Any]:
 
 
 def save_machine(machine: Machine, path: Path, *, notes: str = "") -> None:
-    """Write the file; ``notes`` become its first lines."""
+    """Write the topology file (YAML) of a machine, with the lines of ``notes`` as comments at its top.
+
+    Missing folders are made."""
     head = "".join(f"# {line}\n" for line in notes.splitlines())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -156,10 +164,10 @@ def save_machine(machine: Machine, path: Path, *, notes: str = "") -> None:
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a file.
+    """Read a topology file.
 
     Raises:
-        UserError: it is not there, not of this format, or contradicts itself.
+        UserError: the file does not exist, has another format, or contradicts itself.
     """
     expected = "a file that `tawpipe doctor --out FILE` writes, or nodes, devices of each and rate as in 3x8@10gbit"
     try:
@@ -176,10 +184,13 @@ def load_machine(path: Path) -> Machine:
 
 
 def machine_from(content: Any, *, where: str = "topology") -> Machine:
-    """The machine that the nested mappings of a file describe.
+    """Return the machine that the nested mappings of a topology file describe.
+
+    Args:
+        where: name of the file, for messages.
 
     Raises:
-        UserError: something is missing, unknown, of the wrong kind, or contradicts something else.
+        UserError: something is missing, unknown, of the wrong type, or contradicts something else.
     """
     known = ("format", "nodes", "device", "devices", "device_of", "between", "inside", "between_of", "host", "files")
     check_mapping(content, known, where)
@@ -234,6 +245,13 @@ _RATES = {"gbit_per_s": 1e9 / 8, "gbyte_per_s": 1e9, "bytes_per_s": 1.0}
 
 
 def _link(values: Any, where: str) -> LinkModel:
+    """Return the link that a mapping of a topology file describes.
+
+    Without a rate, the link costs its latency only.
+
+    Raises:
+        UserError: a value is unknown or invalid.
+    """
     check_mapping(values, (*_RATES, "latency_us", "full_duplex", "shared"), where)
     given = [name for name in _RATES if name in values]
     if len(given) > 1:
@@ -256,6 +274,7 @@ def _link(values: Any, where: str) -> LinkModel:
 
 
 def _spell_link(link: LinkModel, *, bits: bool) -> dict[str, Any]:
+    """Return the mapping for a link, with its rate in Gbit/s if ``bits`` is True, else in GB/s."""
     unit = "gbit_per_s" if bits else "gbyte_per_s"
     spelled: dict[str, Any] = {}
     if math.isfinite(link.bytes_per_s):
@@ -265,4 +284,5 @@ def _spell_link(link: LinkModel, *, bits: bool) -> dict[str, Any]:
 
 
 def _whole(value: Any, least: int) -> bool:
+    """Return True if ``value`` is a whole number of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

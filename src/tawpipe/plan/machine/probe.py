@@ -1,15 +1,15 @@
-"""Measures the links of the processes that are there.
+"""Measurement of the links between the processes of a run.
 
-Messages go between pairs of ranks, every rank in at most one pair at a time, so that pairs do not disturb each other
-unless that is the request. What is asked, in a few seconds altogether:
+Messages are sent between pairs of ranks. Every rank is in at most one pair at a time, so that pairs do not disturb each
+other unless that is measured. Measured are, within a few seconds:
 
-* inside a node: latency and rate of a pair alone, both ways at once, and of all pairs of the node at once;
-* between nodes: the same, for every node with some others in turn; a node's rate is that of its best partner, so that
-  one slow node does not make its partners look slow;
-* under NCCL the collectives that strategies use, in groups like theirs, and what a communicator takes of a GPU;
+* inside a node: latency and rate of one pair, in one direction and in both, and of all pairs of the node together;
+* between nodes: the same values, for every node with some other nodes in turn. A node's rate is the one with its best
+  partner, so that a slow node does not make its partners look slow;
+* with NCCL: collectives in the groups that strategies use, and the GPU memory of a communicator;
 * to the host: copies between a GPU and pinned memory;
-* of devices: how fast each multiplies matrices, where there are GPUs or several kinds of devices;
-* to a disk, where a folder is named: a file that is written and read.
+* devices: the rate of matrix products, if there are GPUs or several kinds of devices;
+* to a disk, if a folder is given: writing and reading a file.
 """
 
 from __future__ import annotations
@@ -40,28 +40,30 @@ from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 
 ROUNDS = 6
-"""Every node is measured with at most so many others."""
+"""Most other nodes with which every node is measured."""
 TRIAL_BYTES = 1 << 18
 LARGEST_BYTES = 1 << 26
 LARGEST_CUDA_BYTES, MOST_TIMES, COPIED_BYTES = 1 << 28, 10, 1 << 27
-"""On a GPU messages are large, and sent several times in a row: one is over before the host has looked."""
+"""Sizes for GPUs: bytes of the largest message, most messages in a row, and bytes copied to and from the host. Messages
+are large and sent several times, because a single small one is over before the host notices."""
 SECONDS = 0.15
 LOOPBACK_SECONDS = 0.03
-"""Seconds that a measurement of a rate should take; and that of a loopback, which is as fast as processors are free."""
+"""Seconds that one measurement of a rate should take (``SECONDS``), and on a loopback (``LOOPBACK_SECONDS``), whose
+rate depends on free CPU cores."""
 SHARED_BELOW = 0.7
-"""A link is shared if pairs that are busy together get less than this share of what one gets alone."""
+"""A link counts as shared if pairs that send together get less than this share of the rate of a single pair."""
 ODD = 1.5
-"""A rate that is so many times below the median is named."""
+"""A rate that is this many times below the median is reported."""
 
 BOOT, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-"""A word for this start of this machine, and the network stack of this process on it."""
+"""Files that identify the current boot of this machine, and the network namespace of this process."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one node's link to others, bytes per second."""
+    """Rates of one node's link to other nodes, in bytes per second."""
 
     sent: float
     received: float
@@ -70,13 +72,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of the measurements.
+    """Result of the measurements.
 
     Args:
-        rates: of every node's link, empty for one node.
-        findings: what is odd, in sentences. Nothing is where all messages take a loopback, which is as fast as the
-            processors are free.
-        loopback: a sentence on nodes that are on one machine; mostly empty.
+        machine: nodes, links and devices, with measured rates.
+        rates: rates of every node's link; empty for one node.
+        findings: sentences about unusual results. Empty if all messages pass a loopback, whose rate depends on free
+            cores.
+        loopback: sentence about nodes that are on one machine, or ``""``.
     """
 
     machine: Machine
@@ -86,7 +89,7 @@ class Probe:
 
 
 def probe(world: World) -> Probe:
-    """Measure; call on all ranks, which get the same plan."""
+    """Measure links and the speeds of devices; call on all ranks, all of which get equal results."""
     ruler = _Ruler(world)
     nodes = world.nodes.nodes
     inside, inside_notes = _inside(ruler, nodes)
@@ -101,7 +104,9 @@ def probe(world: World) -> Probe:
 
 
 def network_stack() -> str:
-    """A word that differs between processes whose messages to each other leave their machine, or their container."""
+    """Return an identifier of this process's network stack, which processes of one machine (or container) share.
+
+    Messages between processes with equal identifiers do not pass a network."""
     try:
         return f"{BOOT.read_text().strip()} {NETWORK.readlink()}"
     except OSError:  # not Linux
@@ -109,13 +114,16 @@ def network_stack() -> str:
 
 
 def loopback(stacks: Sequence[str], nodes: Sequence[Sequence[int]]) -> tuple[bool, str]:
-    """Whether there is a network between any nodes, or just one node; and a sentence on nodes between which is none.
+    """Return True if nodes are on different machines, and a sentence about nodes that share a machine.
+
+    The first result is True for a single node, too. The sentence is ``""`` if no nodes share a machine.
 
     >>> loopback(["a", "a", "b"], [[0], [1], [2]])
     (True, 'nodes 0 and 1 are on one machine: their link is the loopback, not a network')
 
     Args:
-        stacks: of every rank.
+        stacks: ``network_stack`` of every rank.
+        nodes: ranks of every node.
     """
     at: dict[str, list[int]] = {}
     for number, node in enumerate(nodes):
@@ -132,7 +140,9 @@ def loopback(stacks: Sequence[str], nodes: Sequence[Sequence[int]]) -> tuple[boo
 
 
 def tournament(count: int, rounds: int) -> Iterator[list[Pair]]:
-    """Rounds in which everybody meets another one, nobody twice (the circle method); at most ``rounds`` of them.
+    """Yield at most ``rounds`` rounds of pairs: each member has a partner, and no pair repeats.
+
+    The circle method is used. With an odd ``count`` one member has no partner in each round.
 
     >>> [sorted(pairs) for pairs in tournament(4, 9)]
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -146,7 +156,7 @@ def tournament(count: int, rounds: int) -> Iterator[list[Pair]]:
 
 
 class _Ruler:
-    """Times messages between pairs of ranks."""
+    """Timer of messages between pairs of ranks; its methods are called on all ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -155,11 +165,24 @@ class _Ruler:
         self._seconds, self._on_cuda = LOOPBACK_SECONDS if loopback else SECONDS, world.device.type == "cuda"
 
     def latency(self, pairs: Sequence[Pair], times: int = 20) -> list[float]:
-        """Seconds of a message of a few bytes one way, of every pair."""
+        """Measure the one-way seconds of a small message for every pair, while all pairs send.
+
+        Args:
+            pairs: pairs of ranks.
+            times: number of round trips that are timed.
+        """
         return self._all(pairs, lambda first, peer: self._ping(first, peer, times) / times / 2)
 
     def rate(self, pairs: Sequence[Pair], *, forth: bool, back: bool) -> list[float]:
-        """Bytes per second in one direction, of every pair, all pairs at once."""
+        """Measure the bytes per second in one direction for every pair, while all pairs send at the same time.
+
+        A first exchange determines how many bytes take about the wanted time.
+
+        Args:
+            pairs: pairs of ranks.
+            forth: True if the first rank of each pair sends.
+            back: True if the second rank of each pair sends.
+        """
         trial = self._all(pairs, lambda first, peer: self._stream(first, peer, TRIAL_BYTES, forth, back))
         slowest = max(trial, default=1e-9)
         most = LARGEST_CUDA_BYTES if self._on_cuda else LARGEST_BYTES
@@ -170,7 +193,14 @@ class _Ruler:
         return [size / max(taken, 1e-9) for taken in seconds]
 
     def _all(self, pairs: Sequence[Pair], run: Callable[[bool, int], float]) -> list[float]:
-        """``run`` on both ranks of every pair; the seconds of the slower one, of every pair, on all ranks."""
+        """Run ``run`` on both ranks of every pair; return the seconds of the slower rank, on all ranks.
+
+        Waits for all ranks before and afterwards.
+
+        Args:
+            pairs: pairs of ranks; other ranks only wait.
+            run: takes True on the first rank of a pair, and the rank of the partner; returns seconds.
+        """
         mine = next((pair for pair in pairs if self.world.rank in pair), None)
         taken = 0.0
         self.world.barrier()
@@ -181,6 +211,13 @@ class _Ruler:
         return [max(everyone[a], everyone[b]) for a, b in pairs]
 
     def _ping(self, first: bool, peer: int, times: int) -> float:
+        """Exchange a small message with ``peer``, and return the seconds of ``times`` round trips.
+
+        Args:
+            first: True if this rank sends first.
+            peer: rank of the partner.
+            times: number of round trips; two more are made before, for warm-up.
+        """
         message = torch.zeros(1, device=self.world.device)
         for counts in (False, True):
             begin = time.perf_counter()
@@ -191,10 +228,23 @@ class _Ruler:
         return time.perf_counter() - begin
 
     def _stream(self, first: bool, peer: int, size: int, forth: bool, back: bool, times: int = 1) -> float:
+        """Exchange ``size`` bytes with ``peer`` and return the mean seconds of ``times`` exchanges.
+
+        A small exchange before that opens the connection.
+
+        Args:
+            first: True if this rank is the first of the pair.
+            peer: rank of the partner.
+            size: bytes in each direction.
+            forth: True if the first rank sends.
+            back: True if the second rank sends.
+            times: number of exchanges that are timed.
+        """
         sent, received = self._room(size)
         sends, receives = (forth, back) if first else (back, forth)
 
         def exchange(count: int) -> None:
+            """Exchange ``count`` bytes with ``peer`` and wait until they have passed."""
             operations = [dist.P2POp(dist.isend, sent[:count], peer)] if sends else []
             operations += [dist.P2POp(dist.irecv, received[:count], peer)] if receives else []
             for work in dist.batch_isend_irecv(operations):
@@ -204,6 +254,7 @@ class _Ruler:
         return timed(lambda: exchange(size), self.world.device, times)
 
     def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two buffers of ``size`` bytes, to send and to receive; kept until another size is needed."""
         if size not in self._buffers:
             self._buffers = {size: tuple(torch.ones(size, dtype=torch.uint8, device=self.world.device) for _ in "ab")}  # type: ignore[dict-item]
         return self._buffers[size]
@@ -214,9 +265,10 @@ class _Ruler:
 
 
 def with_collectives(machine: Machine, world: World) -> Machine:
-    """The machine with the rates that gathers reach which all groups of a kind do at once, where these are below those
-    of pairs, and with what a communicator takes. Call on all ranks.
-    """
+    """Measure all-gathers; return the machine with rates no higher than theirs.
+
+    All groups of a kind gather at the same time. Their rate replaces the rate of pairs if it is lower. The memory that
+    one communicator takes is set, too. Must be called on all ranks."""
     topology, taken = world.topology, 0
     if topology.local_size > 1:
         rate, taken = collective(world, topology.nodes, NEAR_BLOCKS, "node")
@@ -237,8 +289,16 @@ def with_collectives(machine: Machine, world: World) -> Machine:
 
 
 def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: str) -> tuple[float, int]:
-    """Bytes per second that a device sends in gathers of some groups, made as a run's are, all at once, the slowest;
-    and the bytes of a GPU that NCCL takes for one, the most of all ranks.
+    """Make groups as in a run, measure all-gathers in all of them at the same time, and remove the groups.
+
+    Returns the bytes per second that a device sends in the slowest group, and the most GPU memory that NCCL takes for
+    one communicator on any rank.
+
+    Args:
+        world: the processes.
+        every: ranks of every group.
+        blocks: NCCL thread blocks of a group, see ``make_group``.
+        name: name of the kind of group.
     """
     device, members = world.device, len(every[0])
     piece = torch.ones(LARGEST_CUDA_BYTES // members, dtype=torch.uint8, device=device)
@@ -248,6 +308,7 @@ def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: 
     group = make_group(every, world.rank, device, timeout=limit, blocks=blocks, name=f"probe {name}")
 
     def gather() -> None:
+        """Gather the pieces of the group's ranks and wait."""
         work = dist.all_gather_into_tensor(together, piece, group=group, async_op=True)
         assert work is not None
         work.wait()
@@ -261,7 +322,9 @@ def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: 
 
 
 def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, list[str]]:
-    """The link between devices of a node: the median of the nodes; those that are slower are named."""
+    """Measure the links inside the nodes; return one link (the median of the nodes), and notes on slower nodes.
+
+    Without nodes of several devices, nothing is measured and the link has no cost. Must be called on all ranks."""
     with_pairs = [node for node in nodes if len(node) > 1]
     if not with_pairs:
         return LinkModel(float("inf")), []
@@ -280,7 +343,7 @@ def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, l
         for node, mine in zip(with_pairs, one_way, strict=True)
         if mine * ODD < rate
     ]
-    if shared:  # a message passes such a link once, whichever way it goes
+    if shared:  # on a shared link each message passes once, in either direction
         return LinkModel(max(rate, at_once * per_node), latency, full_duplex=True, shared=True), notes
     return LinkModel(rate, latency, full_duplex=both > SHARED_BELOW * rate, shared=False), notes
 
@@ -288,7 +351,10 @@ def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, l
 def _between(
     ruler: _Ruler, nodes: Sequence[Sequence[int]]
 ) -> tuple[LinkModel, dict[int, LinkModel], tuple[Rates, ...], list[str]]:
-    """The link of every node to the others."""
+    """Measure the links between nodes, pair by pair, in several rounds; call on all ranks.
+
+    Returns the usual link, links of single nodes that differ, the rates of every node, and notes on unusual nodes. With
+    one node nothing is measured and the link has no cost."""
     count = len(nodes)
     if count == 1:
         return LinkModel(float("inf")), {}, (), []
@@ -341,9 +407,10 @@ def _between(
 
 
 def host_link(world: World) -> LinkModel:
-    """Between a GPU and its host in each direction, the slowest of the ranks while all of them copy in both: they share
-    the host's memory, and homes that are there pass in both at once.
-    """
+    """Measure and return the link between a GPU and its host, with the rate in each direction of the slowest rank.
+
+    All ranks copy in both directions at the same time, because they share the host's memory, and homes in host memory
+    pass in both at once. Must be called on all ranks. On a CPU the link has no cost."""
     if world.device.type != "cuda":
         return LinkModel(float("inf"))
     here, there = (
@@ -366,7 +433,7 @@ def host_link(world: World) -> LinkModel:
 
 
 def probe_files(folder: str, size: int = 1 << 28) -> tuple[LinkModel, int]:
-    """The rate of a folder's disk, by a file that is written and read, and the bytes that are free there.
+    """Write and read a temporary file in ``folder``; return the link to its disk, and the free bytes.
 
     Raises:
         UserError: no file can be made there.
@@ -378,7 +445,7 @@ def probe_files(folder: str, size: int = 1 << 28) -> tuple[LinkModel, int]:
             for _ in range(count):
                 file.write(piece)
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # or it would be read from memory
+            if hasattr(os, "posix_fadvise"):  # otherwise the file is read from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             while file.read(len(piece)):
@@ -391,37 +458,36 @@ def probe_files(folder: str, size: int = 1 << 28) -> tuple[LinkModel, int]:
 
 
 def with_files(machine: Machine, world: World, folder: str) -> Machine:
-    """The machine with the slowest and the fullest disk of a folder, measured by one process of every machine. Call on
-    all ranks; as it was if some machine's cannot be measured.
-    """
+    """Measure the disk under ``folder`` on every machine; return the machine with the worst numbers.
+
+    These are the lowest rate and the fewest free bytes of all machines. One process of each machine measures; must be
+    called on all ranks. Nodes on one machine share its disk. The machine is returned unchanged if a disk cannot be
+    measured."""
     rate, free = math.inf, math.inf
     if world.machines.local_of(world.rank) == 0:
         try:
             link, free = probe_files(folder)
             rate = link.bytes_per_s
-        except UserError:  # it comes again, when the files of the run are made
+        except UserError:  # raised again when the run makes its files
             rate = 0.0
     rate, free = min(world.gather_numbers(rate)), min(world.gather_numbers(free))
-    shared = max(len(node) for node in world.machines.nodes) / max(
-        machine.nodes
-    )  # by nodes that a machine is taken for
+    shared = max(len(node) for node in world.machines.nodes) / max(machine.nodes)  # nodes that share one machine
     if not rate:
         return machine
     return replace(machine, files=LinkModel(rate / shared, full_duplex=False), files_bytes=int(free / shared))
 
 
 def machine_unprobed(world: World) -> Machine:
-    """Nodes, and the memory of the device, of every kind, and of the node that have the least; links are free. Call on
-    all ranks.
+    """Return the machine with its devices and memory, but links without cost; call on all ranks.
 
-    On the CPU a process may use what it has already and its share of what is free on its machine. A host's memory is
-    shared by the nodes that a machine is taken for.
-    """
+    Nothing is measured. Memory is the least of all devices, of each kind of device, and of all nodes. On a CPU a
+    process may use the memory that it already has and its share of the machine's free memory. Nodes on one machine
+    share the host's memory."""
     on_machine = len(world.machines.nodes[world.machines.node_of(world.rank)])
     share, host = free_memory() / on_machine, 0
     if world.device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(world.device).total_memory)
-        if is_the_hosts(world.device) and share:  # what other processes have is not there
+        if is_the_hosts(world.device) and share:  # memory of other processes is not available
             memory = min(memory, share)
         name, host = torch.cuda.get_device_name(world.device), share * max(map(len, world.nodes.nodes))
     else:
@@ -440,7 +506,7 @@ def machine_unprobed(world: World) -> Machine:
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds, shared libraries included; 0 where that is not known."""
+    """Return the bytes of memory that this process holds, shared libraries included; 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,7 @@
-"""How fast the devices of some processes compute, beside each other; and the clock by which links are measured, too.
+"""Computing speeds of devices relative to each other; and a timer for short operations on a device.
 
-Devices of one kind count as equally fast, by their median: what a single one lacks for a moment is no reason to deal it
-less.
-"""
+Devices of one kind count as equally fast, by the median of their rates. A single device that is slow at the moment of
+measuring does not get less work."""
 
 from __future__ import annotations
 
@@ -21,17 +20,19 @@ from tawpipe.runtime.dtype import computes_in_bfloat16
 from tawpipe.runtime.world import World
 
 PRODUCT = 512, 4096
-"""Rows of a square matrix by which a CPU's speed is measured, and a GPU's."""
+"""Rows of the square matrices that are multiplied to measure a CPU, and a GPU."""
 SECONDS, MOST_TIMES = 0.1, 100
-"""For which products are made, several times; at most so many."""
+"""Seconds for which matrices are multiplied in one measurement, and the most products in it."""
 AS_FAST, SLOW = 0.95, 1.15
-"""Kinds of devices whose speeds are so near are as fast; a device so many times as slow as its kind is named."""
+"""``AS_FAST``: kinds of devices whose speed is at least this share of the fastest count as equally fast. ``SLOW``: a
+device that takes this many times as long as its kind is reported."""
 
 
 def speeds_measured(machine: Machine, world: World) -> tuple[Machine, list[str]]:
-    """The machine with the speeds of its kinds of devices, and what is odd; call on all ranks. Processors are not
-    measured where all are of one kind: their processes share them.
-    """
+    """Measure the speed of every kind of device; return the machine with these speeds, and notes on slow devices.
+
+    Must be called on all ranks. CPUs are not measured if all are of one kind, because processes share them; the machine
+    is then returned unchanged."""
     kinds = world.gather_texts(kind_of(world.device))
     if world.device.type != "cuda" and len(set(kinds)) == 1:
         return machine, []
@@ -39,19 +40,21 @@ def speeds_measured(machine: Machine, world: World) -> tuple[Machine, list[str]]
 
 
 def kind_of(device: torch.device) -> str:
-    """A word that is the same for devices that are expected to be alike."""
+    """Return a text that is equal for devices that are expected to be equally fast."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or not told
+    except (OSError, StopIteration):  # not Linux, or no model name
         model = platform.machine()
     return f"{model}, {processors()}"
 
 
 def products_per_s(world: World) -> float:
-    """Products of two matrices that this rank's device computes in a second, while all others compute as many."""
+    """Measure and return how many matrix products this rank's device computes per second, while all ranks compute.
+
+    Must be called on all ranks."""
     device, cuda = world.device, world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda and computes_in_bfloat16(device) else torch.float32
     factors = torch.ones(2, *[PRODUCT[cuda]] * 2, dtype=dtype, device=device)
@@ -65,10 +68,14 @@ def products_per_s(world: World) -> float:
 
 
 def with_speeds(machine: Machine, kinds: Sequence[str], rates: Sequence[float]) -> tuple[Machine, list[str]]:
-    """The machine with the speed of every kind of device, and sentences on devices that are slower than their kind.
+    """Return the machine with the median speed of every kind of device, and notes on devices slower than their kind.
+
+    Speeds are relative to the fastest kind.
 
     Args:
-        kinds, rates: of every rank.
+        machine: the machine.
+        kinds: kind of every rank's device.
+        rates: products per second of every rank.
     """
     of_kind = {kind: statistics.median(rates[r] for r, other in enumerate(kinds) if other == kind) for kind in kinds}
     fastest = max(of_kind.values())
@@ -83,7 +90,9 @@ def with_speeds(machine: Machine, kinds: Sequence[str], rates: Sequence[float]) 
 
 
 def timed(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Seconds of a run, of some in a row. On a GPU between two events of the present stream, which waits for them."""
+    """Run ``run`` ``times`` times in a row, wait until the device has finished, and return the mean seconds.
+
+    On a GPU the time is taken between two events of the current stream."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(times):

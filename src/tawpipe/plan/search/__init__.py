@@ -1,1 +1,1 @@
-"""What is tried, and what is chosen."""
+"""Search for the best strategy and settings, and the plan that results."""

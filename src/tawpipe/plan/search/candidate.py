@@ -1,4 +1,4 @@
-"""One strategy of a plan with the settings that suit it best, and what a search knows while it goes on."""
+"""Candidate: one strategy with its best settings. Outlook: the state and the time budget of a running search."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from tawpipe.schedule.pipelines.limits import QUICK_EFFORT
 from tawpipe.schedule.step import StepSpec
 
 GAIN = 0.005
-"""Below this a change of a knob is not worth its memory."""
+"""Smallest relative gain in step time for which a setting is changed. A smaller gain is not worth its memory."""
 MOST_EFFORT = 13_500
-"""Of all pipelines together for which orders are made, see ``Strategy.effort``, after which no other is looked at."""
+"""Budget of a search for making pipeline orders, summed over all pipelines, in units of ``Strategy.effort``. Once it is
+used up, no order that takes long to make is begun."""
 MOST_IMPROVED = 12_000
-"""Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
-than ``QUICK_PLAYED`` are.
-"""
+"""Budget for tuning settings one by one, in micro-batches times blocks that are simulated. Only steps with more than
+``QUICK_PLAYED`` are charged to it."""
 PATIENCE_S = 2.0
 LOOKING, EARLY, LATE, REST = 0.6, 0.5, 0.7, 0.1
-"""Parts of the time of a search: after the first no other strategy is looked at; after the next two no order is made
-that takes many seconds, and none that takes a few. The last is left in any case for better settings of the best.
-"""
+"""Shares of the time budget of a search. After ``LOOKING`` no further strategy is evaluated. After ``EARLY`` no order
+is made that takes many seconds. After ``LATE`` no order is made that takes a few seconds. ``REST`` is always reserved
+for tuning the settings of the best candidates."""
 TOO_LONG = "not evaluated: planning time limit reached (tawpipe plan --all evaluates it)"
 
 
 class TooLong(Exception):
-    """What is made for costs did not fit in time."""
+    """Raised when making a pipeline's order would exceed the time budget of the search."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy with the settings that suit it best.
+    """One strategy with the best settings that were found for it.
 
     Args:
-        strategy: its name.
-        step: with the settings; None where the strategy cannot be played at all; then ``why_not`` says why.
-        homes: what was found where units can be placed one by one, see place.py.
+        strategy: name of the strategy.
+        step: the step with these settings; None if the strategy cannot be simulated at all.
+        prediction: predicted time and memory of ``step``; None if there is none, and ``why_not`` gives the reason.
+        fits: True if the step fits in the memory of the machines.
+        why_not: reason why the candidate has no prediction, or ``""``.
+        homes: result of the search for homes of single units (place.py); None if that search was not made.
     """
 
     strategy: str
@@ -61,23 +64,28 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """Predicted seconds of a step; infinite without a prediction."""
         return self.prediction.step_seconds if self.prediction is not None else float("inf")
 
     def chosen_settings(self) -> dict[str, Any]:
-        """The settings by name; none where the strategy cannot be played."""
+        """Return the chosen settings by name; empty if the candidate has no step."""
         return settings_of(self.step) if self.step is not None else {}
 
 
 @dataclass
 class Outlook:
-    """What a search knows while it goes on, and what it has spent.
+    """State of a running search: what is known so far, and what is left of its budgets.
 
     Args:
-        hopeful: see ``Strategy.made_for``.
-        ahead: seconds of the best step so far.
-        effort: what is left for pipelines that are made for costs, see ``Strategy.effort``.
-        plays: what is left for changes of settings, see ``MOST_IMPROVED``.
-        most_s, vain_s: see ``search``.
+        hopeful: True while a pipeline may still be among the best; passed to ``Strategy.made_for``.
+        ahead: seconds of the fastest step so far; infinite while nothing fits.
+        effort: what is left of ``MOST_EFFORT``.
+        plays: what is left of ``MOST_IMPROVED``.
+        patience_s: seconds after ``begin`` at which the next progress line is printed.
+        most_s: returns the seconds that the search may compute, given ``ahead``; used as soon as something fits.
+        vain_s: seconds that the search may compute while nothing fits.
+        begin: start of the search on the monotonic clock; for progress lines.
+        began: CPU time of the thread at the start of the search; for the time limit.
     """
 
     hopeful: bool = True
@@ -91,27 +99,36 @@ class Outlook:
     began: float = field(default_factory=time.thread_time)
 
     def over(self, part: float = 1.0) -> bool:
-        """True if looking further would take more than a part of the time that it may."""
+        """Return True if the search has used more than the share ``part`` of its time limit.
+
+        Time is the CPU time of this thread."""
         most_s = self.most_s(self.ahead) if self.ahead < math.inf else self.vain_s
         return time.thread_time() - self.began > part * most_s
 
     def leave(self, part: float) -> None:
-        """Let a part of the time be left, whatever has been spent."""
+        """Ensure that at least the share ``part`` of the time limit is left.
+
+        If less is left, the recorded start of the search is moved forward."""
         if self.over(1 - part):
             self.began = time.thread_time() - (1 - part) * self.most_s(self.ahead)
 
     def at(self, what: str) -> None:
-        """Say what is looked at, if that has taken a while."""
+        """Print a progress line that names ``what`` if the search has run for ``patience_s``.
+
+        The next line is printed after twice the time that has passed."""
         if (seconds := time.monotonic() - self.begin) >= self.patience_s:
             progress.info(f"planning: {what} ({seconds:.0f} s so far)")
             self.patience_s = 2 * seconds
 
     def why_not(self, effort: int, *, hopeful: bool) -> str:
-        """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent.
+        """Return the reason not to make an order for a pipeline layout; ``""`` if it may be made.
+
+        If it may be made, ``effort`` is charged to the budget. Reasons are: little time is left, pipelines are too
+        slow, or the budget is used up. There are none against orders that are made quickly.
 
         Args:
-            effort: that making it takes, see ``Strategy.effort``.
-            hopeful: a step may be among the best with it, as far as one sees.
+            effort: work of making the order, see ``Strategy.effort``.
+            hopeful: True if a step with this order may be among the best, as far as can be predicted.
         """
         long = effort > QUICK_EFFORT
         if long and self.over(EARLY):

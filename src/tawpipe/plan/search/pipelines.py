@@ -1,8 +1,7 @@
-"""What strategies ask of a plan; and the costs that searches for the schedules of pipelines are given.
+"""Information that a plan gives to strategies, and the costs for which pipeline schedules are searched.
 
-Times are in microseconds and memory in boundary activations, rounded: what a run is told in
-``ScheduleSettings.block_times`` is what the plan has looked at.
-"""
+Times are in microseconds and memory is in boundary activations, both rounded. A run receives exactly these numbers in
+``ScheduleSettings.block_times``, so it makes the schedule that the plan has evaluated."""
 
 from __future__ import annotations
 
@@ -32,17 +31,21 @@ MICRO = 1e6
 
 
 def planner_of(request: PlanRequest) -> Planner:
-    """What strategies are told that offer something to a plan."""
+    """Return the ``Planner`` through which strategies ask for facts about ``request``."""
 
     def keeps_attention(step: StepSpec) -> bool:
-        return bool(request.of(step).profile.memory.kept.get("attention", 1))  # none if no kernel's result can be kept
+        return bool(request.of(step).profile.memory.kept.get("attention", 1))  # 0: no kernel's result can be kept
 
     def least_s(strategy: Strategy) -> float:
+        """Return the lower bound of a step's seconds under ``strategy``; infinite if it cannot run."""
         with suppress(UserError):
             return bound_of(request, request.step(replace(request.settings, strategy=strategy.name), strategy))
         return math.inf
 
     def lacking_bytes(strategy: Strategy, **changes: Any) -> int:
+        """Return the bytes that a device lacks under ``strategy`` with ``changes``; 0 if no limit is set.
+
+        The number is negative if memory is left."""
         if not request.memory_bytes:
             return 0
         settings = replace(request.settings, strategy=strategy.name, **changes)
@@ -66,7 +69,18 @@ def planner_of(request: PlanRequest) -> Planner:
 def made_for(
     request: PlanRequest, way: Strategy, *, hopeful: bool = True, stop: Callable[[], None] = lambda: None
 ) -> Strategy:
-    """``Strategy.made_for``, which refuses in words of the device's memory."""
+    """Return the strategy with stages or orders made for this request (``Strategy.made_for``).
+
+    An error about the memory of a position is replaced by one about the memory of a device.
+
+    Args:
+        request: the request.
+        way: the strategy for which stages and orders are made.
+        hopeful, stop: see ``Strategy.made_for``.
+
+    Raises:
+        UserError: the strategy cannot run, or a device's memory is too small for any order.
+    """
     try:
         return way.made_for(planner_of(request), hopeful=hopeful, stop=stop)
     except UserError as error:
@@ -77,11 +91,14 @@ def made_for(
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:
-    """What a search for a pipeline's schedule is given: the costs of the clock, for each position. Times are those of
-    the mean micro-batch, memory is that of a full one.
+    """Return the costs for which a pipeline's stages and order are searched, over ``positions``.
+
+    Times are in microseconds, for the mean micro-batch. Memory is in boundary activations, for a full micro-batch.
 
     Args:
-        recompute: what layers compute again.
+        request: the request.
+        positions: the positions of the pipeline.
+        recompute: what layers recompute in the backward pass.
     """
     costs, memory, blocks = request.costs, request.profile.memory, []
     if request.dealt:
@@ -116,12 +133,17 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
 def hops(
     positions: Positions, boundary: float, blocks: Sequence[BlockTimes], *, between: LinkModel, inside: LinkModel
 ) -> dict[str, Any]:
-    """How long boundaries take from one position to another, as ``PipelineCosts`` says it.
+    """Return the transfer times of boundary activations between positions, as fields of ``PipelineCosts``.
+
+    Times are in microseconds. Pipelines side by side send over one link between nodes at the same time. A node between
+    two others sends in both directions, so a transfer meets one of the other direction for the share of time in which
+    the link is busy with them.
 
     Args:
-        boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time. A node between two
-            others sends both ways: a boundary meets one of the other way as often as the link is busy with those.
-        blocks: times in microseconds.
+        positions: the positions of the pipeline.
+        boundary: bytes of one boundary activation.
+        blocks: times of the blocks, in microseconds.
+        between, inside: links between nodes, and inside a node.
     """
     over_nodes = positions.axis == "nodes"
     beside, both_ways = positions.replicas if over_nodes else 1, over_nodes and positions.size > 2
@@ -131,6 +153,7 @@ def hops(
         return boundary * beside / link.node_rate(beside)
 
     def time(link: LinkModel) -> int:
+        """Return the microseconds of a boundary on ``link``, with the share of waiting for the other direction."""
         passing_s = alone_s(link)
         if both_ways:
             passing_s += passing_s**2 / max(stage_s, passing_s, 1 / MICRO)
@@ -144,9 +167,10 @@ def hops(
 
 
 def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[float, list[float]]:
-    """Memory of a position, and what every block takes of it for good: weights, gradients, optimizer state, and what
-    computing it needs beyond a layer. Both in boundary activations; no end and nothing where memory is not known.
-    """
+    """Return (memory of a position for kept activations, memory that each block occupies permanently).
+
+    A block occupies weights, gradients, optimizer state, and working memory beyond a layer's. Both results are in
+    boundary activations. Without a memory limit the first is infinite and the others are 0."""
     blocks = request.model.blocks
     if not request.memory_bytes:
         return math.inf, [0.0] * len(blocks)
@@ -171,29 +195,30 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
 
 
 def _of_units(request: PlanRequest, step: StepSpec, positions: Positions) -> list[float]:
-    """Bytes that the units of every block take of a device that computes it."""
+    """Return, for every block, the bytes that its units occupy on the device that computes it."""
     widths, seen, of_blocks = request.widths, set[int](), list[float]()
     for block in request.model.blocks:
         of_blocks.append(0.0)
         for number in block.units:
             home, unit = step.homes[number], request.model.units[number]
-            if number in seen:  # it lives where its first block is, to which its gradient goes
+            if number in seen:  # a tied unit's home is at its first block, which receives this block's gradient
                 of_blocks[-1] += home.padded * (widths.weight + widths.gradient * unit.trainable)
                 continue
             seen.add(number)
             of_blocks[-1] += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
-            if unit.trainable:  # gradients of its other blocks come into memory of their own
+            if unit.trainable:  # each further block of a tied unit needs a receive buffer for its gradient
                 of_blocks[-1] += (len(unit.blocks) - 1) * home.padded * widths.gradient
-            if positions.replicas > 1:  # weights come from the others, and gradients go to them
+            if positions.replicas > 1:  # replicas gather weights and sum gradients
                 summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
                 of_blocks[-1] += home.padded * widths.weight + summed
     return of_blocks
 
 
 def _passing(request: PlanRequest, step: StepSpec, positions: Positions) -> list[int]:
-    """Bytes of the places in which backward passes of every block leave gradients for homes in the host's memory;
-    layers of one size have them together.
-    """
+    """Return, for every block, the bytes of device buffers through which its gradients pass to homes in host memory.
+
+    The numbers are 0 if homes are on the device, or with several pipelines. Layers of equal size share one set of
+    buffers."""
     blocks, units = request.model.blocks, request.model.units
     if not step.homes_in_host or positions.replicas > 1:
         return [0] * len(blocks)
@@ -207,7 +232,10 @@ def _passing(request: PlanRequest, step: StepSpec, positions: Positions) -> list
 
 
 def _besides(request: PlanRequest, schedule: Schedule) -> float:
-    """Bytes of a device besides what its blocks take: of the system, and of what passes through it."""
+    """Return the bytes of device memory that belong to no block, whichever stage the device has.
+
+    Included are the system and the allocator, the buffer for dequantised weights, and the buffers through which homes
+    in host memory pass."""
     step, widths, parts = schedule.step, request.widths, memory_of(request, schedule).parts
     at_home = [
         home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)

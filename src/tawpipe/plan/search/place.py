@@ -1,17 +1,18 @@
-"""Homes of units under ``striped`` and ``whole`` when units or links are uneven.
+"""Choice of homes for units under ``striped`` and ``whole`` when units or links are uneven.
 
-Units live on the nodes in turn by default. Weights come in exchanges, in which every node receives one visit's units,
-each node a different visit (schedule/routes/staggered.py); gradients leave likewise. An exchange is over when its
-busiest link is done, and which link that is follows from the homes: to be found are those with the least sum over all
-exchanges. That sum is near to what the clock says of a step that waits for links, and what a link carries in all is
-not: where an embedding is as large as eight layers, the links' totals are little more than half of it.
+By default units live on the nodes in turn (round-robin). Weights are sent in exchanges. In one exchange every node
+receives the units of one visit, each node of a different visit (schedule/routes/staggered.py). Gradients are sent back
+in the same way.
 
-Where nodes, links and layers are alike, homes in turn are kept: with an embedding of eight layers' size they were
-within 1 % of the best that there is. Elsewhere units are moved one by one while that gains something. Whether a step is
-faster for it, the clock decides.
+An exchange ends when its busiest link is done. The homes decide which link that is. The search minimises the sum of
+these times over all exchanges. For a step that waits for links, this sum is close to the simulated time. The total
+traffic of the links is not: with an embedding as large as eight layers it is little more than half of the sum.
 
-Where devices differ in memory, every device keeps no more than it has room for.
-"""
+Where nodes, links and layers are equal, round-robin homes are kept: with an embedding as large as eight layers they
+were within 1 % of the optimum. Elsewhere units are moved one by one while the sum decreases. The simulation then
+decides whether a step is faster.
+
+Where devices differ in memory, no device gets more than fits."""
 
 from __future__ import annotations
 
@@ -33,20 +34,21 @@ from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 
 IN_TURN, BY_MEMORY, ONE_BY_ONE = "in turn", "by memory", "moved one by one"
 MOST_WORK = 10_000_000
-"""Loads that one look at all moves of all units adds up, beyond which none is looked at: it would take minutes."""
+"""Most link loads that one pass over all moves of all units may add up. Beyond it no homes are searched, because the
+search would take minutes."""
 SWEEPS = 5
 PRECISION = 0.002
-"""Least relative gain for which a unit is moved."""
+"""Smallest relative gain for which a unit is moved."""
 
 
 @dataclass(frozen=True)
 class Homes:
-    """Homes, and what each way to find them leads to.
+    """Chosen homes, with the time that each method of choosing them leads to.
 
     Args:
-        of_unit: of every unit the node (``striped``) or the rank (``whole``); empty for homes in turn.
-        seconds: by way, of all exchanges of a step.
-        note: why no others are looked for, or "".
+        of_unit: for every unit its node (``striped``) or rank (``whole``); empty for homes in turn.
+        seconds: for every method, seconds of all exchanges of a step.
+        note: reason why no other homes are searched, or ``""``.
     """
 
     of_unit: tuple[int, ...]
@@ -59,10 +61,14 @@ class Homes:
 
 
 def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
-    """Homes for these units and links; None where there is nothing to choose.
+    """Search the homes of single units with which a step's exchanges between nodes are fastest.
+
+    Returns None if the strategy has no choice of homes, or on one node. ``Homes.of_unit`` is empty if the usual homes
+    (in turn) are the best, and ``Homes.note`` tells why if none are searched.
 
     Args:
-        step: homes in its settings are not looked at.
+        request: the request.
+        step: the step; homes in its settings are ignored.
     """
     placed = isinstance(step.strategy, WeightStrategy) and step.strategy.places(request.topology)
     if not placed or request.topology.num_nodes == 1:
@@ -78,7 +84,7 @@ def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
     ways = {IN_TURN: task.in_turn} if task.fits(task.in_turn) else {}
     ways |= {BY_MEMORY: task.by_memory()} if request.absent else {}
     moved = task.one_by_one()
-    if task.fits(moved):  # or not, under ``whole``, where not every device has what its node has on average
+    if task.fits(moved):  # may fail under ``whole``: one device can exceed the average of its node
         ways[ONE_BY_ONE] = moved
     seconds = {name: task.seconds(homes) for name, homes in ways.items()}
     best = min(ways, key=lambda name: seconds[name])
@@ -87,9 +93,9 @@ def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
 
 
 def homes_by_memory(request: PlanRequest, step: StepSpec) -> tuple[int, ...]:
-    """Homes that leave every device as much of its memory as the others; empty where they have as much, or units are
-    not placed one by one.
-    """
+    """Return homes that fill all devices to an equal share of their memory, as the setting ``homes`` writes them.
+
+    Empty if all devices have equal memory, or if the strategy does not place units one by one."""
     placed = isinstance(step.strategy, WeightStrategy) and step.strategy.places(request.topology)
     if not placed or not request.absent or request.topology.num_nodes == 1:
         return ()
@@ -98,6 +104,7 @@ def homes_by_memory(request: PlanRequest, step: StepSpec) -> tuple[int, ...]:
 
 
 def _is_even(request: PlanRequest) -> bool:
+    """Return True if all layers, all links between nodes and all nodes are equal, so that no homes can be better."""
     model = request.model
     layers = {sum(model.units[u].numel for u in block.units) for block in model.blocks if block.kind == "layer"}
     machine = request.machine
@@ -108,11 +115,12 @@ def _is_even(request: PlanRequest) -> bool:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange of weights or gradients.
+    """Exchange of weights or gradients between nodes.
 
     Args:
-        arrivals: (node, unit): whose weights that node receives, or whose gradient it sends.
-        times: how often it occurs in a step.
+        weights: True for weights, False for gradients.
+        arrivals: pairs of node and unit: the node receives the unit's weights, or sends its gradient.
+        times: number of times the exchange occurs in a step.
     """
 
     weights: bool
@@ -121,8 +129,10 @@ class _Exchange:
 
 
 def _counts(step: StepSpec) -> Counter[tuple[bool, tuple[tuple[int, int], ...]]]:
-    """How often every exchange occurs, as ``_Exchange`` has them."""
-    assert isinstance(step.strategy, WeightStrategy)  # as ``find_homes`` has seen
+    """Return how often each exchange between nodes occurs in a step.
+
+    Keys are (``_Exchange.weights``, ``_Exchange.arrivals``)."""
+    assert isinstance(step.strategy, WeightStrategy)  # ensured by ``find_homes``
     tour, nodes = step.strategy.tour(step), step.topology.num_nodes
     coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in tour.residency.arriving]
     counts = Counter((True, arrivals) for arrivals in _staggered(coming, nodes))
@@ -130,7 +140,7 @@ def _counts(step: StepSpec) -> Counter[tuple[bool, tuple[tuple[int, int], ...]]]
         [step.model.trainable_units(v.block) for v in tour.visits if v.round == r and v.gradient_index is not None]
         for r in range(step.rounds)
     ]
-    if step.settings.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
+    if step.settings.gradients_scope == "step":  # gradients leave at a unit's last visit
         rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
     for leaving in rounds:
         counts.update((False, arrivals) for arrivals in _staggered(leaving, nodes))
@@ -138,15 +148,17 @@ def _counts(step: StepSpec) -> Counter[tuple[bool, tuple[tuple[int, int], ...]]]
 
 
 class _Task:
-    """Homes as nodes of the schedule, of which a machine may have several; what they cost; which are allowed.
+    """Cost and memory limits of homes, where a home is a node of the schedule. A machine may have several such nodes.
 
     Attributes:
-        machine_of: of every node.
+        usual: for every unit its rank with homes in turn.
+        in_turn: for every unit its node with homes in turn.
+        machine_of: for every node its machine.
         rates: bytes per second of every machine's link.
-        sizes: bytes of every unit on its way, as gradients and as weights.
-        kept: bytes at home of every unit, all stripes together; in the host's memory where all homes are there.
-        limits: bytes at home of every device, or of its share of the host: as many as with homes in turn, or what a
-            limit of memory leaves.
+        sizes: bytes of every unit while it travels, as gradients and as weights.
+        kept: bytes of every unit at home, all shards together; in host memory if all homes are there.
+        limits: bytes that the homes on each rank may occupy, on its device or in its share of the host. Without a
+            memory limit these are the largest bytes that homes in turn occupy.
     """
 
     def __init__(self, request: PlanRequest, step: StepSpec) -> None:
@@ -159,13 +171,13 @@ class _Task:
         self.machine_of = [request.machine.topology.node_of(node[0]) for node in topology.nodes]
         sizes = request.machine.nodes
         links = [request.costs.node_link(machine) for machine in range(len(sizes))]
-        # Devices with links of their own send their stripes at the same time; a whole unit leaves over one of them.
+        # Devices with their own links send their shards at the same time; a whole unit is sent over one of these links.
         self.rates = [link.node_rate(1 if self.whole else size) for link, size in zip(links, sizes, strict=True)]
         self.full_duplex = [link.full_duplex for link in links]
         weights, gradients = far_widths(step.settings, widths)
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
         level = step.settings.host_homes
-        all_in_host = level == "all"  # devices keep nothing, and hosts have room for some units only
+        all_in_host = level == "all"  # devices keep nothing, and host memory is the limit
         self.kept = np.array(
             [
                 unit.numel * widths.on_device(number, None if all_in_host else level, trainable=unit.trainable)
@@ -182,7 +194,7 @@ class _Task:
         needs = memory_quickly(request, step) if request.memory_bytes else None
         if needs is None:
             return
-        if all_in_host and request.has_host:  # 0 bytes of a host are not known
+        if all_in_host and request.has_host:  # host_bytes is 0 if unknown
             self.limits += max(0, request.machine.host_bytes - needs.host) / max(request.machine.nodes)
         elif request.absent:
             besides = needs.device - (self.limits.max() if all_in_host else needs.parts["homes"])
@@ -191,14 +203,22 @@ class _Task:
             self.limits += max(0, request.memory_bytes - needs.device)
 
     def link_of(self, exchange: _Exchange, node: int, home: int) -> tuple[int, int] | None:
-        """The machines that send and receive; None if there is nothing to send between machines."""
+        """Return (sending machine, receiving machine) for one unit in an exchange; None if both are one machine.
+
+        Args:
+            exchange: weights go from the home to the node, gradients from the node to the home.
+            node: node that receives the unit's weights, or sends its gradient.
+            home: node of the unit's home.
+        """
         here, there = self.machine_of[home], self.machine_of[node]
         if here == there:
             return None
         return (here, there) if exchange.weights else (there, here)
 
     def busiest(self, exchange: _Exchange, homes: Sequence[int]) -> float:
-        """Seconds of one exchange; units without a home (-1) are left out."""
+        """Return the seconds for which the busiest link is busy in one exchange.
+
+        Units without a home (-1) are ignored."""
         loads = [[0.0, 0.0] for _ in self.rates]
         for node, unit in exchange.arrivals:
             link = self.link_of(exchange, node, homes[unit]) if homes[unit] >= 0 else None
@@ -207,13 +227,15 @@ class _Task:
         return max(max(two) if full else sum(two) for two, full in zip(loads, self.full_duplex, strict=True))
 
     def seconds(self, homes: Sequence[int]) -> float:
+        """Return the seconds of all exchanges of a step with these homes."""
         return sum(exchange.times * self.busiest(exchange, homes) for exchange in self.exchanges)
 
     def fits(self, homes: Sequence[int]) -> bool:
+        """Return True if every rank's homes are within its memory limit."""
         return bool((self.device_bytes(homes) <= self.limits * (1 + 1e-9)).all())
 
     def device_bytes(self, homes: Sequence[int]) -> np.ndarray:
-        """Bytes at home, by rank."""
+        """Return for every rank the bytes that its homes occupy, if unit ``u`` has its home on node ``homes[u]``."""
         at_home = np.zeros(self.topology.world_size)
         if self.whole:
             ranks = self.usual if tuple(homes) == self.in_turn else self.spelled(homes)
@@ -224,8 +246,13 @@ class _Task:
         return at_home
 
     def spelled(self, homes: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of places. Where a unit lives on one device these are ranks: in a node the largest unit goes
-        first, to the one that has most room left.
+        """Return the setting ``homes`` for units with these nodes: node or rank of every unit.
+
+        For sharded units these are the nodes themselves. For whole units a rank is chosen inside each node: the largest
+        unit first, on the rank with the most free memory.
+
+        Args:
+            homes: node of every unit.
         """
         if not self.whole:
             return tuple(homes)
@@ -237,17 +264,17 @@ class _Task:
 
     @property
     def work(self) -> int:
-        """Loads that one look at all moves adds up."""
+        """Approximate work of trying all moves of all units once: number of link loads that are added up."""
         return self.topology.num_nodes * sum(len(exchange.arrivals) ** 2 for exchange in self.exchanges)
 
     @cached_property
     def room(self) -> list[float]:
-        """Bytes at home on every node, of whose devices each keeps as much as the others unless units are whole."""
+        """Bytes that homes on every node may occupy; sharded units fill all devices of a node equally."""
         of_nodes = [self.limits[list(node)] for node in self.topology.nodes]
         return [float(some.sum() if self.whole else some.min() * len(some)) for some in of_nodes]
 
     def by_memory(self) -> tuple[int, ...]:
-        """The largest unit first, to the node that has most room left."""
+        """Return a node for every unit: the largest unit first, each on the node with the most free memory."""
         left, homes = list(self.room), [0] * len(self.kept)
         for unit in np.argsort(-self.kept, kind="stable"):
             homes[unit] = max(range(len(left)), key=lambda node: left[node])
@@ -255,7 +282,10 @@ class _Task:
         return tuple(homes)
 
     def one_by_one(self) -> tuple[int, ...]:
-        """In turn from the node with which that is best; then the moves of one unit each that gain something."""
+        """Search homes: start with the best round-robin order, and move single units while exchanges get faster.
+
+        Returns a node for every unit. Each pass moves every unit to the node with the fastest exchanges, among nodes
+        with enough memory. It stops after ``SWEEPS`` passes or when no move gains ``PRECISION``."""
         nodes = self.topology.num_nodes
         turns = [tuple((home + first) % nodes for home in self.in_turn) for first in range(nodes)]
         homes = list(min((homes for homes in turns if self.fits(homes)), key=self.seconds, default=self.by_memory()))
@@ -266,6 +296,7 @@ class _Task:
         ]
 
         def seconds(unit: int, node: int) -> float:
+            """Return the seconds of all exchanges that contain ``unit``, if its home were ``node``."""
             before, homes[unit] = homes[unit], node
             waiting = sum(exchange.times * self.busiest(exchange, homes) for exchange in of_unit[unit])
             homes[unit] = before
@@ -288,10 +319,14 @@ class _Task:
 
 
 def _staggered(visits: Sequence[tuple[int, ...]], nodes: int) -> list[tuple[tuple[int, int], ...]]:
-    """(node, unit) of every exchange.
+    """Return, for every exchange, its pairs (node, unit): node n takes part with its visit t - n in exchange t.
 
     >>> _staggered([(7,), (8,)], 2)
     [((0, 7),), ((0, 8), (1, 7)), ((1, 8),)]
+
+    Args:
+        visits: units of every visit.
+        nodes: number of nodes.
     """
     return [
         tuple((node, unit) for node, index in visits_of_exchange(t, nodes, len(visits)) for unit in visits[index])
@@ -300,6 +335,7 @@ def _staggered(visits: Sequence[tuple[int, ...]], nodes: int) -> list[tuple[tupl
 
 
 def _first_of_each(visits: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the units of every visit without units that an earlier visit contains."""
     seen: set[int] = set()
     firsts = []
     for units in visits:

@@ -1,4 +1,4 @@
-"""A plan: the candidates, the choice and its reasons; as a table, as JSON, as a file to train by."""
+"""Plan: the candidates, the choice and its reasons, as a table, as JSON, and as a file that a run follows."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "link_bytes": ("MB/link", lambda amount: f"{amount / 1e6:.0f}"),
     "peak_gib": ("GiB", "{:.2f}".format),
 }
-"""Numbers of a candidate: name in the JSON -> title and text in the table."""
+"""Columns of the table of candidates: name in the JSON -> title and text in the table."""
 SYSTEM = "system: driver, libraries and communicators"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search.
+    """Result of a search.
 
     Args:
-        candidates: the chosen one first, then the fastest that fits.
-        chosen: what to run: the fastest, and of those that are as fast the one that moves least between nodes; None if
-            nothing that this project runs fits.
-        runner_up: the next one.
+        candidates: all candidates; the chosen one first, then those that fit, fastest first.
+        chosen: the candidate to run: of the fastest within ``GAIN``, the one that sends the least between nodes; None
+            if nothing fits.
+        runner_up: the fastest other candidate that fits, or None.
     """
 
     request: PlanRequest
@@ -49,15 +49,16 @@ class Plan:
     runner_up: Candidate | None
 
     def __repr__(self) -> str:
-        """The choice with its reasons."""
+        """Return the choice with its reasons."""
         chosen = f"{self.chosen!r} of {len(self.candidates)}" if self.chosen else "nothing chosen"
         return f"Plan({chosen}\n  {self.reason})"
 
     @classmethod
     def of(cls, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
+        """Build the plan of a request from the candidates of a search: choose the best of them and put it first."""
         good = [candidate for candidate in candidates if candidate.fits and candidate.prediction is not None]
         good.sort(key=lambda candidate: candidate.seconds)
-        if good:  # of those that are as fast, the one that loads the links least
+        if good:  # of the candidates within GAIN of the fastest, choose the one that sends the least between nodes
             alike = [candidate for candidate in good if candidate.seconds <= good[0].seconds * (1 + GAIN)]
             best = min(alike, key=lambda candidate: candidate.prediction.link_bytes if candidate.prediction else 0)
             good.remove(best)
@@ -67,7 +68,7 @@ class Plan:
 
     @property
     def as_fast(self) -> tuple[Candidate, ...]:
-        """What takes as long as the chosen one, within ``GAIN``, and fits."""
+        """Other candidates that fit and whose step time differs from the chosen one's by less than ``GAIN``."""
         if self.chosen is None:
             return ()
         others = (candidate for candidate in self.candidates if candidate is not self.chosen and candidate.fits)
@@ -75,7 +76,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """A sentence or two."""
+        """Reason for the choice, or the reason why nothing fits, in a sentence or two."""
         if self.chosen is None:
             return self._nothing_fits()
         assert self.chosen.prediction is not None and self.chosen.step is not None
@@ -104,6 +105,7 @@ class Plan:
         return words
 
     def _nothing_fits(self) -> str:
+        """Return the sentence that explains why nothing was chosen: which memory is missing, and how much."""
         least = self.least
         if least is None or least.prediction is None:
             return "no strategy can run this model on these machines"
@@ -114,7 +116,7 @@ class Plan:
 
     @property
     def least(self) -> Candidate | None:
-        """The candidate that needs the least memory of a device."""
+        """Candidate that needs the least device memory; None if no candidate has a prediction."""
         return min(
             (candidate for candidate in self.candidates if candidate.prediction is not None),
             key=lambda candidate: candidate.prediction.peak_bytes if candidate.prediction else 0,
@@ -123,19 +125,19 @@ class Plan:
 
     @property
     def memory(self) -> str:
-        """A sentence on the memory of what was chosen, part by part; empty if nothing was."""
+        """Sentence about the memory of the chosen candidate, part by part; ``""`` if nothing was chosen."""
         if self.chosen is None or self.chosen.prediction is None:
             return ""
         step = self.chosen.step
         return held(self.request, self.chosen.prediction.needs, level=(step and step.settings.host_homes) or "none")
 
     def link_share(self, candidate: Candidate) -> float:
-        """Share of the step in which the busiest link is busy."""
+        """Return the share of a candidate's step time during which the busiest link between nodes is busy."""
         assert candidate.prediction is not None
         return candidate.prediction.link_bytes / min(self.request.link_rates) / candidate.seconds
 
     def row(self, candidate: Candidate) -> dict[str, Any]:
-        """A row of the JSON: one of ``candidates``."""
+        """Return one of ``candidates`` as a row of the JSON; values that are not known are None."""
         prediction, request = candidate.prediction, self.request
         row: dict[str, Any] = {
             "strategy": candidate.strategy,
@@ -162,11 +164,11 @@ class Plan:
             "host_gib": prediction.needs.host / 2**30,
             "files_gib": prediction.needs.files / 2**30,
         }
-        known = candidate.fits or prediction.timeline  # of others the memory alone
+        known = candidate.fits or prediction.timeline  # time was not simulated for the rest
         return row | dict.fromkeys(name for name in COLUMNS if not known and name != "peak_gib")
 
     def as_json(self) -> dict[str, Any]:
-        """The contract of ``--json``."""
+        """Return the plan as the dict that ``--json`` prints."""
         return {
             "candidates": [self.row(candidate) for candidate in self.candidates],
             "chosen": self.chosen.strategy if self.chosen else None,
@@ -175,10 +177,10 @@ class Plan:
         }
 
     def listed(self, *, everything: bool = False) -> list[Candidate]:
-        """The candidates of the table: those that can run.
+        """Return the candidates for the table: those that can run and have a prediction.
 
         Args:
-            everything: with strategies that others have overtaken on machines like these, see ``Strategy.usual``.
+            everything: True to include strategies that are rarely among the best, see ``Strategy.usual``.
         """
         leading = [id(candidate) for candidate in (self.chosen, self.runner_up, *self.as_fast)]
         return [
@@ -189,7 +191,12 @@ class Plan:
         ]
 
     def table(self, *, separator: str = "", everything: bool = False) -> Iterator[str]:
-        """Lines of text, in columns; or with a separator between the cells."""
+        """Yield the lines of the table of candidates, its head first; with ``separator`` the cells are not aligned.
+
+        Args:
+            separator: text between the cells; ``""`` for aligned columns.
+            everything: see ``listed``.
+        """
         rows: list[tuple[str, ...]] = [("strategy", *(title for title, _ in COLUMNS.values()), "")]
         for candidate in self.listed(everything=everything):
             row, notes = self.row(candidate), list[str]()
@@ -207,7 +214,13 @@ class Plan:
         yield from columns(rows)
 
     def left_out(self, *, everything: bool = False) -> Iterator[str]:
-        """A line for every reason why some candidates are not in the table."""
+        """Yield lines on candidates that the table leaves out: the reason, with the names of all that have it.
+
+        Further lines name missing packages that would make steps shorter, and candidates that only ``--all`` shows.
+
+        Args:
+            everything: True if the table lists everything, see ``listed``.
+        """
         reasons: dict[str, list[str]] = {}
         for candidate in self.candidates:
             if candidate.prediction is None:
@@ -223,7 +236,7 @@ class Plan:
             yield f"with --all: {', '.join(hidden)}"
 
     def save(self, path: Path) -> None:
-        """A file that ``tawpipe train --plan`` follows.
+        """Write the plan to a file that ``tawpipe train --plan`` follows.
 
         Raises:
             UserError: nothing was chosen, or the file cannot be written.
@@ -235,7 +248,7 @@ class Plan:
             raise UserError("--save", str(path), f"a file that can be written ({error.strerror})") from error
 
     def text(self) -> str:
-        """The content of such a file.
+        """Return the content of a plan file, as ``save`` writes it.
 
         Raises:
             UserError: nothing was chosen.
@@ -264,12 +277,12 @@ class Plan:
 
 
 def of_chunks(request: PlanRequest, size: int) -> str:
-    """Chunks of a size in words, with what they change."""
+    """Return the phrase "chunks of N tokens", with a note on dropout if the model has it."""
     return f"chunks of {size:,} tokens" + (" (another size is another draw of dropout)" if request.drops else "")
 
 
 def of_ranks(request: PlanRequest, ranks: int) -> str:
-    """So many devices for a row in words, with what they change."""
+    """Return the phrase "N devices of a node", with a note on dropout if the model has it."""
     return f"{ranks} devices of a node" + (" (another draw of dropout than one device's)" if request.drops else "")
 
 
@@ -278,7 +291,13 @@ AT_HOST = {"none": "", "state": STATE, "all": f"{STATE}, copies that travel, fro
 
 
 def held(request: PlanRequest, needs: Needs, *, level: str = "none") -> str:
-    """What a device and a host, which may have homes, hold, part by part, as a sentence."""
+    """Return a sentence on the needed memory of a device, part by part, and of a node's host and disk.
+
+    Args:
+        request: the request.
+        needs: predicted memory.
+        level: value of ``host_homes``, which decides what the host holds.
+    """
     there = request.machine.host_bytes
     parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
     words = f"device memory in GiB: {parts} ({SYSTEM})"
@@ -294,11 +313,14 @@ def held(request: PlanRequest, needs: Needs, *, level: str = "none") -> str:
 
 
 def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
-    """The rate of the links at which ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
+    """Return a sentence with a link rate at which ``second`` is faster than ``first``, or ``""``.
+
+    Predicts both at rates from an eighth to eight times the present one, slower ones first. Returns ``""`` if
+    ``second`` is faster at none of them, on one node, or if a prediction would take seconds."""
     if first.step is None or second.step is None or request.topology.num_nodes == 1:
         return ""
     if max(plays(request, first.step), plays(request, second.step)) > QUICK_PLAYED // 2:
-        return ""  # each rate takes seconds
+        return ""  # each rate would take seconds
     base = request.machine.between.bytes_per_s
     for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
         other = replace(request, machine=request.machine.with_rate(base * factor))
@@ -309,11 +331,14 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
 
 
 def json_text(plan: Plan) -> str:
+    """Return the JSON of a plan as text."""
     return json.dumps(plan.as_json(), indent=1, allow_nan=False)
 
 
 def explain(plan: Plan, strategy: str) -> Iterator[str]:
-    """Lines that say where time and memory of one candidate go."""
+    """Yield lines with the settings of the candidate of ``strategy``, and with its time and memory by part.
+
+    Homes of single units are searched for it if that was not done before."""
     candidate = next(candidate for candidate in plan.candidates if candidate.strategy == strategy)
     yield f"{strategy}:"
     if candidate.prediction is None:

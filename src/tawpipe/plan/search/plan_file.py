@@ -1,8 +1,7 @@
-"""A request and a choice as plain data, so that a plan can be played again without its model.
+"""Plan files: a request and a choice as plain data, so that a plan can be simulated again without its model.
 
-A saved plan has two parts: what a reader wants to know and ``tawpipe train --plan`` follows, and under ``clock`` what
-the clock was given. Layers that are alike are written once, with their number.
-"""
+A saved plan has two parts. The first is for the reader and for ``tawpipe train --plan``. The second, under ``clock``,
+is the input of the simulation. Consecutive equal layers are written once, with their count."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from tawpipe.simulate import BlockCost, CodingTimes, MicroBatchSize, Seconds, Ti
 
 FORMAT = 2
 MOST_ALIKE = 100_000
-"""Blocks or units in a row, beyond which a plan is damaged."""
+"""Largest count of consecutive equal blocks or units in a valid plan. A plan with a larger count is damaged."""
 NUMBERS = (
     "global_batch",
     "micro_batch",
@@ -41,17 +40,18 @@ NUMBERS = (
     "system_bytes",
     "communicator_bytes",
 )
-"""Parts of a request that are plain numbers."""
+"""Fields of a request that are plain numbers."""
 
 
 def load_plan(path: Path, *, setting: str = "PLAN") -> dict[str, Any]:
-    """A saved plan.
+    """Read a saved plan, check its format, and return its content.
 
     Args:
-        setting: that names the file.
+        path: the file.
+        setting: name of the setting that names the file, for messages.
 
     Raises:
-        UserError: no such file, or not a plan of this format.
+        UserError: the file does not exist, or is not a plan of this format.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -66,10 +66,11 @@ def load_plan(path: Path, *, setting: str = "PLAN") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan that a run follows, as text for its checkpoints and as what the text says.
+    """Plan that a run follows.
 
     Args:
-        content: of the text.
+        text: the plan as text, as the run's checkpoints store it.
+        content: the parsed text.
     """
 
     text: str
@@ -77,30 +78,30 @@ class SavedPlan:
 
     @classmethod
     def of(cls, text: str) -> SavedPlan | None:
-        """The plan in a text; None if that is empty."""
+        """Parse the text of a plan; None if the text is empty."""
         return cls(text, yaml.safe_load(text)) if text else None
 
     @cached_property
     def request(self) -> PlanRequest | None:
-        """What the clock was given; None in a plan without it."""
+        """Request from which the simulation of the plan can be repeated; None if the plan does not contain it."""
         clock = self.content.get("clock")
         return request_from(clock, where="plan.yaml") if isinstance(clock, dict) else None
 
     def settings(self, base: ScheduleSettings) -> ScheduleSettings:
-        """Settings under ``schedule`` with what the plan decides."""
+        """Return ``base`` with the settings that the plan chooses replaced by the plan's values."""
         return planned_settings(self.content["schedule"], base)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, as it predicts them; 0 if it does not."""
+        """Predicted seconds of a step; 0 if the plan has no prediction."""
         seconds = self.content.get("step_seconds")
         return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else 0.0
 
     @property
     def work(self) -> LayerTime | None:
-        """The time of documents as it was measured; the same on all ranks, and in a resumed run. None in a plan without
-        it, or where rows were too short for attention to show in what was measured.
-        """
+        """Time of documents that the plan measured, and that is equal on all ranks and in a resumed run.
+
+        None if the plan has no measurement, or if the measured rows were too short to show the cost of attention."""
         if self.request is None:
             return None
         profile = self.request.profile
@@ -121,10 +122,12 @@ class SavedPlan:
 
 
 def replay(path: Path) -> tuple[Timeline, str]:
-    """The step that a plan predicts, and in words what of it was left out, if anything.
+    """Simulate the step of a saved plan again.
+
+    Returns the timeline, and a phrase that says which rounds and ranks were simulated if not all were, else ``""``.
 
     Raises:
-        UserError: no such plan, or one without what the clock was given.
+        UserError: the file is no plan, or the plan does not contain the input of the simulation.
     """
     plan = load_plan(path)
     if not isinstance(plan.get("clock"), dict):
@@ -139,7 +142,9 @@ def replay(path: Path) -> tuple[Timeline, str]:
 
 
 def record_of(request: PlanRequest) -> dict[str, Any]:
-    """Plain data of which ``request_from`` makes the request again, as one step computes it (``PlanRequest.of``)."""
+    """Return the request as plain data for YAML, from which ``request_from`` restores what the simulation needs.
+
+    The request must be specialised to one step (``PlanRequest.of``)."""
     profile, model = request.profile, request.model
     memory = replace(profile.memory, in_chunks={})
     return {
@@ -153,7 +158,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         "profile": {
             "update_s": profile.update_s,
             "update_of": list(profile.update_of),
-            "memory": json.loads(json.dumps(asdict(memory))),  # YAML has no tuples
+            "memory": json.loads(json.dumps(asdict(memory))),  # turns tuples into lists, because YAML has no tuples
             "source": profile.source,
             "coding": json.loads(json.dumps(asdict(profile.coding))),
         },
@@ -169,10 +174,14 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
 
 
 def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
-    """The request of a saved plan.
+    """Restore the request of a saved plan from the data that ``record_of`` returned.
+
+    Args:
+        content: the data.
+        where: name of the file, for messages.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the plan is damaged.
     """
     try:
         blocks = list(_unpacked(content["blocks"]))
@@ -209,21 +218,23 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
 
 
 def settings_of(step: StepSpec) -> dict[str, Any]:
-    """The section ``schedule`` of a training run: what a plan chooses."""
+    """Return name -> value of the settings that a plan chooses, with the values of ``step``."""
     return {name: getattr(step.settings, name) for name in PLANNED}
 
 
 def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> ScheduleSettings:
-    """Settings with what the section ``schedule`` of a plan chooses.
+    """Return ``base`` with the settings from the section ``schedule`` of a plan.
+
+    Settings in ``KEPT_BY_PLANS`` that the plan leaves out keep their values.
 
     Raises:
-        UserError: a name that is unknown, or a value of another type.
+        UserError: a name is unknown, or a value has the wrong type.
     """
     planned = settings_from(schedule, where="PLAN: schedule")
-    # Those that a plan keeps if they are given may be missing in one that was written by hand.
+    # A plan written by hand may leave out the settings in KEPT_BY_PLANS.
     chosen = [name for name in PLANNED if name in schedule or name not in KEPT_BY_PLANS]
     settings = replace(base, **{name: getattr(planned, name) for name in chosen})
-    return settings if settings.sequence_chunk else replace(settings, offload_dir="")  # whole rows wait in no files
+    return settings if settings.sequence_chunk else replace(settings, offload_dir="")  # whole rows use no files
 
 
 def _size(*, within: Iterable[Sequence[float]] = (), **parts: Any) -> MicroBatchSize:
@@ -244,6 +255,7 @@ def _profile(
     memory: Mapping[str, Any],
     coding: Mapping[str, Any] | None = None,
 ) -> Profile:
+    """Return the profile whose fields ``record_of`` wrote as plain data."""
     known = BlockMemory(**memory)
     lines = {
         kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
@@ -256,18 +268,19 @@ def _profile(
 
 
 def _cost(cost: BlockCost) -> list[list[float]]:
+    """Return the coefficients of a block's cost as nested lists of numbers."""
     parts = cost.forward, cost.backward, cost.attention
     return [[part.fixed, part.per_token, part.per_pair, *[True] * part.in_turn] for part in parts]
 
 
 def _block_cost(parts: Sequence[Sequence[float]], window: int | None, unpack_s: float) -> BlockCost:
-    """The opposite of ``_cost``."""
+    """Return the block cost for coefficients that ``_cost`` returned."""
     forward, backward, attention = (Seconds(part[0], part[1], part[2], len(part) > 3) for part in parts)
     return BlockCost(forward, backward, attention, window, unpack_s)
 
 
 def _packed(rows: Iterable[Any]) -> list[list[Any]]:
-    """Neighbours that are alike, once, after their number.
+    """Run-length encode ``rows``: each run of equal neighbours becomes a pair of count and value.
 
     >>> _packed("aab")
     [[2, 'a'], [1, 'b']]
@@ -276,6 +289,11 @@ def _packed(rows: Iterable[Any]) -> list[list[Any]]:
 
 
 def _unpacked(rows: Iterable[list[Any]]) -> Iterable[Any]:
+    """Yield the values that ``_packed`` encoded, each as often as its count.
+
+    Raises:
+        ValueError: a count is larger than ``MOST_ALIKE``.
+    """
     for count, row in rows:
         if count > MOST_ALIKE:
             raise ValueError(f"{count} equal ones")

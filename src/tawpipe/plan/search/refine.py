@@ -1,6 +1,4 @@
-"""Settings of a step that are changed one by one as long as that gains something; homes that are found for it, and
-whether what it sends is coded without loss.
-"""
+"""Tune the settings of a step one by one, find homes for its units, and choose lossless coding of what it sends."""
 
 from __future__ import annotations
 
@@ -22,19 +20,23 @@ from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import CodingTimes
 
 LESS_MEMORY = 0.01
-"""A choice that takes as long and saves as much of the memory is better."""
+"""Share of the memory that a choice must save to be preferred to one that is equally fast."""
 PASSES = 3
 CODING_GAIN = 0.05
-"""The part of a step by which coding without loss must make it shorter, on the clock, to be chosen: how many bits are
-left depends on numbers that no plan has seen."""
+"""Share of a step's predicted time that lossless coding must save to be chosen. The number of bits that remain depends
+on the values, which no plan has seen."""
 NEAR = 1.05
-"""The same beyond which what is long to make is not made anew: another search gains a few per cent."""
+"""Multiple of the best step time beyond which a pipeline's order, if it takes long to make, is not made again. Another
+search gains only a few per cent."""
 
 
 def improve(
     request: PlanRequest, step: StepSpec, prediction: Prediction, outlook: Outlook
 ) -> tuple[StepSpec, Prediction]:
-    """Change one setting at a time while a step gets faster by ``GAIN``, and memory allows it."""
+    """Try changes of single settings, and keep each that makes the step faster by ``GAIN`` and fits in memory.
+
+    Stops when a pass over all settings gains nothing, after ``PASSES`` passes, or when time or the budget of
+    ``outlook`` is used up. Returns the best step and its prediction."""
     for _ in range(PASSES):
         before = prediction.step_seconds
         for change in _changes(request, step, prediction.step_seconds, outlook):
@@ -43,8 +45,8 @@ def improve(
                 return step, prediction
             if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
-            with suppress(UserError):  # not for this strategy, or two settings that do not go together
-                if request.dealt and step.divided_over > 1:  # other stages are dealt other bins
+            with suppress(UserError):  # the strategy refuses the setting, or two settings exclude each other
+                if request.dealt and step.divided_over > 1:  # other stages get another assignment of documents
                     other = request.step(replace(step.settings, **change))
                 else:
                     other = with_settings(step, **change)
@@ -62,7 +64,9 @@ def improve(
 
 
 def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
-    """The candidate with the homes that ``find_homes`` finds, if a step is faster with them or needs less memory."""
+    """Search homes of single units, and return the candidate with them if they make its step faster or save memory.
+
+    The step keeps its homes otherwise. The result of the search is recorded in ``Candidate.homes`` in both cases."""
     step, prediction = candidate.step, candidate.prediction
     assert step is not None and prediction is not None
     homes = find_homes(request, step)
@@ -76,9 +80,9 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
 
 
 def codings(request: PlanRequest) -> list[dict[str, str]]:
-    """Settings by which what passes between nodes is coded without loss, as far as that can be and nobody has chosen
-    otherwise.
-    """
+    """Return options for lossless coding between nodes, each a dict of settings to try.
+
+    Left out are those that the user has set or that cannot work here. The list is empty on one node."""
     if request.topology.num_nodes == 1:
         return []
     given = request.settings
@@ -92,7 +96,7 @@ def codings(request: PlanRequest) -> list[dict[str, str]]:
 
 
 def why_not_coded(request: PlanRequest) -> str:
-    """Why a plan leaves it to others to choose coding without loss, though a step might be shorter; or nothing."""
+    """Return the reason why a plan does not choose lossless coding although it might be faster, or ``""``."""
     if request.on_cuda:
         return "a plan does not choose it for GPUs, where it has not been run yet"
     unknown = request.profile.coding == CodingTimes()
@@ -100,15 +104,16 @@ def why_not_coded(request: PlanRequest) -> str:
 
 
 def coded(request: PlanRequest, candidate: Candidate) -> Candidate:
-    """The candidate with what it sends coded without loss, which changes no number, if a step is shorter by
-    ``CODING_GAIN``.
-    """
+    """Try lossless coding, and return the candidate with it if its step gets shorter by ``CODING_GAIN``.
+
+    Otherwise returns the candidate itself. Lossless coding changes no result. Nothing is tried where coding was not
+    measured, or where predictions take long."""
     best, seconds = candidate, candidate.seconds * (1 - CODING_GAIN)
     assert candidate.step is not None
-    if why_not_coded(request) or plays(request, candidate.step) > QUICK_PLAYED // 2:  # each takes seconds
+    if why_not_coded(request) or plays(request, candidate.step) > QUICK_PLAYED // 2:  # predictions take seconds
         return candidate
     for option in codings(request):
-        with suppress(UserError):  # not for this strategy
+        with suppress(UserError):  # the strategy refuses the option
             other = with_settings(candidate.step, **option)
             if bound_of(request, other) >= seconds or not fits(request, memory_quickly(request, other)):
                 continue
@@ -119,20 +124,24 @@ def coded(request: PlanRequest, candidate: Candidate) -> Candidate:
 
 
 def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
-    """Settings that may be worth a try, where a step takes so long; a strategy refuses those that are not for it."""
+    """Return an iterator over the changes of settings that the strategy of ``step`` offers, each a dict of settings.
+
+    Changes of ``recompute`` that cannot make the step shorter than ``seconds`` are left out (``worth``). The strategy
+    may still refuse a change."""
     planner = planner_of(request)
     effort = step.strategy.effort(request.model, request.topology, request.micro_batches_of(step.strategy))
 
     def worth(recompute: str) -> bool:
-        """True if computing alone takes less, so that a step may; and if what is made anew could then be best. It
-        takes seconds to make, and is not begun late.
-        """
+        """Return True if the value ``recompute`` may make the step faster, and its order may be made.
+
+        It can be faster only if its lower bound is. A new order takes seconds to make, so none is begun late in the
+        search. If True, the effort of making an order is charged to the budget."""
         if effort and outlook.over(LATE):
             return False
         bound = bound_of(request, with_settings(step, recompute=recompute))
         if bound >= seconds * (1 - GAIN):
             return False
-        before = bound_of(request, step)  # 0 where nothing was timed
+        before = bound_of(request, step)  # 0 if nothing was timed
         expected = seconds * bound / before if before else seconds
         return not outlook.why_not(effort, hopeful=expected < outlook.ahead * NEAR)
 

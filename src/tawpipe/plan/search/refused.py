@@ -1,4 +1,6 @@
-"""Why a strategy cannot run, in words of the machines and the model: a search tries settings that nobody has set."""
+"""Reasons why a strategy cannot run, worded in terms of machines and model.
+
+A search tries settings that the user has not set. Its messages therefore do not name these settings."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED
 
 
 def in_plain_words(error: UserError) -> str:
-    """Say what a strategy lacks here, without the name of the strategy.
+    """Return the reason in ``error`` as a short phrase about machines or model, without the name of the strategy.
 
     >>> in_plain_words(UserError("layers of the model", 4, "at least 8, one for each stage", need=LeastLayers(8)))
     'at least 8 layers are needed'

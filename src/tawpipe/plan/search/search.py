@@ -1,11 +1,11 @@
-"""Which settings suit each strategy, and which strategy is best.
+"""Search for the best settings of every strategy, and for the best strategy.
 
-The search is small and says what it does: every strategy is tried with few and many micro-batches per visit; those that
-do not fit are dropped, those whose bound (computing, links) is behind the best prediction so far are not played; then
-the best settings of each strategy that is not far behind are improved one by one as long as that gains something, and
-homes are found for it where units or links are uneven (place.py). Where whole rows do not fit on a device, or devices
-have none, several devices are tried for every row (``sequence_ranks``).
-"""
+Every strategy is tried with few and with many micro-batches per visit. Settings that do not fit are dropped. Settings
+whose lower bound on time (computing, links) is behind the best prediction so far are not simulated.
+
+Then the settings of each strategy that is not far behind are tuned one by one, as long as a step gets faster. Where
+units or links are uneven, better homes are searched (place.py). Where whole rows do not fit on a device, or some
+devices would have no row, several devices are tried per row (``sequence_ranks``)."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ from tawpipe.schedule.step import StepSpec, Strategy, Trial
 from tawpipe.schedule.strategies.table import strategies
 
 HOPELESS = 1.35
-"""Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
-gain there is, makes a step a quarter shorter.
-"""
+"""Multiple of the best step time beyond which the settings of a strategy are not tuned. The largest possible gain,
+recomputing nothing, makes a step only a quarter shorter."""
 FAR_OVER = 1.5
-"""Multiple of a device's memory: while nothing has fitted, no other settings are tried if the leanest need more."""
+"""Multiple of a device's memory. While nothing fits, no other settings are tried if the leanest ones need more than
+this."""
 WORTH = 0.02
-"""The part of the best step so far that a way to lay groups out must be able to gain, to be played."""
+"""Share of the best step time that one of several layouts must be able to gain to be simulated."""
 
 
 @rarely_collected()
@@ -71,20 +71,22 @@ def search(
     most_s: Callable[[float], float] = lambda _: math.inf,
     vain_s: float = math.inf,
 ) -> list[Candidate]:
-    """The best settings of every strategy, the fastest that fits first.
+    """Search the best settings of every strategy, and return one candidate for each: those that fit first, by time.
 
-    ``progress`` says what is looked at, after ``PATIENCE_S`` and then less and less often.
+    Prints a progress line after ``PATIENCE_S`` seconds, then at growing intervals.
 
     Args:
-        most_s: seconds that the search may compute where the best step so far takes so long, as soon as something fits.
-        vain_s: seconds that it may compute before anything fits.
+        request: model, data and machines.
+        most_s: returns the seconds that the search may compute, given the seconds of the best step so far; used as soon
+            as something fits.
+        vain_s: seconds that the search may compute while nothing fits.
     """
     candidates: list[Candidate] = []
     outlook = Outlook(effort=MOST_EFFORT, patience_s=PATIENCE_S, most_s=most_s, vain_s=vain_s)
-    # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
-    # alone no row is taken apart.
+    # Each device draws its own dropout, so splitting rows over ranks changes the draws. Split rows are tried only if
+    # nothing fits with whole ones.
     draws = [request.with_ranks(1), request] if request.drops and request.sets else [request]
-    # Homes that pass through the device take longer: they are looked at where nothing fits without.
+    # Homes in host memory make a step slower, so the next level is tried only if nothing fits at the levels before it.
     for asked in [draw.with_homes(level) for level in request.levels for draw in draws]:
         if any(candidate.fits for candidate in candidates):
             break
@@ -92,7 +94,7 @@ def search(
         for strategy in sorted(strategies().values(), key=lambda strategy: not strategy.usual):
             if strategy.candidate:
                 if strategy.name in before and asked.settings.host_homes not in strategy.host_levels:
-                    candidates.append(before[strategy.name])  # it keeps its weights on devices
+                    candidates.append(before[strategy.name])  # it does not support this level of host_homes
                     continue
                 like, outlook.hopeful = _best_pipeline(candidates)
                 outlook.ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
@@ -101,7 +103,7 @@ def search(
                     continue
                 candidate = _best(asked, strategy, like, outlook)
                 if not outlook.hopeful and _best_pipeline([*candidates, candidate])[1]:
-                    outlook.hopeful = True  # balanced, it is not far behind
+                    outlook.hopeful = True  # with balanced stages this pipeline is not far behind
                     candidate = _best(asked, strategy, like, outlook)
                 candidates.append(candidate)
     candidates.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
@@ -114,7 +116,7 @@ def search(
             continue
         asked = request.with_homes(candidate.step.settings.host_homes or "none")
         if not candidate.fits and candidate.prediction.timeline is None:
-            # The memory is shown for all, the time where it is known soon.
+            # The table shows memory for every candidate, but time only if the simulation is quick.
             quick = plays(asked, candidate.step) <= QUICK_PLAYED and not outlook.over()
             known = replace(candidate.prediction, needs=memory_quickly(asked, candidate.step))
             candidates[i] = replace(candidate, prediction=predict(asked, candidate.step) if quick else known)
@@ -127,10 +129,16 @@ def search(
 def _best(
     request: PlanRequest, strategy: Strategy, like: Strategy | None = None, outlook: Outlook | None = None
 ) -> Candidate:
-    """The settings that suit a strategy, as long as nothing is improved one by one.
+    """Return the best candidate of a strategy, before its settings are tuned one by one.
+
+    If whole rows do not fit on the device without offloading, or devices would be idle, larger context-parallel groups
+    are tried as well.
 
     Args:
-        like: see ``Strategy.trials``.
+        request: model, data and machines.
+        strategy: the strategy.
+        like: the best pipeline so far, see ``Strategy.trials``.
+        outlook: state of the search; None for one without limits.
     """
     outlook = outlook or Outlook()
     best = _best_of(request, strategy, like, outlook)
@@ -143,7 +151,7 @@ def _best(
         else:
             better = _peak(other) < _peak(best)
         best = other if better else best
-    # Seconds of what does not fit are asked for in ``_best_pipeline`` alone, and played in the end where that is quick.
+    # ``_best_pipeline`` compares the seconds of pipelines even if they do not fit, so simulate this one now.
     step, prediction = best.step, best.prediction
     if step and prediction and not prediction.timeline and step.divided_over > 1 and outlook.ahead < math.inf:
         return replace(best, prediction=predict(request, step))
@@ -153,11 +161,18 @@ def _best(
 def _spread(
     request: PlanRequest, strategy: Strategy, like: Strategy | None, outlook: Outlook, best: Candidate
 ) -> list[Candidate]:
-    """Best candidates with several ranks to a row, the fewest ranks first; only the one with the most, which need the
-    least memory each, if that is far from fitting.
+    """Return the best candidate for each context-parallel size in ``request.sets``, smallest size first.
+
+    If ``best`` does not fit, the largest size is tried first, because it needs the least memory per rank. If even that
+    is far from fitting, it is the only candidate returned. Sizes are skipped once the time for evaluating strategies is
+    over. ``outlook.ahead`` is lowered to the time of ``best`` if that fits.
 
     Args:
-        best: the candidate with one rank to a row; if it fits, the limits of a search with something that fits hold.
+        request: model, data and machines.
+        strategy: the strategy.
+        like: the best pipeline so far, see ``Strategy.trials``.
+        outlook: state of the search.
+        best: the candidate with one rank per row.
     """
     best_of = [partial(_best_of, request.with_ranks(ranks), strategy, like, outlook) for ranks in request.sets]
     outlook.ahead = min(outlook.ahead, best.seconds if best.fits else math.inf)
@@ -168,18 +183,21 @@ def _spread(
 
 
 def _on_device(candidate: Candidate) -> bool:
-    """True if it fits with whole rows, and everything on the device."""
+    """Return True if the candidate fits with whole rows and without offloaded layers."""
     if not candidate.fits or candidate.step is None:
         return False
     return not candidate.step.settings.sequence_chunk and not candidate.step.settings.offloaded_layers
 
 
 def _peak(candidate: Candidate) -> float:
+    """Return the peak bytes of a device; infinite without a prediction."""
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
 def _best_of(request: PlanRequest, strategy: Strategy, like: Strategy | None, outlook: Outlook) -> Candidate:
-    """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
+    """Return the best candidate of all layouts of ``strategy``, with the context-parallel size that ``request`` sets.
+
+    The best is the fastest that fits; if nothing fits, the one that needs the least device memory."""
     looked_at: list[Candidate] = []
     for trial in sorted(strategy.trials(planner_of(request), like), key=lambda trial: trial.least_s):
         if looked_at and outlook.over(LOOKING):
@@ -197,15 +215,23 @@ def _best_of(request: PlanRequest, strategy: Strategy, like: Strategy | None, ou
 
 
 def _look(request: PlanRequest, trial: Trial, most: float, outlook: Outlook) -> list[Candidate]:
-    """The best settings of one way to lay a strategy out, and of what it offers instead where that is behind.
+    """Return the best candidate for the layout of ``trial``, and after it alternatives.
+
+    The candidate has a reason instead of a prediction if the layout cannot run or is not worth its time. Alternatives
+    are the candidates for ``Strategy.instead`` of this layout. There are some only while ``outlook.hopeful`` is True,
+    and if the first candidate does not fit or is slower than the best step.
 
     Args:
+        request: model, data and machines.
+        trial: the layout.
         most: see ``_best_laid_out``.
+        outlook: state of the search.
     """
     way, planner = trial.strategy, planner_of(request)
     refused = Candidate(way.name, None, None, False)
 
     def stop() -> None:
+        """Raise ``TooLong`` if the time for evaluating strategies is over."""
         if outlook.over(LOOKING):
             raise TooLong
 
@@ -230,7 +256,9 @@ def _look(request: PlanRequest, trial: Trial, most: float, outlook: Outlook) -> 
 
 
 def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
-    """Why one of several ways to lay out weights that travel cannot be the best of all, or nothing."""
+    """Return the reason why this layout of a weight-moving strategy cannot win; ``""`` if it may.
+
+    It cannot if nothing has fitted yet (it needs more memory), or if its lower bound is not below the best step."""
     if outlook.ahead == math.inf:
         return "not evaluated: it needs more memory than tawpipe-spread"
     fewest = replace(request.settings, strategy=way.name, micro_batches_per_visit=_visits(request, way)[-1])
@@ -241,21 +269,31 @@ def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
 
 
 def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[Strategy | None, bool]:
-    """(the best pipeline so far, if one fits; whether it is not far behind the best of all)."""
+    """Return the best pipeline so far (None if no pipeline fits), and True if pipelines may still be among the best.
+
+    Pipelines may be among the best if there is no candidate for one yet, or if the best one takes less than
+    ``HOPELESS`` times the best step."""
     pipelined = [candidate for candidate in candidates if candidate.step and candidate.step.divided_over > 1]
     ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
     best = min(pipelined, key=lambda candidate: (not candidate.fits, candidate.seconds), default=None)
-    if best is None or not best.fits:  # what is made for the memory that there is may fit, and laid out otherwise
+    if best is None or not best.fits:  # another layout may fit
         return None, best is None or best.seconds < ahead * HOPELESS
     assert best.step is not None
     return best.step.strategy, best.seconds < ahead * HOPELESS
 
 
 def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.inf) -> Candidate:
-    """The best settings of one way to lay a strategy out.
+    """Return the candidate with the best settings for one layout of a strategy.
+
+    Several numbers of micro-batches per visit are tried first. If none fits: offloading and rows in chunks, then the
+    leanest settings. A candidate that does not fit contains the memory and the lower bound on time of the leanest
+    settings only. One that cannot run contains the reason.
 
     Args:
-        most: seconds beyond which no more than ``QUICK_PLAYED`` is played; infinite while nothing has fitted.
+        request: model, data and machines.
+        strategy: the strategy with this layout.
+        most: seconds; layouts whose lower bound is larger are simulated only if that is quick (``QUICK_PLAYED``).
+            Infinite while nothing has fitted.
     """
     refused = Candidate(strategy.name, None, None, False)
     base = replace(request.settings, strategy=strategy.name)
@@ -288,40 +326,49 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
 
 
 def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> bool:
-    """True if one of them may fit, which have more and more micro-batches a visit: these need more memory, but for all
-    in one round, of which nothing is kept for another one.
+    """Return True if the first or the last of ``options`` fits.
+
+    The options are ordered by micro-batches per visit. Memory grows with that number, except for the last option if it
+    computes everything in one round, because it keeps nothing for another round. Therefore these two suffice.
 
     Args:
-        what: the memory that is looked at; all by default.
+        what: kinds of memory to check; all by default.
     """
     return any(holds(request, step, *what) for step in dict.fromkeys((options[0], options[-1])))
 
 
 def _lean(request: PlanRequest, options: Sequence[StepSpec]) -> list[StepSpec]:
-    """The settings that need the least memory, with the fewest micro-batches per visit and with the most."""
+    """Return the step with the leanest settings twice: with the fewest micro-batches per visit, and with the most."""
     least = leanest(request, options[0])
     return [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
 
 
 def _hopeless(request: PlanRequest, steps: Sequence[StepSpec]) -> bool:
-    """True if the lean settings are far from fitting; an error in these says nothing of the usual ones."""
+    """Return True if even the leanest settings need far more device memory (``FAR_OVER``) than there is.
+
+    False if the leanest settings cannot be built, because the usual ones may still work."""
     with suppress(UserError):
         return all(_far_over(request, memory_quickly(request, way, part=True).wanted) for way in _lean(request, steps))
     return False
 
 
 def _far_over(request: PlanRequest, needed: float) -> bool:
-    """True if ``needed`` bytes of a device are far more than the device with most memory has."""
+    """Return True if ``needed`` bytes exceed ``FAR_OVER`` times the memory of the device with the most memory."""
     return 0 < request.memory_bytes * FAR_OVER < needed
 
 
 def _fastest(
     request: PlanRequest, steps: Sequence[StepSpec], *, look: bool = False
 ) -> tuple[StepSpec, Prediction] | None:
-    """The step that takes the least time, but for ``GAIN``; those whose bound is behind it are not played.
+    """Simulate steps and return the one with the least predicted time and its prediction; None if no step fits.
+
+    Steps are tried in the order of their lower bounds. A later one replaces the best only if it is faster by ``GAIN``.
+    Steps whose lower bound cannot reach that are not simulated.
 
     Args:
-        look: steps may not fit, and are then left out.
+        request: model, data and machines.
+        steps: steps to compare.
+        look: True to check memory, and leave out steps that do not fit; False if all are known to fit.
     """
     best: tuple[StepSpec, Prediction] | None = None
     for bound, step in sorted(((bound_of(request, step), step) for step in steps), key=lambda pair: pair[0]):
@@ -336,7 +383,10 @@ def _fastest(
 
 
 def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
-    """Steps whose rows run in chunks, the largest that fit."""
+    """Yield steps whose rows run in chunks and that fit, with different numbers of offloaded layers.
+
+    Of each, only the largest chunk size that fits is yielded. Nothing is yielded if the setting is given, or if rows
+    must stay whole."""
     whole = "sequence_chunk" in options[0].strategy.refusals
     if whole or request.settings.sequence_chunk is not None or not request.chunks:
         return
@@ -356,7 +406,7 @@ def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[St
 
 
 def _offloaded(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
-    """Steps with whole rows and layers offloaded, or less ahead, that fit."""
+    """Yield the steps of ``options``, with different numbers of offloaded layers, that fit with whole rows."""
     over = set[int]()
     for option, layers in _offloading(request, options, chunk=0):
         step = with_settings(option, offloaded_layers=layers)
@@ -369,8 +419,15 @@ def _offloaded(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[St
 
 
 def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int) -> Iterator[tuple[StepSpec, int]]:
-    """Every step with no layer offloaded and with all, and the first also with some; so is the last where gradients of
-    one round need no home.
+    """Yield (step, number of offloaded layers) pairs to try, the fewest layers first.
+
+    Every step is tried with no layer offloaded and with all. The first step is also tried with half and three quarters
+    of the layers. So is the last step if its gradients are updated without a home (``StepSpec.passes_gradients``).
+
+    Args:
+        request: model, data and machines.
+        options: the steps.
+        chunk: tokens of a chunk; 0 for whole rows.
     """
     yield from ((step, 0) for step in options)
     layers, last = request.model.num_layers, options[1:][-1:]
@@ -381,4 +438,5 @@ def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int
 
 
 def _visits(request: PlanRequest, strategy: Strategy) -> Sequence[int]:
+    """Return the numbers of micro-batches per visit to try, ascending."""
     return strategy.visits(request.micro_batches, request.topology, request.settings)
