@@ -1,4 +1,4 @@
-"""The list of checks, and what each of them returns."""
+"""The list of checks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from tawpipe.runtime.world import World
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to find out.
+    """A check that the command ``prove`` runs.
 
     Args:
-        sentence: what holds if it holds.
-        run: is called on all ranks.
-        alone: on one process only: the others wait.
-        needs: ``cuda``, ``several`` (processes) or ``neighbours`` (on one node), without which it stays unproven.
+        name: name of the check.
+        sentence: statement that is true if the check holds.
+        run: the check; called on all ranks.
+        alone: run on rank 0 only, while the other ranks wait.
+        needs: requirements: ``cuda``, ``several`` (processes) or ``neighbours`` (several processes on one node).
+            Without them the result is "unproven".
     """
 
     name: str
@@ -28,7 +30,7 @@ class Check:
     needs: tuple[str, ...] = field(default=())
 
     def missing(self, world: World) -> str:
-        """What the check needs and is not here, or nothing."""
+        """Return the requirements that these processes do not meet, as text for the user; ``""`` if all are met."""
         neighbours = world.topology.local_size > 1
         here = {"cuda": world.device.type == "cuda", "several": world.size > 1, "neighbours": neighbours}
         words = {"cuda": "a GPU", "several": "several processes", "neighbours": "several processes on a node"}
@@ -69,7 +71,7 @@ CHECKS = (
 
 
 def unproven(world: World) -> dict[str, str]:
-    """What only other machines than these can show, with what would."""
+    """Return the claims that these processes cannot prove, each with the command or machines that would prove it."""
     nccl = world.device.type == "cuda"
     several = "torchrun --nproc-per-node 2 -m tawpipe prove, on a machine with two GPUs or more"
     nodes = "as above with --nnodes 2, on two machines"

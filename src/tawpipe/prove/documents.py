@@ -1,8 +1,9 @@
-"""Check of attention in packed documents, in the dtype of a run: output and every gradient of a layer, document by
-document and parameter by parameter, beside transformers' own layer in fp32 with an explicit mask.
+"""Check of attention in packed documents, in the number type of a training run.
 
-One layer runs in every way in which training runs it: whole, with attention's results kept, in chunks whose borders are
-inside of documents, over a set of ranks, which this process plays one after the other. So one device shows all of them.
+It compares the output and every gradient of a layer, per document and parameter, with the layer of transformers in fp32
+with an explicit mask. One layer runs in every way in which training runs it: whole, with attention results kept, in
+chunks whose borders are inside documents, and over a context-parallel group. This process plays the ranks of the group
+one after another, so that a single device suffices.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ from tawpipe.runtime.compute.sets import LayerInSet, SetTokens
 from tawpipe.runtime.world import World
 
 LIMIT = 0.03
-"""Of bf16: what rounding makes of a gradient that is a small difference of large numbers."""
+"""Maximum relative error in bf16: rounding can cause this much in a gradient that is a small difference of large
+numbers."""
 BESIDE_LIBRARY = 2.0
-"""Where transformers' own layer in this dtype is further off than ``LIMIT`` divided by this, so many times as much is
-allowed. On an H100 that is so of a mixture's biases, whose gradients are sums over a thousand tokens in bf16.
-"""
+"""Factor by which an error may exceed the error of transformers' own layer in this type, if that allows more than
+``LIMIT``. On an H100 this applies to the biases of a mixture of experts, whose gradients are sums over a thousand
+tokens in bf16."""
 SMALL = 0.05
-"""A gradient counts as at least so large, beside that of an equal share of all documents: one token's queries have
-none, and what rounding leaves of it is no error."""
+"""Minimum size of a gradient in relative errors, as a share of an equal part of all documents' gradient. The queries of
+a single token have a zero gradient, whose rounding is no error."""
 OWN = "FA2"
 """Torch's own flash attention."""
 LAYER = 1
@@ -55,14 +57,15 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is computed.
+    """Sizes of what the check computes.
 
     Args:
-        lengths: of the documents of a row.
-        chunk: tokens; borders of documents are inside of chunks and of chunks inside of documents.
-        window: tokens, shorter than the longest document.
-        head_dims: sizes of heads that are tried.
-        alone: tokens of a row of one document, a length for which cuDNN computes where it is the fastest; 0 for none.
+        lengths: tokens of each document of a row.
+        chunk: tokens of a chunk. Borders of documents lie inside chunks, and borders of chunks inside documents.
+        window: tokens of the attention window, fewer than in the longest document.
+        head_dims: head sizes that are tried.
+        alone: tokens of an additional row with a single document, of a length for which cuDNN is used if it is the
+            fastest; 0 for none.
     """
 
     lengths: tuple[int, ...]
@@ -77,13 +80,14 @@ SIZES = {
     "cuda": Sizes((1, 7, 130, 1000, 910), 384, 256, (64, 128, 256), FIXED),
 }
 Gradients = Mapping[str, Tensor]
-"""Of the input, under the name ``input``, and of every parameter."""
+"""Output and gradients as tensors: ``output``, gradient of the input as ``input``, and gradient of each parameter."""
 
 
 def documents(world: World) -> Outcome:
-    """Every model, kernel and way to run a layer; the largest relative error counts. A package that was built without
-    some sizes of heads is named, and no failure.
-    """
+    """Check a layer on packed documents against transformers' own layer, for all models, kernels and layouts.
+
+    The check holds if the largest relative error is below ``LIMIT``. It is not decided on a GPU without bf16. A flash
+    attention package that was built without some head sizes is named in a hint, and is not a failure."""
     device, sizes = world.device, SIZES[world.device.type]
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return Outcome(None, "no kernel for packed documents computes in bf16 here")
@@ -113,13 +117,16 @@ def documents(world: World) -> Outcome:
 
 
 def kernels(device: torch.device) -> tuple[str, ...]:
-    """The flash attentions that this process may use: torch's own, and what was activated."""
+    """Return the flash attentions that this process may use: the activated one and torch's own.
+
+    On a CPU, its only one.
+    """
     return tuple(dict.fromkeys((flash_in_use(), OWN))) if device.type == "cuda" else ("the CPU's",)
 
 
 @contextmanager
 def using(kernel: str) -> Iterator[None]:
-    """A context in which torch's flash attention is this one."""
+    """Make torch use the flash attention ``kernel`` within the context; the earlier one is restored at its end."""
     before = flash_in_use()
     if kernel in (before, "the CPU's"):
         yield
@@ -133,7 +140,9 @@ def using(kernel: str) -> Iterator[None]:
 
 
 def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
-    """Models of one layer: heads that share keys, heads that do not, a window, soft caps, sinks."""
+    """Return configurations of one-layer models by name, one for each kind of attention that is checked.
+
+    They have shared keys, separate keys, an attention window, soft caps, or sinks."""
     configs: dict[str, PreTrainedConfig] = {}
     for dim in sizes.head_dims:
         configs[f"4 heads of {dim} share keys"] = _config(LlamaConfig, dim, 1)
@@ -151,13 +160,21 @@ def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
             sliding_window=sizes.window,
             layer_types=[kind],
             num_local_experts=2,
-            num_experts_per_tok=2,  # all of them: rounding may choose others
+            num_experts_per_tok=2,  # use all experts: rounding could change the selection
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     return configs
 
 
 def _config(kind: Callable[..., PreTrainedConfig], head_dim: int, groups: int, **more: Any) -> PreTrainedConfig:
+    """Return the configuration of a model with one layer and four heads.
+
+    Args:
+        kind: class of the configuration.
+        head_dim: size of a head.
+        groups: number of key-value heads.
+        **more: further fields.
+    """
     hidden = 4 * head_dim
     return kind(
         vocab_size=64,
@@ -176,9 +193,17 @@ def _config(kind: Callable[..., PreTrainedConfig], head_dim: int, groups: int, *
 def of_model(
     config: PreTrainedConfig, sizes: Sizes, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Relative errors of a model's layer, by way, document and parameter; and the operators of attention, by way.
+    """Run a model's layer in all layouts, and compare output and gradients with transformers' own layer in fp32.
 
-    An error counts the less, the further off transformers' own layer in ``dtype`` is (``BESIDE_LIBRARY``).
+    Args:
+        config: configuration of the model.
+        sizes: documents and chunks.
+        device: device to compute on.
+        dtype: number type to check.
+
+    Returns:
+        Relative errors by layout, document and parameter; and the attention operators that ran, by layout. An error is
+        divided by a tolerance that follows from the error of transformers' layer in ``dtype``, see ``counted``.
     """
     lengths = sizes.lengths
     bench = _OwnValues(Chain(_made(config, dtype)), device, dtype)
@@ -188,6 +213,7 @@ def of_model(
     )
 
     def by_library(kind: torch.dtype) -> list[Gradients]:
+        """Return output and gradients of every document, computed by transformers' own layer in the type ``kind``."""
         model, window = _cast(_made(config, dtype).to(device), kind), getattr(config, "sliding_window", None)
         parts = zip(hidden.to(kind).split(lengths, 1), arriving.to(kind).split(lengths, 1), strict=True)
         return [_of_document(model, part, gradient, window) for part, gradient in parts]
@@ -198,7 +224,7 @@ def of_model(
     least = {name: SMALL * sum(float(gradients[name].norm()) ** 2 for gradients in wanted) ** 0.5 for name in wanted[0]}
     for way, run in ways(sizes.chunk).items():
         of_documents = _of_way(bench, run, lengths, hidden, arriving)
-        with attention_seen() as ran[way]:  # the same for every document: it is computed in all of them
+        with attention_seen() as ran[way]:  # record the first document only: all run the same operators
             first = next(of_documents)
         in_all_ways = zip(lengths, wanted, rounded, chain([first], of_documents), strict=True)
         for length, expected, of_library, computed in in_all_ways:
@@ -211,7 +237,9 @@ def of_model(
 
 
 def counted(error: float, usual: float) -> float:
-    """An error as it counts where the library's own is ``usual``, if that is a number; infinite if it is none itself.
+    """Return ``error``, divided by a tolerance if transformers' own error ``usual`` is large.
+
+    Returns infinity if the error is not a finite number.
 
     >>> counted(0.04, 0.01), counted(0.04, 0.03), counted(0.04, math.inf), counted(math.nan, 0.0)
     (0.04, 0.02, 0.04, inf)
@@ -221,7 +249,7 @@ def counted(error: float, usual: float) -> float:
 
 
 def _made(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The model in fp32, with values that ``dtype`` has."""
+    """Build the model in fp32, with random weights that are exactly representable in ``dtype``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager").float()
@@ -232,14 +260,21 @@ def _made(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """The model with parameters in ``dtype``; angles are computed in fp32 as ever."""
+    """Convert the parameters to ``dtype`` in place and return the model. Rotary angles are still computed in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def _of_document(model: Any, hidden: Tensor, arriving: Tensor, window: int | None) -> Gradients:
-    """Output and gradients of transformers' layer on one document, [1, n, H]."""
+    """Run the model's first layer by transformers on one document, forward and backward; return output and gradients.
+
+    Args:
+        model: the model.
+        hidden: input, [1, tokens, hidden].
+        arriving: gradient of the output.
+        window: attention window in tokens, or None.
+    """
     layer: nn.Module = model.model.layers[0]
     layer.zero_grad()
     positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
@@ -257,11 +292,12 @@ def _of_document(model: Any, hidden: Tensor, arriving: Tensor, window: int | Non
 
 
 def _kind(model: Any) -> str:
+    """Return the attention type of the model's first layer, or an empty text."""
     return (getattr(model.config, "layer_types", None) or [""])[0]
 
 
 class _OwnValues(Bench):
-    """A bench whose blocks have the values of the model."""
+    """Bench whose blocks have the values of the model instead of random ones."""
 
     def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype) -> None:
         self._source = ModuleSource(chain)
@@ -273,12 +309,18 @@ class _OwnValues(Bench):
 
 
 Way = Callable[[Bench, Case, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Runs a layer on hidden states forward, and backward from the gradient that arrives: its output, and the gradient of
-its input."""
+"""Function that runs a layer forward on hidden states and backward from a gradient; returns output and input
+gradient."""
 
 
 def ways(chunk: int) -> dict[str, Way]:
-    """All ways to run a layer."""
+    """Return the functions that run a layer forward and backward, by the name of the layout.
+
+    A layer runs on the whole row, with kept attention results, in chunks, or over a context-parallel group (``sets``).
+
+    Args:
+        chunk: tokens of a chunk; in a context-parallel group, half of them.
+    """
     return {
         "whole": _whole,
         "attention kept": _kept,
@@ -290,7 +332,17 @@ def ways(chunk: int) -> dict[str, Way]:
 
 
 def _of_way(bench: Bench, run: Way, lengths: Sequence[int], hidden: Tensor, arriving: Tensor) -> Iterator[Gradients]:
-    """Output and gradients of every document among all, from which alone a gradient arrives."""
+    """Run the layer once for every document in turn, and yield output and gradients of this document.
+
+    Each run computes the whole row, but only this document's part of the output receives a gradient.
+
+    Args:
+        bench: runs blocks of the model.
+        run: function that runs the layer.
+        lengths: tokens of each document.
+        hidden: input, [1, tokens, hidden].
+        arriving: gradient of the output.
+    """
     begin = 0
     with bench.case(LAYER, lengths, in_chunks=True) as case:
         for length in lengths:
@@ -307,15 +359,18 @@ def _of_way(bench: Bench, run: Way, lengths: Sequence[int], hidden: Tensor, arri
 
 
 def _whole(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the layer forward and backward on the whole row; return output and input gradient."""
     return _at_once(partial(bench.chain.layer, LAYER, calls=case.calls), hidden, arriving)
 
 
 def _kept(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the layer on the whole row, recomputing all but attention; return output and input gradient."""
     layer = partial(bench.chain.layer, LAYER, calls=case.calls)
     return _at_once(lambda leaf: keep_attention(layer, leaf, again=nullcontext), hidden, arriving)
 
 
 def _at_once(layer: Callable[[Tensor], Tensor], hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a layer function forward and backward on the whole row; return output and input gradient."""
     leaf = hidden.detach().requires_grad_()
     with torch.enable_grad():
         output = layer(leaf)
@@ -327,6 +382,16 @@ def _at_once(layer: Callable[[Tensor], Tensor], hidden: Tensor, arriving: Tensor
 def _in_chunks(
     bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int, keeps: bool
 ) -> tuple[Tensor, Tensor]:
+    """Run the layer forward and backward in chunks; return output and input gradient.
+
+    Args:
+        bench: runs blocks of the model.
+        case: documents of the row.
+        hidden: input, [1, tokens, hidden].
+        arriving: gradient of the output.
+        size: tokens of a chunk.
+        keeps: keep attention results for the backward pass.
+    """
     layer = LayerInChunks(bench.chain, LAYER, case.calls, size, _draw)
     kept = KeptAttention(partial(_rows, bench.device), hidden.shape[1]) if keeps else None
     output, gradient = OnDevice(torch.empty_like(hidden)), arriving.clone()
@@ -336,7 +401,18 @@ def _in_chunks(
 
 
 def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
-    """A set of ranks, one after the other; what they would gather and add up goes from hand to hand."""
+    """Run the layer as ``RANKS`` ranks of a context-parallel group would; return output and input gradient of the row.
+
+    The ranks run one after another in this process. Gathered keys and summed gradients are passed on directly instead
+    of by communication.
+
+    Args:
+        bench: runs blocks of the model.
+        case: documents of the row.
+        hidden: input, [1, tokens, hidden].
+        arriving: gradient of the output.
+        size: tokens of a chunk; 0 for no chunks.
+    """
     lengths = case.batch.lengths
     places = [SetTokens(lengths, RANKS, place) for place in range(RANKS)]
     layers = [
@@ -363,7 +439,13 @@ def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size
 
 
 def _in_row(places: Sequence[SetTokens], parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The tokens of all ranks in the order of the row."""
+    """Join the tokens of all ranks in the order of the row, and return the row.
+
+    Args:
+        places: tokens that each rank owns.
+        parts: tensor of each rank, [1, own tokens, hidden].
+        like: tensor with the shape and type of the row.
+    """
     row = torch.empty_like(like)
     for dealt, part in zip(places, parts, strict=True):
         at = 0
@@ -374,8 +456,10 @@ def _in_row(places: Sequence[SetTokens], parts: Sequence[Tensor], like: Tensor) 
 
 
 def _draw(_: int, run: Callable[[], Tensor]) -> Tensor:
+    """Run ``run`` directly; stands for the function that fixes the random state of a chunk."""
     return run()
 
 
 def _rows(device: torch.device, _: str, shape: Sequence[int], dtype: torch.dtype) -> OnDevice:
+    """Return uninitialised rows of this shape on the device. The name of the rows is not used."""
     return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=device))

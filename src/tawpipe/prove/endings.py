@@ -20,7 +20,9 @@ LIMIT_S = 120
 
 
 def without_close(world: World) -> Outcome:
-    """A script of one process that trains and ends."""
+    """Check that a script which trains and does not call ``close`` ends with exit code 0 within ``LIMIT_S`` seconds.
+
+    The script runs in a new process without a launcher."""
     words = [sys.executable, "-c", SCRIPT.format(device=world.device.type)]
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TAWPIPE_LOCAL_LAUNCHER")
     environment = {name: value for name, value in os.environ.items() if name not in launcher}

@@ -1,4 +1,4 @@
-"""Checks of numbers: against one plain process, against themselves, and against messages that come out of order."""
+"""Checks of numbers: against a plain loop in one process, between repeated runs, and for messages out of order."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ from tawpipe.schedule.settings import ScheduleSettings, settings_from
 from tawpipe.schedule.strategies.table import strategies
 
 LIMIT = 1e-6
-"""Largest relative difference in fp64: transformers computes the norms of Llama in fp32 whatever the dtype."""
+"""Maximum relative difference in fp64. It is not smaller because transformers computes the norms of Llama in fp32
+always."""
 CHUNK_LIMITS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.05}
-"""The same for rows in chunks: of bfloat16 what rounding every sum to 8 bits makes of gradients."""
+"""Maximum relative difference for rows in chunks, by number type. In bfloat16, every sum is rounded to 8 bits."""
 IN_HOST = ("tawpipe-spread", "tawpipe-whole", "flat", "1f1b")
 """Strategies whose gradients reach their homes in different ways."""
 SHARE = 0.8
-"""Of the rate of a host's link that updates of homes there have to reach."""
+"""Share of the CPU link's bandwidth that updates of homes in CPU memory must reach."""
 LENGTH = 48
 STEPS = 3
 COMPUTES, TRANSFERS = "computing", "transfers"
 MOST_FAULTS = 5
-"""Of a strategy that are written down."""
+"""Maximum number of faults of a strategy that are reported."""
 DELAY_S = {"cpu": 0.001, "cuda": 0.02}
-"""Seconds that a lane which is late waits before each of its actions, at most."""
+"""Maximum number of seconds that a delayed lane waits before each of its actions, by type of device."""
 ELEMENTS = 1 << 26
-"""Elements of a unit whose updates are timed: 16 slices, and 1 GiB of the host's memory."""
+"""Elements of the unit whose update is timed: 16 portions, and 1 GiB of CPU memory."""
 UP_BYTES = 16
-"""That AdamW in fp32 brings for every element."""
+"""Bytes per element that AdamW in fp32 copies to the device."""
 Numbers = tuple[float, dict[str, Tensor]]
-"""A loss, and gradients by their parameters."""
+"""Loss, and gradients by parameter name."""
 
 
 def exact(world: World) -> Outcome:
-    """Loss and gradients of a step beside those of a plain loop on one process, in fp64."""
+    """Check that one step of every strategy has the loss and gradients of a plain loop in one process, in fp64.
+
+    Call on all ranks. Rank 0 compares; on the other ranks the check holds."""
     count = 2 * world.size + 1
     expected = _plain(world, count) if world.rank == 0 else (0.0, {})
     ran: set[str] = set()
@@ -74,8 +77,10 @@ def exact(world: World) -> Outcome:
 
 
 def bits(world: World) -> Outcome:
-    """A few steps of every strategy, again with all transfers on time and COMPUTE late, and with COMPUTE on time and
-    all transfers late: the same losses and weights. What actions free is looked at meanwhile (freed.py).
+    """Check that steps give identical bits when lanes are late, and that memory is not freed too early.
+
+    Every strategy runs a few steps three times: without delays, with COMPUTE late, and with all transfers late. Losses
+    and weights must be equal. In the delayed runs, what the actions free is checked as well (freed.py).
     """
     differ: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
@@ -103,9 +108,9 @@ def bits(world: World) -> Outcome:
 
 
 def in_host(world: World) -> Outcome:
-    """A few steps with homes in the host's memory and transfers late, beside homes on devices: the same losses and
-    weights. On GPUs also the share of the host's link that an update uses.
-    """
+    """Check that homes in CPU memory give the bits of homes on devices, with transfers late.
+
+    On GPUs, the check also fails if updates use less than ``SHARE`` of the link's bandwidth."""
     differ: list[str] = []
 
     def compare(name: str) -> None:
@@ -126,18 +131,24 @@ def in_host(world: World) -> Outcome:
 
 
 def _names() -> list[str]:
+    """Return the names of all strategies that a plan may choose."""
     return [name for name, strategy in strategies().items() if strategy.candidate]
 
 
 def _steps(
     world: World, name: str, late: str = "", *, optimizer: OptimizerFactory | None = None, host_homes: str = "none"
 ) -> tuple[list[Tensor], list[str], list[str]]:
-    """Losses, and on rank 0 all weights, after a few steps; with the words of ``Freed`` where something is late, and
-    the operators of attention where nothing is.
+    """Train ``STEPS`` steps of the small model in fp64 with one strategy. Call on all ranks.
 
     Args:
-        late: ``COMPUTES`` or ``TRANSFERS``: which lanes wait before every action.
+        world: the processes.
+        name: name of the strategy.
+        late: lanes that wait before each action: ``COMPUTES``, ``TRANSFERS``, or empty for none.
         optimizer: plain SGD by default.
+        host_homes: value of the setting ``host_homes``.
+
+    Returns:
+        Losses, and on rank 0 all weights; faults found by ``Freed`` if lanes are late; attention operators if none is.
     """
     config, generator = small(), random.Random(world.rank)
 
@@ -166,28 +177,36 @@ def _steps(
 
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    """The same bits; of what is no number none are the same."""
+    """Return True if all tensors are bitwise equal. NaN is equal to nothing."""
     return len(first) == len(second) and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def chunks(world: World) -> Outcome:
-    """A step whose rows run in chunks beside one whose rows run whole: in fp64, and in the dtype of a run here, whose
-    attention is another kernel.
+    """Check that rows in chunks give the numbers of whole rows, in fp64 and in the number type of a training run here.
+
+    Each number type uses another attention kernel.
     """
     return _beside_whole_rows(world, ScheduleSettings(sequence_chunk=LENGTH // 3 - 1), CHUNK_LIMITS)
 
 
 def sets(world: World) -> Outcome:
-    """A step whose rows all processes of a node compute together beside one in which each computes its own, as for
-    ``chunks``. What goes back through keys and values passes a layer's norm by itself, and is rounded there.
+    """Check that rows computed by all processes of a node together give the numbers of rows on one process.
+
+    The number types are fp64 and the type of a training run here. In fp64 the limit is larger than for ``chunks``:
+    gradients of keys and values pass the layer's norm separately, and are rounded to fp32 there.
     """
     ranks, limits = world.topology.local_size, {**CHUNK_LIMITS, "float64": LIMIT}
     return _beside_whole_rows(world, ScheduleSettings(sequence_ranks=ranks), limits, f"{ranks} processes, ")
 
 
 def _beside_whole_rows(world: World, cut: ScheduleSettings, limits: Mapping[str, float], words: str = "") -> Outcome:
-    """By dtype, fp64 and that of a run here: the difference that cutting rows makes on rank 0, and the operators of
-    attention of rows that are whole and of those that are cut.
+    """Compare a step whose rows are cut with a step of whole rows, in fp64 and in the number type of training here.
+
+    Args:
+        world: the processes.
+        cut: settings that cut rows.
+        limits: maximum relative difference by number type.
+        words: beginning of the note.
     """
     differences, ran = {}, {}
     for dtype in dict.fromkeys((torch.float64, dtype_here(world))):
@@ -202,7 +221,9 @@ def _beside_whole_rows(world: World, cut: ScheduleSettings, limits: Mapping[str,
 
 
 def order(world: World) -> Outcome:
-    """A step of every strategy with the check of every message's number and action."""
+    """Run a step of every strategy that checks each message; it raises an error if a receiver gets an unexpected one.
+
+    The outcome holds if any strategy ran."""
     checked, _ = each_way(_names(), lambda name: _step(world, 2 * world.size, schedule=name, strict=True))
     return Outcome(bool(checked), f"{len(checked)} strategies", {"strategies": [*checked]})
 
@@ -210,7 +231,18 @@ def order(world: World) -> Outcome:
 def _step(
     world: World, count: int, *, dtype: torch.dtype = torch.float64, strict: bool = False, **settings: Any
 ) -> tuple[Numbers, list[str]]:
-    """Loss, and on rank 0 gradients, of one step of the small model; and its operators of attention."""
+    """Run one step of the small model without changing its weights. Call on all ranks.
+
+    Args:
+        world: the processes.
+        count: number of rows.
+        dtype: number type to compute in.
+        strict: raise an error if a message is not the one that its receiver expects.
+        **settings: further settings of the pipeline.
+
+    Returns:
+        (loss and, on rank 0, gradients; attention operators that ran).
+    """
     config = small()
     pipeline = Pipeline(
         made(config),
@@ -230,7 +262,7 @@ def _step(
 
 
 def _plain(world: World, count: int) -> Numbers:
-    """The same from a plain loop on this device."""
+    """Compute one step on ``count`` rows by a plain loop on this device, in fp64; return loss and gradients."""
     config = small()
     model: Any = made(config)
     model = model.to(world.device, torch.float64)
@@ -246,7 +278,7 @@ def _plain(world: World, count: int) -> Numbers:
 
 
 def _difference(expected: Numbers, computed: Numbers) -> float:
-    """The largest relative difference of loss and gradients."""
+    """Return the largest relative difference of the loss and of all gradients."""
     most = abs(computed[0] / expected[0] - 1)
     assert expected[1].keys() == computed[1].keys()
     for name, value in computed[1].items():
@@ -255,8 +287,11 @@ def _difference(expected: Numbers, computed: Numbers) -> float:
 
 
 def host_share(world: World) -> tuple[float, float]:
-    """Return the bytes per second that updates of homes in the host's memory bring to a device, and those that the link
-    of its host carries in both directions at once, while all ranks do so; of the slowest rank.
+    """Measure the bandwidth of updates of homes in CPU memory, while all ranks run them; the slowest rank counts.
+
+    Returns:
+        Bytes per second that updates copy to a device, and bytes per second that its link to the CPU carries in both
+        directions at the same time.
     """
     numel, device = ELEMENTS, world.device
     unit = Unit(0, "unit", True, (ParameterSlot("unit", (numel,), 0, numel),), (0,), numel)
@@ -271,7 +306,7 @@ def host_share(world: World) -> tuple[float, float]:
     )
     streaming = Streaming(storage, UnitOptimizers(storage, adamw()))
     factor, seconds = torch.ones((), dtype=torch.float64, device=device), 0.0
-    for _ in range(3):  # states are made in the first
+    for _ in range(3):  # the first one creates the optimizer state
         world.barrier()
         torch.cuda.synchronize(device)
         begin = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Debug mode of a pipeline: what an action frees is looked at, and on a GPU filled with NaN.
+"""Debug mode of a pipeline: checks what each action frees, and on a GPU fills freed memory with NaN.
 
-Torch gives the memory of a tensor that has gone to the next tensor of the stream that allocated it, at once, as soon as
-the host has dropped it: long before other streams have read it, unless they were recorded (``Tensor.record_stream``).
-So an activation that one lane allocates and another one drops must be recorded on that one, and this is checked for
-every action. On a GPU the memory is also filled with NaN on the lane that allocated it, without waiting, as the next
-tensor there would: with a lane that is slow enough, a read that comes too late finds NaN.
+When the host drops a tensor, torch gives its memory at once to the next tensor of the stream that allocated it. Other
+streams may not have read it yet, unless it was recorded on them (``Tensor.record_stream``). So an activation that one
+lane allocates and another lane drops must be recorded on the other lane. This is checked for every action. On a GPU,
+the memory is also filled with NaN on the lane that allocated it, without waiting, just as the next tensor would
+overwrite it. If a lane is slow enough, a read that is too late then finds NaN.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
 
 SOLE = 2
-"""References to memory that nobody has but one tensor and Python's object of it."""
+"""Reference count of memory that only one tensor and its Python object use."""
 
 
 class Freed:
-    """What the actions of a pipeline free.
+    """Checks what the actions of a pipeline free.
 
-    ``faults`` has a sentence for every tensor that one lane allocated and another one dropped without being recorded.
+    ``faults`` has a sentence for every tensor that one lane allocated and another lane dropped without recording it.
+
+    Args:
+        pipeline: its executor is changed so that actions are watched.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -40,21 +43,23 @@ class Freed:
         self._cuda = pipeline.world.device.type == "cuda"
         self._now = threading.local()
         self._made: dict[Buffer, tuple[str, Any]] = {}
-        """Buffer -> the lane that allocated it, and its stream."""
+        """Buffer -> lane that allocated it, and its stream."""
         self._recorded: dict[int, set[Any]] = {}
-        """Address of a tensor's memory -> streams that it was recorded on."""
+        """Address of a tensor's memory -> streams on which it was recorded."""
         executor = pipeline.executor
         compute: Any = executor.compute
         compute.held = Activations(lambda: _Held(self))
         submit = executor._submit
         executor._submit = lambda action, run, step: submit(action, partial(self._run, action, run), step)  # type: ignore[method-assign]
-        if not self._cuda:  # it would not record anything
+        if not self._cuda:  # the code would not record tensors of a CPU
             compute.chain = _Chain(compute.chain, self._now)
-            compute.stream = LaneStream(Lane.COMPUTE.value)  # as on a GPU
+            compute.stream = LaneStream(Lane.COMPUTE.value)  # as a GPU has one
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Freed]:
-        """A context in which actions are watched; what is under way is over before it ends."""
+        """Watch actions within the context; yields this object.
+
+        All actions must have ended when the context ends."""
         record = Tensor.record_stream
 
         def recorded(tensor: Tensor, stream: Any) -> None:
@@ -70,10 +75,11 @@ class Freed:
 
     @property
     def _stream(self) -> Any:
-        """The present lane's: on a CPU its name stands for it."""
+        """Stream of the lane that runs now; on a CPU, the lane's name stands for it."""
         return torch.cuda.current_stream() if self._cuda else LaneStream(self._now.action.lane.value)
 
     def _run(self, action: Action, run: Callable[[], None]) -> None:
+        """Run an action, then check all tensors that it dropped; see ``_free``."""
         self._now.action, self._now.dropped = action, []
         run()
         dropped, self._now.dropped = self._now.dropped, []
@@ -81,14 +87,18 @@ class Freed:
             self._free(action, *dropped.pop())
 
     def put(self, buffer: Buffer) -> None:
-        """An action has put something there."""
+        """Record the lane and the stream of the present action as those that allocated the value in ``buffer``."""
         self._made[buffer] = self._now.action.lane.value, self._stream
 
     def drop(self, buffer: Buffer, value: Any) -> None:
-        """An action has taken it away; it goes when the action is over."""
+        """Record that the present action removes a value; it is checked when the action ends."""
         self._now.dropped += [(buffer, part) for part in (value if isinstance(value, list | tuple) else (value,))]
 
     def _free(self, action: Action, buffer: Buffer, value: Any) -> None:
+        """Add a fault if a dropped tensor of another lane was not recorded; on a GPU, also fill its memory with NaN.
+
+        Memory is not filled if another tensor uses it, or if torch waits for a stream on which it was recorded. Values
+        that are not tensors of floats are ignored."""
         lane, stream = self._made[buffer]
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
@@ -100,16 +110,16 @@ class Freed:
             )
         storage = value.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) > SOLE:
-            return  # others have it, too
-        self._recorded.pop(_place(value), None)  # what comes next to this address is another tensor
+            return  # other tensors use the memory too
+        self._recorded.pop(_place(value), None)  # the next tensor at this address is another one
         if not self._cuda or streams:
-            return  # torch itself waits for those that were recorded
+            return  # torch waits for recorded streams itself
         with torch.cuda.stream(stream), torch.no_grad():
             value.fill_(float("nan"))
 
 
 class _Chain:
-    """A chain that is on a GPU, as far as those see who move its activations."""
+    """Chain that claims to be on a GPU when a transfer lane asks for its device."""
 
     def __init__(self, chain: Any, now: threading.local) -> None:
         self._chain, self._now = chain, now
@@ -122,7 +132,7 @@ class _Chain:
 
 
 class _Held(dict):
-    """Activations by their buffers."""
+    """Dictionary of activations by buffer that reports what is stored and removed."""
 
     def __init__(self, freed: Freed) -> None:
         super().__init__()
@@ -144,4 +154,5 @@ class _Held(dict):
 
 
 def _place(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Checks of memory: what a step takes beside its prediction, and whether the longest row that should fit does."""
+"""Checks of memory: a step's measured against its predicted memory, and the longest row that should fit."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ from tawpipe.simulate import LinkModel
 RECOMPUTE = ("full", "selective", "none", "none:1,selective:1,full")
 LIMIT = 0.05
 SHORT = 64
-"""Tokens of the row of the step before the one that is measured."""
+"""Tokens of the row in the warm-up step before the measured one."""
 ROOM = {"cpu": 2**28, "cuda": 2**36}
-"""Bytes that the longest row may take, tensors alone: little enough that one step of it takes a minute."""
+"""Bytes of tensors that the longest row may need, by type of device; small enough that a step takes about a minute."""
 MOST_SECONDS = 90.0
 BESIDES = ("system", "apart", "saving")
-"""Parts of a prediction that no tensor of a step is: what the driver has, what allocators keep apart, saved copies."""
+"""Parts of a prediction that are not tensors of a step: driver memory, fragmentation of allocators, saved copies."""
 
 
 def predicted(world: World) -> Outcome:
-    """One row under every setting of recomputation."""
+    """Check that a step on one row takes the predicted memory, with a relative error below ``LIMIT``.
+
+    Several values of the setting ``recompute`` are tried, on a CPU fewer of them."""
     config, dtype, tokens = sized(world.device), dtype_here(world), 4 * TOKENS[world.device.type]
-    settings = RECOMPUTE if world.device.type == "cuda" else RECOMPUTE[::3]  # the tests look at all of them
+    settings = RECOMPUTE if world.device.type == "cuda" else RECOMPUTE[::3]  # the tests check all settings
     rows = [by_itself(config, [tokens], recompute, dtype, world.device) for recompute in settings]
     worst = max((row["error"] for row in rows), key=abs)
     note = f"largest error {worst:+.1%} in {len(rows)} settings"
@@ -58,7 +60,11 @@ def predicted(world: World) -> Outcome:
 
 
 def longest(world: World) -> Outcome:
-    """The longest row by prediction within ``ROOM`` and ``MOST_SECONDS``, run once, all inputs of layers kept."""
+    """Train one step on the longest row whose predicted tensors fit in a fixed memory, and check that they do.
+
+    The memory is ``ROOM`` for the type of device, on a GPU at most 90 % of what is free. The check holds if the
+    measured bytes exceed it by at most ``LIMIT``. Recomputation has its default, so that all layers keep their inputs.
+    If the predicted time of the step exceeds ``MOST_SECONDS``, the step is not run and the check is not decided."""
     config, dtype = sized(world.device), dtype_here(world)
     room, settings = ROOM[world.device.type], ScheduleSettings()
     if world.device.type == "cuda":
@@ -83,7 +89,9 @@ def longest(world: World) -> Outcome:
 
 
 def by_itself(*arguments: Any) -> dict[str, Any]:
-    """``compare`` in a process of its own, because what another pipeline has left in this one would count."""
+    """Run ``compare`` with these arguments in a new process, and return its result.
+
+    Memory left by other pipelines in this process would count."""
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(compare, arguments)
 
@@ -91,7 +99,20 @@ def by_itself(*arguments: Any) -> dict[str, Any]:
 def compare(
     config: LlamaConfig, documents: Sequence[int], recompute: str, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Predicted and measured bytes of a step on one row of packed documents, in a process that does nothing else."""
+    """Train two steps on a row of packed documents; return predicted and measured bytes, errors, and seconds.
+
+    The second step is measured. Call in an otherwise idle process.
+
+    Args:
+        config: configuration of the model.
+        documents: tokens of each document.
+        recompute: value of the setting ``recompute``.
+        dtype: number type to compute in.
+        device: device to compute on.
+
+    Returns:
+        A dict of plain values: sizes in bytes (``*_bytes``), relative errors of the prediction, and ``seconds``.
+    """
     settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1)
     chain = on_meta(config)
     asked = ask(alone(device), chain, documents, settings, dtype)
@@ -134,7 +155,7 @@ def compare(
 
 
 def live_bytes(device: torch.device) -> int:
-    """Bytes of all tensors on a device, counted once for those that share them."""
+    """Return the bytes of all tensors on devices of this type. Memory that tensors share counts once."""
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
         real = issubclass(type(candidate), Tensor) and not issubclass(type(candidate), FakeTensor)
@@ -144,6 +165,7 @@ def live_bytes(device: torch.device) -> int:
 
 
 def _tensors(needs: Needs) -> int:
+    """Return the predicted bytes of tensors alone."""
     return sum(size for name, size in needs.parts.items() if name not in BESIDES)
 
 
@@ -157,7 +179,19 @@ def ask(
     rows: int = 1,
     timed: bool = False,
 ) -> PlanRequest:
-    """Return the request by which a step of these processes is predicted, on rows of these documents."""
+    """Build the plan request that predicts a step of these processes on rows of the given documents.
+
+    Profiles are measured on this device.
+
+    Args:
+        world: the processes.
+        chain: model on the meta device.
+        documents: tokens of each document of a row.
+        settings: schedule settings.
+        dtype: number type to compute in.
+        rows: number of rows in a step.
+        timed: also measure times.
+    """
     device, size, link = world.device, (world.topology.num_nodes, world.topology.local_size), LinkModel(1e9)
     machine = uniform(*size, between=link, inside=link, device=Device(device_name(device)))
     asked = Asked(

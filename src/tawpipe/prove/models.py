@@ -1,4 +1,4 @@
-"""The models that checks train: Llamas with random weights, in sizes for the device, and rows of random tokens."""
+"""Models that the checks train: Llamas with random weights in sizes for the device, and rows of random tokens."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tawpipe.topology import Topology
 
 
 def small() -> LlamaConfig:
-    """A model whose numbers are compared."""
+    """Return the configuration of the small model whose numbers are compared."""
     return llama(hidden=64, layers=4, heads=4, vocabulary=500)
 
 
 def sized(device: torch.device) -> LlamaConfig:
-    """A model whose layers are as large as those of an 8 B, on a GPU; on a CPU something quick."""
+    """Return a configuration for the device: on a GPU with layers as large as in an 8 B model, on a CPU a small one."""
     if device.type == "cuda":
         return llama(hidden=4096, layers=4, heads=32, vocabulary=32_000)
     return llama(hidden=256, layers=4, heads=2, vocabulary=4000)
 
 
 def llama(*, hidden: int, layers: int, heads: int, vocabulary: int) -> LlamaConfig:
-    """A Llama with a quarter of its heads for keys and values."""
+    """Return the configuration of a Llama that has a quarter of its heads for keys and values."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -48,46 +48,50 @@ def llama(*, hidden: int, layers: int, heads: int, vocabulary: int) -> LlamaConf
 
 
 def on_meta(config: LlamaConfig) -> Chain:
-    """The model without values, to be measured and then trained."""
+    """Build the model on the meta device, without values."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(deepcopy(config))  # a chain's attention is written into its model's
+        model = LlamaForCausalLM(deepcopy(config))  # a chain changes the attention setting in its model's config
     return Chain(model)
 
 
 def made(config: LlamaConfig, *, seed: int = 0) -> LlamaForCausalLM:
-    """The model with the same values on every process."""
+    """Build the model with random weights that are equal on every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 
 def rows(config: LlamaConfig, number: int, length: int, *, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens, the same on every process."""
+    """Return a batch of ``number`` rows of ``length`` random tokens, equal on every process."""
     ids = torch.randint(0, config.vocab_size, (number, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
 def packed(config: LlamaConfig, documents: Sequence[int]) -> dict[str, Tensor]:
-    """A row of documents of these lengths."""
+    """Return a batch of one row of random tokens, with ``position_ids`` that pack documents of these lengths."""
     positions = torch.cat([torch.arange(length) for length in documents]).unsqueeze(0)
     return rows(config, 1, sum(documents)) | {"position_ids": positions}
 
 
 def alone(device: torch.device) -> World:
-    """This process as a world of its own."""
+    """Return a world that consists of this process only."""
     return World(Topology.grid(1, 1), 0, device, None)
 
 
 def dtype_here(world: World) -> torch.dtype:
-    """The dtype that a run with ``dtype: auto`` computes in here."""
+    """Return the number type that a run with ``dtype: auto`` computes in on these devices."""
     return getattr(torch, chosen_dtype("auto", world)[0])
 
 
 def ways(layers: int, chunk: int, **settings: Any) -> dict[str, ScheduleSettings]:
-    """Ways to train whose copies differ, and the pools in which their memory lies.
+    """Return schedule settings by name for five ways to train, which use different copies and pools of memory.
+
+    They are whole rows, chunks, offloading, offloading in chunks, and a pipeline.
 
     Args:
-        settings: of those whose rows a process computes alone.
+        layers: number of layers to offload.
+        chunk: tokens of a chunk.
+        **settings: further settings, for all of them except the pipeline.
     """
     rows = ScheduleSettings(**settings)
     return {

@@ -1,4 +1,4 @@
-"""The attention that a check has really run: torch's operators, as its profiler sees them."""
+"""Attention operators that a check has really run, as torch's profiler reports them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch.autograd.profiler import profile
 from tawpipe.model.kernels import flash_in_use
 
 ATTENTION = re.compile("^(?!autograd::).*(attention|attn|scores)(?!.*Backward0)", re.IGNORECASE)
-"""Not the graph's nodes, whose operators have names of their own."""
+"""Names of attention operators. Nodes of the autograd graph are left out, as their operators have names of
+their own."""
 
 
 @contextmanager
 def attention_seen(on: Callable[[Callable[[], None]], object] = lambda run: run()) -> Iterator[list[str]]:
-    """A context whose list has, when it is over, the names of all operators and functions of attention that ran.
+    """Record the attention operators that run within the context; the yielded list is filled when the context ends.
 
-    Operators alone: a profiler of a device's kernels takes memory and time of it for good. Flash attention 2 and 3 have
-    the same operator, so that the 3 is named.
+    Only operators are profiled: profiling a device's kernels permanently takes memory and time. Flash attention 2 and 3
+    share an operator, so the version is added to its name if it is not 2.
 
     Args:
         on: runs a function on the thread that computes.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on standard error that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence its messages on standard error
     names, watch = list[str](), profile()
 
     def start() -> None:

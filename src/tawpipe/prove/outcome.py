@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""Results of checks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check.
+    """Result of a check.
 
     Args:
-        holds: None where these machines cannot tell.
-        note: in words, for a line on the console.
-        numbers: what was measured, as plain data.
-        hint: it holds, and the note says what would be better.
+        holds: True or False; None if these machines cannot tell.
+        note: text for a line on the console.
+        numbers: measurements, as plain data.
+        hint: True if the check holds and the note suggests an improvement.
     """
 
     holds: bool | None
@@ -30,13 +30,18 @@ class Outcome:
 
     @property
     def status(self) -> str:
+        """Result as one word: ``holds``, ``fails``, ``unproven`` or ``hint``."""
         if self.holds:
             return HINT if self.hint else HOLDS
         return UNPROVEN if self.holds is None else FAILS
 
 
 def each_way(names: Iterable[str], run: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """Run a check for each name: what it returns, and the refusals of those that cannot run here."""
+    """Call ``run`` with each name, and collect its results; a UserError counts as "cannot run here".
+
+    Returns:
+        Results by name; and messages of UserErrors by name, for those that cannot run here.
+    """
     results, refused = dict[str, T](), dict[str, str]()
     for name in names:
         try:

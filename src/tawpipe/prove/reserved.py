@@ -1,7 +1,7 @@
-"""Check of all that a device gives, by four counts, and not only of the tensors that there are.
+"""Check of all memory that a device gives, by four counts, not only of tensors.
 
-Every process plans, and trains in the same process after that, as a run does: what planning leaves in torch's allocator
-counts. Rows run whole, in chunks, with inputs of layers in the host's memory, and through a pipeline.
+Every process plans, and then trains in the same process, as a training run does. Memory that planning leaves in torch's
+allocator therefore counts. Rows run whole, in chunks, with layer inputs in CPU memory, and through a pipeline.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import build
 
 ROOM = 64 << 20
-"""Bytes that a count may be above the prediction, besides a share of it: the allocator's pieces are of 2 to 20 MiB."""
+"""Bytes by which a count may exceed its prediction, in addition to a share of it. The allocator's blocks have 2 to 20
+MiB."""
 
 
 def reserved(world: World) -> Outcome:
-    """Every way to train, one after the other in this process."""
+    """Train in several ways, and check that all counted memory stays within its prediction. Call on all ranks.
+
+    On a CPU only the last two ways are run, and the check is not decided. Also check that the number of streams that
+    copy rows does not grow with the number of layers."""
     cuda = world.device.type == "cuda"
     every = ways(sized(world.device).num_hidden_layers, TOKENS[world.device.type] // 4, micro_batches_per_visit=1)
-    names = [*every] if cuda else [*every][-2:]  # a CPU's memory is one pool
+    names = [*every] if cuda else [*every][-2:]  # on a CPU all memory is one pool
     measured, refused = each_way(names, lambda name: _of(world, every[name]))
     streams = [streams_of_rows(world.device, layers) for layers in (2, 8)]
     too_much = [f"{name}: {words}" for name, row in measured.items() for words in row["too_much"]]
@@ -53,7 +57,13 @@ def reserved(world: World) -> Outcome:
 
 
 def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
-    """The prediction of a step, and what it took of this process's device."""
+    """Predict the memory of a step, run two steps, and return the prediction with the counts of the second step.
+
+    Call on all ranks.
+
+    Returns:
+        A dict of bytes by what was counted. ``too_much`` has a sentence for every count that exceeds its prediction.
+    """
     config, dtype, tokens, device = sized(world.device), dtype_here(world), TOKENS[world.device.type], world.device
     give_back(device)
     chain = on_meta(config)
@@ -82,11 +92,12 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
 
 
 def too_much(needs: Needs, allocated: int, taken: Taken | None) -> list[str]:
-    """What is more than was predicted, in sentences.
+    """Return a sentence for every count that exceeds its prediction.
 
     Args:
-        allocated: of tensors.
-        taken: by all counts of a GPU.
+        needs: the prediction.
+        allocated: bytes of tensors.
+        taken: all counts of a GPU; None on a CPU.
     """
     tensors = sum(size for name, size in needs.parts.items() if name not in BESIDES)
     counts = {"allocated": (allocated, tensors)}
@@ -102,7 +113,9 @@ def too_much(needs: Needs, allocated: int, taken: Taken | None) -> list[str]:
 
 
 def streams_of_rows(device: torch.device, layers: int) -> int:
-    """Streams that are made to copy the rows of so many layers: of each the allocator keeps the memory apart."""
+    """Offload the rows of ``layers`` layers as a trial, and return the number of CUDA streams that this creates.
+
+    The allocator keeps separate memory for every stream. On a CPU, stand-ins are counted."""
     counted: list[Any] = []
     with _counting(counted, device):
         places = Places(device if device.type == "cuda" else LooksLikeCuda("cpu"))  # type: ignore[arg-type]
@@ -114,6 +127,7 @@ def streams_of_rows(device: torch.device, layers: int) -> int:
 
 @contextmanager
 def _counting(counted: list[Any], device: torch.device) -> Iterator[None]:
+    """Append every CUDA stream that is created within the context to ``counted``; on a CPU, append stand-ins."""
     stream = torch.cuda.Stream
 
     def made(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Goes through the checks on all processes and writes what they found."""
+"""Runs the checks on all processes and writes their results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from tawpipe.runtime.world import World
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of all checks, as they are written.
+    """Results of all checks, as they are written.
 
     Args:
+        setting: date, command, device, processes and versions.
         checks: name -> status, sentence, note, seconds, numbers.
-        unproven: what only other machines can show, with what would.
+        unproven: claims that only other machines can prove, each with what would prove it.
     """
 
     setting: dict[str, Any]
@@ -38,18 +39,27 @@ class Proof:
 
     @property
     def failed(self) -> list[str]:
+        """Names of the checks that failed."""
         return [name for name, row in self.checks.items() if row["status"] == FAILS]
 
     def write(self, file: Path) -> None:
-        """Write JSON."""
+        """Write the results to ``file`` as JSON."""
         file.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
 
 
 def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
-    """Run the checks; call on all ranks. Rank 0 says and writes what was found, after each of them.
+    """Run the checks and return their results. Call on all ranks.
+
+    Rank 0 prints each result, and writes the file anew after every check.
 
     Args:
-        only: names of checks; all of them by default.
+        world: the processes.
+        out: file to write.
+        only: names of checks to run; all by default.
+
+    Raises:
+        Exception: the error of a check that runs on several processes at the same time; the file has the results so
+            far.
     """
     console = Console(world.rank)
     console.topology(f"{world.nodes}, {device_name(world.device)}")
@@ -83,7 +93,7 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
         if world.rank == 0:
             proof.write(out)
         if error is not None and world.size > 1 and not check.alone:
-            raise error  # the others are somewhere in the middle of it
+            raise error  # other ranks may still be inside of this check
     for claim, what in proof.unproven.items():
         console.line(f"{UNPROVEN:<8}  {'':<{width}}  {claim}: {what}")
     console.line(f"wrote {out}")
@@ -91,7 +101,14 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
 
 
 def _outcome(check: Check, world: World) -> tuple[Outcome, Exception | None]:
-    """The outcome of one check on rank 0, on the others something to go on with; and the error that ended it."""
+    """Run one check on all ranks, or on rank 0 only, and wait until all ranks have ended it.
+
+    An error becomes an outcome that fails. After an error in a check that runs on all ranks, nothing is waited for.
+
+    Returns:
+        The outcome on rank 0 (on the other ranks a placeholder if the check runs on rank 0 only), and the error that
+        ended the check, or None.
+    """
     if missing := check.missing(world):
         return Outcome(None, f"needs {missing}"), None
     outcome, failed = Outcome(True, ""), None

@@ -1,4 +1,4 @@
-"""Checks of speed: which kernel runs, what a step takes beside its prediction, what offloading costs."""
+"""Checks of speed: the attention kernel, measured against predicted step time, and the cost of offloading."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ TOKENS = {"cpu": 512, "cuda": 8192}
 PER_DEVICE = 2
 STEPS = 5
 LAYER = 1
-"""That is run by itself."""
+"""Block that is run by itself."""
 QUICKER = "would be faster"
-"""What the name of a kernel says where a better one is missing."""
+"""Text in the name of a kernel if a faster one is missing."""
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step, drained.
+    """Times of one step, which was waited for until all of it had ended.
 
     Args:
-        seconds: from its call until all of it was over.
-        computing_s: of them, in which this process's device computed; the rest it waited, for transfers or the host.
-        issuing_s: of them, in which the host issued the step.
-        loss: of its tokens.
+        seconds: from the call until everything had ended.
+        computing_s: part of ``seconds`` in which the device of this process computed. The rest it waited for transfers
+            or the host.
+        issuing_s: part of ``seconds`` in which the host issued the step.
+        loss: loss of the step.
     """
 
     seconds: float
@@ -56,9 +57,10 @@ class TimedStep:
 
 
 def kernel(world: World) -> Outcome:
-    """The attention kernel of a plain Llama; a hint where a package is missing without which it is slower. With the
-    operators of attention in a layer, on the rows of all checks of memory and speed, and on packed documents.
-    """
+    """Report the name of the attention kernel of a plain Llama; the outcome always holds.
+
+    It is a hint if a missing package makes the kernel slower. The attention operators of a layer are reported, too, for
+    a row of one document and for packed documents."""
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
     name = kernel_of_model(config, [], world.device, dtype)
     bench = Bench(on_meta(config), world.device, dtype, tokens)
@@ -70,7 +72,7 @@ def kernel(world: World) -> Outcome:
 
 
 def forward_and_backward(bench: Bench, case: Case) -> None:
-    """Run a layer, as a run without recomputation does."""
+    """Run one layer forward and backward, as training without recomputation does."""
     leaf = case.hidden.detach().requires_grad_()
     with torch.enable_grad():
         output = bench.chain.layer(LAYER, leaf, case.calls)
@@ -78,7 +80,7 @@ def forward_and_backward(bench: Bench, case: Case) -> None:
 
 
 def warm_up(run: Callable[[], None], device: torch.device) -> None:
-    """Let a GPU compute until its clock is what it is in training."""
+    """Run ``run`` repeatedly until a GPU has the clock rate that it has in training. Do nothing on a CPU."""
 
     def finished() -> None:
         run()
@@ -89,7 +91,10 @@ def warm_up(run: Callable[[], None], device: torch.device) -> None:
 
 
 def step(world: World) -> Outcome:
-    """Seconds of a step of ``tawpipe-spread``, predicted from a profile and the links, and measured; MFU."""
+    """Check that a step of ``tawpipe-spread`` takes the predicted time, with a relative error below ``LIMIT``.
+
+    The prediction uses a measured profile and measured links. The MFU is reported, too. On a CPU, the check is not
+    decided. Call on all ranks."""
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
     settings = ScheduleSettings(micro_batches_per_visit=PER_DEVICE)
     machine = probe(world).machine
@@ -121,12 +126,12 @@ def step(world: World) -> Outcome:
     }
     note = f"{measured:.3f} s, predicted {predicted:.3f} s ({error:+.1%})" + (f", MFU {used:.0%}" if used else "")
     note += f"; {computing:.3f} s of it computing, issued in {issuing:.3f} s"
-    # Processes that share a processor slow each other down, which no plan knows of.
+    # On a CPU, processes that share a processor slow each other down; the plan does not include that.
     return Outcome(abs(error) < LIMIT if world.device.type == "cuda" else None, note, numbers)
 
 
 def offload(world: World) -> Outcome:
-    """Losses and seconds of steps whose layers' inputs wait in the host's memory, beside those whose do not."""
+    """Check that losses are unchanged if all layer inputs wait in CPU memory; report the ratio of step times."""
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
     taken, losses = [], []
     for layers in (0, config.num_hidden_layers):
@@ -140,7 +145,7 @@ def offload(world: World) -> Outcome:
 
 
 def _warm_up(config: LlamaConfig, device: torch.device, dtype: torch.dtype, tokens: int) -> None:
-    """Compute a layer until the device is as warm as in a run; nothing of it is there afterwards."""
+    """Compute a layer repeatedly until a GPU has the clock rate of a training run; free its memory at the end."""
     bench = Bench(on_meta(config), device, dtype, tokens)
     with bench.case(LAYER, [tokens]) as case:
         warm_up(partial(forward_and_backward, bench, case), device)
@@ -149,7 +154,11 @@ def _warm_up(config: LlamaConfig, device: torch.device, dtype: torch.dtype, toke
 def _steps(
     world: World, config: LlamaConfig, dtype: torch.dtype, settings: ScheduleSettings, tokens: int
 ) -> tuple[list[TimedStep], list[int]]:
-    """A few steps, without the first two of them; and the clock of the device before and after, in MHz."""
+    """Train ``STEPS`` steps, waiting after each one until all of it has ended, and time them. Call on all ranks.
+
+    Returns:
+        All steps but the first two; and the clock rate of the device in MHz before the first and after the last step.
+    """
     with torch.device("meta"):
         model: Any = made(config)
     if world.device.type == "cuda":

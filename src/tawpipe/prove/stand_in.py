@@ -1,7 +1,7 @@
-"""What a CPU can show of how a GPU behaves, for checks on machines without one.
+"""Imitation of GPU behaviour on a CPU, for checks on machines without a GPU.
 
-* Kernels of a GPU read some tensors by their first address, as if they were contiguous (``read_as_a_gpu_does``).
-* Code that asks for a device's type goes the way of a GPU, with the CPU's tensors (``LooksLikeCuda``, ``LaneStream``).
+* GPU kernels read some tensors from their first address, as if they were contiguous (``read_as_a_gpu_does``).
+* Code that asks for a device's type follows its GPU path, with tensors of the CPU (``LooksLikeCuda``, ``LaneStream``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BY_ADDRESS = {"aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("logsumexp",)}
-"""Operations, and those of their arguments that the kernel of a GPU reads without their strides."""
+"""Operations, and names of their arguments that the kernel of a GPU reads without regard to strides."""
 
 
 class read_as_a_gpu_does(TorchDispatchMode):
-    """Within it flash attention on the CPU reads the log-sum-exp as a GPU's does: row by row from its first address.
+    """Context in which flash attention on the CPU reads the log-sum-exp like a GPU: row by row from its first address.
 
-    What the CPU's own kernel has made, which is transposed, it reads as it is.
+    A log-sum-exp that the CPU's own kernel made is transposed, and is read as it is.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,20 +30,25 @@ class read_as_a_gpu_does(TorchDispatchMode):
 
 
 def _by_address(tensor: Tensor) -> Tensor:
-    """The numbers that stand one after the other from a tensor's first one on, in its shape."""
+    """Return a tensor of the same shape that reads memory as if ``tensor`` were contiguous, from its first address.
+
+    A tensor whose dimensions 1 and 2 are swapped in memory is returned unchanged."""
     if tensor.transpose(1, 2).is_contiguous():
         return tensor
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
 class LooksLikeCuda(str):
-    """The CPU for torch, a GPU for code that asks which it is."""
+    """Device that is the CPU for torch, and a GPU for code that asks for its type."""
 
     type = "cuda"
 
 
 class LaneStream(str):
-    """The stream of a lane, by its name; a CPU's lanes are threads, and what they have done is over."""
+    """Stand-in for the CUDA stream of a lane, by name.
+
+    Work on it has always ended, as the lanes of a CPU are threads.
+    """
 
     def record_event(self, *_: Any) -> LaneStream:
         return self

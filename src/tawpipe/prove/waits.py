@@ -1,4 +1,4 @@
-"""Checks of what stands still: the thread that issues everything, and a layer beside transfers."""
+"""Checks of stalls: of the thread that issues all actions, and of a layer while transfers run."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from tawpipe.runtime.world import World
 
 LENGTH = 48
 MOST_LOST = 0.15
-"""Share of a layer's time that a transfer may cost."""
+"""Maximum share of a layer's time that a transfer may cost."""
 LEAST_S = 0.5
 GATHERED = 1 << 26
-"""Elements that all ranks gather together."""
+"""Number of elements that all ranks gather together."""
 ALIKE = 8
-"""Runs of a series that is as long on all ranks."""
+"""Number of runs in a series, equal on all ranks."""
 
 
 def waits(world: World) -> Outcome:
-    """The second step of some strategies, in which torch refuses whatever waits for the device, and copies to it come
-    from page-locked memory: from any other they wait as well, of which torch does not know.
-    """
+    """Check that no thread waits for the device in the second step of several ways to train. Call on all ranks.
+
+    torch raises an error for every wait that it knows. Copies to the device must come from page-locked memory, because
+    torch does not report the wait of other copies."""
     every = ways(small().num_hidden_layers, LENGTH // 3)
     faults: dict[str, list[str]] = {}
     ran: dict[str, list[str]] = {}
 
     def lead(name: str) -> float:
+        """Train two steps; return the seconds from the end of issuing the second one until its result was there."""
         with closing(
             Pipeline(made(small()), schedule=every[name], checks=CheckSettings(check="never"), world=world)
         ) as pipeline:
@@ -73,7 +75,7 @@ def waits(world: World) -> Outcome:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """A context in which torch raises an error where it would wait for the device."""
+    """Make torch raise an error within the context when the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -84,7 +86,10 @@ def no_waiting() -> Iterator[None]:
 
 @contextmanager
 def unpinned_copies() -> Iterator[list[str]]:
-    """A context with the copies between the device and memory that is not page-locked, in words, as they come."""
+    """Record copies between the device and memory that is not page-locked, within the context.
+
+    The yielded list gets a description of each copy when it is made.
+    """
     copies: list[str] = []
     to, copy = Tensor.to, Tensor.copy_
 
@@ -111,15 +116,17 @@ def unpinned_copies() -> Iterator[list[str]]:
 
 
 def _kind(target: Any) -> str:
+    """Return the device type that an argument of ``Tensor.to`` names, or an empty text."""
     if isinstance(target, Tensor):
         return target.device.type
     return getattr(target, "type", "") or (str(target).split(":")[0] if isinstance(target, str) else "")
 
 
 def beside(world: World) -> Outcome:
-    """Seconds of a layer alone, beside a receive whose message does not come, and beside gathers of all ranks; and the
-    clock of the device before and after.
-    """
+    """Check that transfers lengthen a layer by less than ``MOST_LOST``. Call on all ranks.
+
+    A layer is timed alone, next to a receive whose message does not arrive, and next to gathers of all ranks. The clock
+    rate of the device before and after is reported. On a CPU, the check is not decided."""
     limit = timedelta(minutes=10)
     mate = world.rank ^ 1
     everyone = [list(range(world.size))]
@@ -149,7 +156,7 @@ def beside(world: World) -> Outcome:
     note = f"{seconds['alone'] * 1e3:.1f} ms alone, " + ", ".join(
         f"{value:+.1%} {name}" for name, value in worst.items()
     )
-    holds = max(worst.values()) < MOST_LOST if world.device.type == "cuda" else None  # threads share processors
+    holds = max(worst.values()) < MOST_LOST if world.device.type == "cuda" else None  # CPU threads share processors
     factor = round(1 + max(0.0, *worst.values()), 3)
     if holds is not None and factor > 1:
         note += f"; a plan counts it with `device: {{beside: {factor}}}` in the topology file"
@@ -157,14 +164,14 @@ def beside(world: World) -> Outcome:
 
 
 def _timed(run: Callable[[], None], world: World) -> float:
-    """Seconds of a run, the median of three series of them."""
+    """Return the seconds of one call of ``run``: the median of three series, each of which repeats it for some time."""
     _series(run, world, 1)
     times = max(1, int(LEAST_S / 3 / max(_series(run, world, 1), 1e-6)))
     return statistics.median(_series(run, world, times) for _ in range(3))
 
 
 def _series(run: Callable[[], None], world: World, times: int) -> float:
-    """Seconds of a run, the mean of a series."""
+    """Call ``run`` ``times`` times, wait until all of it is computed, and return the mean seconds of a call."""
     begin = time.perf_counter()
     for _ in range(times):
         run()
@@ -173,20 +180,23 @@ def _series(run: Callable[[], None], world: World, times: int) -> float:
 
 
 def _finish(world: World) -> None:
-    """Wait for the stream that computes, and for no other."""
+    """Wait until the stream that computes is idle. Other streams are not waited for."""
     if world.device.type == "cuda":
         torch.cuda.current_stream(world.device).synchronize()
 
 
 def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: dict[str, dist.ProcessGroup]) -> float:
-    """Two by two: each waits for the other's message, which comes on another communicator when both have measured."""
-    if mate >= world.size:  # of an odd number the last has nobody
+    """Return the seconds of one call of ``run`` (``_timed``) while a receive waits for a message of another rank.
+
+    Ranks form pairs. The messages are sent after both ranks of each pair have measured, on another communicator. With
+    an odd number of ranks, the last one measures without a receive. Call on all ranks."""
+    if mate >= world.size:  # with an odd number of ranks, the last one has no partner
         seconds = _timed(run, world)
         world.barrier()
         return seconds
     there, here = ("send", "receive") if world.rank % 2 else ("receive", "send")
     message, answer = torch.zeros(2, 1 << 20, device=world.device)
-    for group in (groups["receive"], groups["send"]):  # connections are made now, for which both are needed
+    for group in (groups["receive"], groups["send"]):  # make the connections now, as both ranks are needed for that
         pair = [dist.P2POp(dist.isend, answer, mate, group), dist.P2POp(dist.irecv, message, mate, group)]
         for request in dist.batch_isend_irecv(pair):
             request.wait()
@@ -200,7 +210,9 @@ def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: 
 
 
 def _beside_gathers(run: Callable[[], None], world: World, group: dist.ProcessGroup) -> float:
-    """Beside as many gathers as the layer takes time for: some are issued before every run."""
+    """Issue an all-gather before each of ``ALIKE`` calls of ``run``; return the mean seconds of a call.
+
+    A call does not wait for its gather. All gathers have ended when this returns. Call on all ranks."""
     size = (GATHERED if world.device.type == "cuda" else 1 << 16) // world.size
     part, all_of_them = (torch.zeros(count, device=world.device) for count in (size, size * world.size))
     pending: list[Any] = []
