@@ -1,4 +1,4 @@
-"""Timelines as pictures and traces."""
+"""Timelines of a step as pictures, traces and pages."""
 
 from tawpipe.report.bars import Bar, executed_bars, predicted_bars
 from tawpipe.report.picture import draw_timeline

@@ -1,8 +1,8 @@
-"""One step in time: bars of actions, as the clock predicts them or as a run has recorded them.
+"""One step over time, as bars of actions: predicted by the clock or recorded in a run.
 
-A recording is a folder with a JSON file of every rank, which ``runtime.recording`` writes:
-``{"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | ...", begin, end], ...]}``, seconds
-of the machine's clock; ranks on several machines are as far apart as their clocks.
+A recording is a folder with a JSON file for every rank, written by ``runtime.recording``: ``{"format": 1, "rank": 0,
+"node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | ...", begin, end], ...]}``. Times are seconds of the machine's
+clock. Times of ranks on different machines differ by the offset of their clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tawpipe.simulate.timeline import Timeline
 
 FORMAT = 1
 TRACES = "traces"
-"""The folder of recorded steps in a run's output folder."""
+"""Name of the folder with recorded steps, in the output folder of a run."""
 
 
 KINDS = {
@@ -37,18 +37,22 @@ KINDS = {
     "activations": "#00a6a6",
     "gradients of activations": "#7fd1ae",
 }
-"""Kinds of action that are told apart, and their colours."""
+"""Kinds of actions that are distinguished, and their colours."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One action in time, in seconds.
+    """One action over time, in seconds.
 
     Args:
-        start: the lane is free for it from here on.
-        begin: it is under way. What lies before is waiting: in a prediction for whatever it needs, in a recording for
-            what it needs on its own rank; there, waiting for other ranks is part of the bar.
-        end: it is done.
+        rank: rank that runs the action.
+        node: node of the rank.
+        action: the action.
+        start: time from which its lane is free.
+        begin: time at which the action begins. The time from ``start`` is waiting: in a prediction for everything that
+            the action needs, in a recording only for what it needs on its own rank. A recording counts waiting for
+            other ranks as part of the bar.
+        end: time at which the action ends.
     """
 
     rank: int
@@ -60,7 +64,12 @@ class Bar:
 
 
 def predicted_bars(timeline: Timeline, *, step: int | None = None) -> list[Bar]:
-    """Bars of one step of a play, the steady one by default; seconds since its first bar begins."""
+    """Return the bars of one step of a simulation. Times count from the beginning of its first bar.
+
+    Args:
+        timeline: the simulation.
+        step: number of the step; by default a step in the steady state.
+    """
     step = timeline.steady_step if step is None else step
     ranks = range(timeline.schedule.topology.world_size)
     spans = [span for rank in ranks for span in timeline.spans(rank, step=step)]
@@ -73,10 +82,13 @@ def predicted_bars(timeline: Timeline, *, step: int | None = None) -> list[Bar]:
 
 
 def executed_bars(folder: Path) -> list[Bar]:
-    """Bars of a recorded step.
+    """Read the bars of a recorded step. Times count from the beginning of its first bar.
+
+    Args:
+        folder: has a ``rank-*.json`` file for every rank.
 
     Raises:
-        UserError: no recording, or not one of this format.
+        UserError: the folder has no recording, or a file is damaged or has another format.
     """
     files = sorted(folder.glob("rank-*.json"))
     if not files:
@@ -102,15 +114,15 @@ def executed_bars(folder: Path) -> list[Bar]:
 
 
 def recordings(run: Path) -> list[Path]:
-    """The folders of recorded steps in a run's output folder, oldest step first."""
+    """Return the folders of recorded steps in a run's output folder, sorted by name: the oldest step first."""
     return sorted(folder for folder in (run / TRACES).glob("step-*") if any(folder.glob("rank-*.json")))
 
 
 def find_recording(path: Path) -> Path:
-    """The folder with the files of the ranks: ``path`` itself, or the newest recording of a run's output folder.
+    """Return the folder with the files of the ranks: ``path`` itself, or the newest recording in a run's output folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no recording.
     """
     if not path.is_dir():
         raise UserError("RUN", str(path), "the output folder of a run, a folder of a recorded step, or a plan")
@@ -122,7 +134,7 @@ def find_recording(path: Path) -> Path:
 
 
 def first_of_nodes(bars: Sequence[Bar]) -> list[int]:
-    """The lowest rank of every node, where its ranks do alike; in a pipeline all ranks."""
+    """Return the lowest rank of every node, sorted; for a pipeline, whose ranks do different work, all ranks."""
     if any(map(_passes_activations, bars)):
         return sorted({bar.rank for bar in bars})
     lowest: dict[int, int] = {}
@@ -132,11 +144,12 @@ def first_of_nodes(bars: Sequence[Bar]) -> list[int]:
 
 
 def _passes_activations(bar: Bar) -> bool:
+    """Return True if the action of the bar transfers activations or their gradients."""
     return any(transfer.buffer.is_activation for transfer in bar.action.transfers)
 
 
 def kind_of(bar: Bar) -> str:
-    """The bar's kind, one of ``KINDS``."""
+    """Return the kind of the bar's action, a key of ``KINDS``."""
     action = bar.action
     if action.op in (Op.OFFLOAD, Op.RELOAD, Op.RAISE):
         return "host"
@@ -156,17 +169,18 @@ def kind_of(bar: Bar) -> str:
 
 
 def lanes_of(bars: Sequence[Bar], ranks: Iterable[int]) -> list[tuple[int, Lane]]:
-    """The rows of a timeline: for every rank the lanes that it uses, in the order of ``Lane``."""
+    """Return the rows of a timeline: (rank, lane) of every lane that each rank uses, in the order of ``Lane``."""
     used = {(bar.rank, bar.action.lane) for bar in bars}
     return [(rank, lane) for rank in ranks for lane in Lane if (rank, lane) in used]
 
 
 def _what(transfer: Transfer) -> str:
+    """Return the name of the transferred data: the buffer of an activation, or the unit as ``u4``."""
     return str(transfer.buffer) if transfer.buffer.is_activation else f"u{transfer.unit}"
 
 
 def label(bar: Bar) -> str:
-    """A few words for an action: ``FORWARD b3 m1``, ``all_gather u4``.
+    """Return a short text for the action of a bar: ``FORWARD b3 m1``, ``all_gather u4``.
 
     >>> label(Bar(0, 0, Action.parse("COMPUTE FORWARD b3 m1 | W0.0 x.1.3 -> x.1.4"), 0, 0, 1))
     'FORWARD b3 m1'

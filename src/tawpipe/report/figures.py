@@ -1,7 +1,7 @@
-"""Figures for pages: bars, curves, lanes over time. plotly is loaded when one is made.
+"""Figures for HTML pages: bars, curves, and lanes over time. plotly is imported when the first figure is made.
 
-They have no legend: the page writes one beside them, see page.py. ``describe`` says in words what a figure shows, for
-readers who do not see it.
+Figures have no legend; the page adds one next to them, see page.py. ``describe`` puts the content of a figure into
+words, for readers who cannot see it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from tawpipe.simulate import Timeline
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#a8820a", "#3d8b8b", "#75829a", "#b5543c", "#5b8c5a", "#a05195")
 LIMIT = "#c0392b"
 LABEL = 28
-"""Characters of a line in the label of a bar."""
+"""Maximum number of characters of a line in the label of a bar."""
 MOST_NAMES = 16
-"""Bars or curves whose values are said one by one."""
+"""Maximum number of bars or curves whose values are listed in a description."""
 
 
 def _figure(height: int, **layout: Any) -> Any:
+    """Return an empty plotly figure with the layout that all figures have.
+
+    Args:
+        height: height in pixels.
+        **layout: further layout settings of plotly.
+    """
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -54,14 +60,17 @@ def stacked_bars(
     side_by_side: bool = False,
     chosen: str | None = None,
 ) -> Any:
-    """Horizontal bars, one for every name, cut in parts.
+    """Return a plotly figure with a horizontal bar for every name, divided into parts.
 
     Args:
-        chosen: the name that stands out.
-        parts: name of a part -> its size for every bar.
-        limit: a line across all bars.
-        marks: one on every bar, and what they are called.
-        side_by_side: parts are bars of their own.
+        names: names of the bars.
+        parts: name of a part -> its size in every bar.
+        unit: unit of the sizes.
+        limit: draw a line across all bars at this value; None or 0 for no line.
+        marks: value to mark on every bar; empty for no marks.
+        marks_name: name of the marks.
+        side_by_side: draw the parts as separate bars.
+        chosen: name of the bar to emphasise.
     """
     labels = [textwrap.wrap(name, LABEL, break_long_words=False) for name in names]
     height = sum(max(30, 14 + 14 * len(label)) for label in labels)
@@ -104,17 +113,24 @@ def lines(
     limit: float = 0.0,
     chosen: str | None = None,
 ) -> Any:
-    """Curves over a common axis. What is pointed at shows the values of all curves there, also of equal ones.
+    """Return a plotly figure with curves over a common axis.
+
+    At the pointer, the values of all curves are shown, also of equal ones.
 
     Args:
-        chosen: the curve that is on top of the others. These are broader and pale, so that one of equal values is
-            seen at its sides.
-        ends: of curves, the last value, which is marked, and what ends them.
-        limit: a line across all curves.
+        x: values of the axis.
+        series: name of a curve -> its values; None where it has none.
+        x_title: title of the horizontal axis.
+        y_title: title of the vertical axis.
+        log: use logarithmic axes.
+        ends: name of a curve -> (last value to mark, reason for its end).
+        limit: draw a line across all curves at this value; 0 for no line.
+        chosen: name of the curve to draw on top. The other curves are wider and pale, so that one with equal values
+            stays visible at the sides.
     """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title, hovermode="x unified")
     colored = list(zip(PALETTE * 2, series.items(), strict=False))
-    for color, (name, values) in sorted(colored, key=lambda curve: curve[1][0] == chosen):  # what comes last is on top
+    for color, (name, values) in sorted(colored, key=lambda curve: curve[1][0] == chosen):  # the last one is on top
         below = chosen is not None and name != chosen
         figure.add_scatter(
             x=list(x),
@@ -162,10 +178,15 @@ def heat_map(
     x_title: str,
     y_title: str,
 ) -> Any:
-    """Cells of two axes, by a number from 0, which is bad, to 1; the first row is at the top.
+    """Return a plotly figure with coloured cells over two axes. The first row is at the top.
 
     Args:
-        shares, words: row by row, of every cell.
+        x: names of the columns.
+        y: names of the rows.
+        shares: for each row, a number from 0 (bad) to 1 (good) for every cell.
+        words: for each row, the text of every cell.
+        x_title: title of the horizontal axis.
+        y_title: title of the vertical axis.
     """
     figure = _figure(110 + 56 * len(y), xaxis_title=x_title, yaxis_title=y_title)
     figure.add_heatmap(
@@ -189,12 +210,19 @@ def heat_map(
 
 
 def is_timeline(figure: Any) -> bool:
-    """True for what ``timeline_figure`` makes."""
+    """Return True if ``figure`` was made by ``timeline_figure``."""
     return figure.layout.barmode == "overlay"
 
 
 def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
-    """Lanes of some ranks over seconds, to zoom into; the same colours as in pictures."""
+    """Return a plotly figure with a row for every lane of some ranks, and a bar for every action, over seconds.
+
+    Readers can zoom into it.
+
+    Args:
+        bars: bars of a step.
+        chosen: ranks to draw.
+    """
     mine = [bar for bar in bars if bar.rank in chosen]
     rows = lanes_of(mine, chosen)
     names = {row: f"rank {row[0]} {row[1]}" for row in rows}
@@ -218,13 +246,17 @@ def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
 
 
 def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Mapping[Kind, int], fixed: int) -> Any:
-    """GiB that a rank holds in the course of a step, as stairs.
+    """Return a plotly figure with a curve of the memory in GiB that a rank holds during a simulated step.
 
-    Activations are held from the begin of the action that makes them to the end of the one that frees them.
+    An activation is held from the beginning of the action that makes it to the end of the action that frees it.
 
     Args:
-        activation_bytes: of one of every kind, see ``peak_activations``; those on the host do not count.
-        fixed: bytes that are held all the time: homes, buffers, what a block computes with.
+        name: name of the curve.
+        timeline: simulation of the step.
+        rank: the rank.
+        activation_bytes: bytes of one activation of every kind, see ``peak_activations``. Activations in CPU memory do
+            not count.
+        fixed: bytes that are held all the time: homes, buffers, and memory with which a block computes.
     """
     spans = list(timeline.spans(rank, step=timeline.steady_step))
     zero = min((span.begin for span in spans), default=0.0)
@@ -244,7 +276,7 @@ def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Ma
 
 
 def describe(figure: Any) -> str:
-    """A sentence or two with the values of a figure of plotly that ``figures`` makes."""
+    """Return text with the values that a figure of this module shows, for readers who cannot see it."""
     kinds = {trace.type for trace in figure.data}
     if "heatmap" in kinds:
         words = _cells(figure.data[0])
@@ -258,7 +290,7 @@ def describe(figure: Any) -> str:
 
 
 def _bars(figure: Any) -> str:
-    """The parts of every bar."""
+    """Return text with the value of every part of every bar."""
     unit = figure.layout.xaxis.title.text or ""
     bars: dict[str, list[str]] = {}
     for trace in figure.data:
@@ -269,7 +301,7 @@ def _bars(figure: Any) -> str:
 
 
 def _lanes(figure: Any) -> str:
-    """Which lanes a timeline has, and how long it is."""
+    """Return text with the length, the kinds of actions and the lanes of a timeline."""
     lanes = list(dict.fromkeys(name for trace in figure.data for name in trace.y))
     ends = (begin + width for trace in figure.data for begin, width in zip(trace.base, trace.x, strict=True))
     kinds = ", ".join(trace.name for trace in figure.data)
@@ -277,12 +309,13 @@ def _lanes(figure: Any) -> str:
 
 
 def _curves(figure: Any) -> str:
-    """Where every curve begins and ends."""
+    """Return text with the first and the last value of every curve."""
     x, y = (axis.title.text or "" for axis in (figure.layout.xaxis, figure.layout.yaxis))
     return f"Curves of {y} over {x or 'the columns'}: " + _listed([*_ends(figure)])
 
 
 def _ends(figure: Any) -> Iterator[str]:
+    """Yield a text with the first and last value of every curve."""
     for trace in figure.data:
         known = [(at, value) for at, value in zip(trace.x, trace.y, strict=True) if value is not None]
         if known:
@@ -291,14 +324,17 @@ def _ends(figure: Any) -> Iterator[str]:
 
 
 def _cells(trace: Any) -> str:
+    """Return text with the words in every cell of a heat map."""
     rows = zip(trace.y, trace.text, strict=True)
     return "Cells: " + _listed([f"{x}, {y}: {word}" for y, row in rows for x, word in zip(trace.x, row, strict=True)])
 
 
 def _short(value: object) -> str:
+    """Format a number with four digits; convert other values to text."""
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def _listed(words: list[str]) -> str:
+    """Join texts with semicolons. After ``MOST_NAMES`` texts, only the number of further ones is added."""
     more = len(words) - MOST_NAMES
     return "; ".join(words[:MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")

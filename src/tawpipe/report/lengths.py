@@ -1,4 +1,4 @@
-"""Lengths of documents, as a histogram."""
+"""Histogram of document lengths."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Histogram:
-    """Shares of documents and of tokens by the length of a document.
+    """Shares of documents and of tokens by document length.
 
     Args:
-        edges: powers of two; a document counts at the first that it does not exceed.
+        edges: powers of two. A document counts at the first edge that it does not exceed.
         documents: share of all documents, for every edge.
-        tokens: share of all tokens.
+        tokens: share of all tokens, for every edge.
     """
 
     edges: tuple[int, ...]
@@ -24,13 +24,14 @@ class Histogram:
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], counts: NDArray[np.int64] | None = None) -> Histogram:
-        """The histogram of some documents, of at least a token each.
+        """Build the histogram of documents that have at least one token each.
 
         >>> Histogram.of(np.array([3, 4, 5, 20]))
         Histogram(edges=(4, 8, 16, 32), documents=(0.5, 0.25, 0.0, 0.25), tokens=(0.21875, 0.15625, 0.0, 0.625))
 
         Args:
-            counts: how many documents have each of the lengths; 1 by default.
+            lengths: document lengths in tokens.
+            counts: number of documents of each length; 1 by default.
         """
         counts = np.ones(len(lengths), np.int64) if counts is None else counts
         powers = np.array([(int(length) - 1).bit_length() for length in np.unique(lengths)])
@@ -43,11 +44,11 @@ class Histogram:
 
     @property
     def rows(self) -> list[tuple[int, float, float]]:
-        """(edge, share of documents, share of tokens)."""
+        """(edge, share of documents, share of tokens) of every edge."""
         return list(zip(self.edges, self.documents, self.tokens, strict=True))
 
     def lines(self) -> list[str]:
-        """A line for every edge."""
+        """Return a line of text for every edge, with the shares of documents and tokens in percent."""
         width = len(f"{self.edges[-1]:,}")
         return [
             f"  up to {edge:>{width},} tokens: {documents:6.1%} of documents, {tokens:6.1%} of tokens"

@@ -1,8 +1,10 @@
-"""One HTML page with figures and tables, which opens without a network. What draws figures is a file of megabytes,
-which lies once beside all pages of a folder.
+"""HTML pages with figures and tables that open without a network.
 
-A page is a list of sections; each has words, perhaps a table, and figures. Charts stand side by side where there is
-room. It follows the reader's light or dark theme and the width of the window.
+The plotly script, which draws the figures, is a file of several megabytes. It is written once next to all pages of a
+folder.
+
+A page is a list of sections. Each has text, and may have a table and figures. Charts stand side by side if the window
+is wide enough. A page follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -24,27 +26,29 @@ from tawpipe.report.figures import describe, is_timeline, stacked_bars, timeline
 from tawpipe.report.rounds import RoundPart, rounds, waiting
 
 MOST_BARS = 20_000
-"""A timeline with more is cut to its first ranks: a browser should stay quick."""
+"""Maximum number of bars of a timeline. Ranks beyond it are left out, so that browsers stay fast."""
 MOST_RANKS = 48
-"""Ranks in a figure."""
+"""Maximum number of ranks in a figure."""
 LONG = 40
-"""Characters of a cell, beyond which it is wrapped."""
+"""Number of characters above which a table cell is wrapped."""
 PLOTLY = "plotly.min.js"
-"""The file beside pages that draws their figures."""
+"""Name of the script file next to the pages that draws their figures."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'self' file:; img-src data: blob:"
-"""Content-Security-Policy: a browser refuses whatever a page would ask a network for."""
+"""Content-Security-Policy: the browser refuses all requests of a page to a network."""
 INDEX = "<!-- index -->"
-"""Where the link to the list of pages comes, in a page that is one of several: see ``with_index``."""
+"""Placeholder for the link to the list of pages, see ``with_index``."""
 ZOOM = {"in": "Closer", "out": "Farther", "earlier": "Earlier", "later": "Later", "all": "Whole step"}
-"""Buttons of a timeline."""
+"""Buttons of a timeline: value of ``data-zoom`` -> text."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first column is on the left.
+    """Table of texts. The first column is aligned to the left.
 
     Args:
-        marked: numbers of rows that stand out.
+        head: titles of the columns.
+        rows: cells of each row.
+        marked: indices of rows to emphasise.
     """
 
     head: Sequence[str]
@@ -54,13 +58,16 @@ class Table:
 
 @dataclass
 class Section:
-    """A part of a page.
+    """Part of a page.
 
     Args:
-        lines: text that is shown as it is.
-        figures: of plotly.
-        markup: HTML that stands before the figures.
-        beside: whether it may stand beside its neighbours of that kind.
+        title: heading.
+        text: paragraph below the heading.
+        table: table, or None.
+        figures: figures of plotly.
+        lines: preformatted text, shown unchanged.
+        markup: HTML before the figures.
+        beside: the section may stand beside neighbouring sections that also have this flag.
     """
 
     title: str
@@ -73,31 +80,36 @@ class Section:
 
 
 def write_page(path: Path, kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
-    """Write a page, see ``page_text``."""
+    """Write a page to ``path``, and the plotly script next to it if the page has figures; see ``page_text``."""
     write_text(path, page_text(kind, title, sections, subtitle=subtitle))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the text of a page, and beside it what draws its figures."""
+    """Write the HTML of a page to ``path``, and the plotly script next to it if the page uses the script.
+
+    The folder is created if needed. A script of this size is not written again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     script, content = path.parent / PLOTLY, plotly_script().encode() if PLOTLY in text else b""
-    if content and not (script.exists() and script.stat().st_size == len(content)):  # or that of an earlier plotly
+    if content and not (script.exists() and script.stat().st_size == len(content)):  # replaces one of another version
         script.write_bytes(content)
 
 
 def plotly_script() -> str:
-    """What draws figures."""
+    """Return the source of the plotly script."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> str:
-    """The HTML of a page.
+    """Return the HTML of a page.
 
     Args:
-        kind: what it is a page of, in a word: Run, Plan, Trace, Comparison.
+        kind: kind of page in one word: Run, Plan, Trace, Comparison.
+        title: heading.
+        sections: parts of the page.
+        subtitle: line below the heading; empty for none.
     """
     given = list(sections)
     numbers = count(1)
@@ -128,19 +140,22 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
 
 
 def with_index(text: str, address: str) -> str:
-    """A page with a link to the list of the pages that it is one of."""
+    """Return the HTML of a page in which the placeholder ``INDEX`` is replaced by a link to ``address``."""
     return text.replace(INDEX, f'<a href="{html.escape(address)}">All pages</a>', 1)
 
 
 def _asset(name: str) -> str:
+    """Return the text of the file ``name`` in this package, for example ``page.css``."""
     return (resources.files("tawpipe.report") / name).read_text(encoding="utf-8")
 
 
 def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
-    """HTML of a section.
+    """Return the HTML of a section. Takes a number from ``numbers`` for every figure.
 
     Args:
-        numbers: of the figures.
+        name: HTML id.
+        section: the section.
+        numbers: iterator of the numbers of figures on the page.
     """
     parts = [f'<h2 id="{name}-title">{html.escape(section.title)}</h2>']
     if section.text:
@@ -155,8 +170,9 @@ def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
 
 
 def _figure(figure: Any, title: str, number: int) -> str:
-    """HTML of a figure: its legend, its buttons and the drawing, which is described in words. The first asks for the
-    script that draws all of them.
+    """Return the HTML of a figure: legend, zoom buttons, and the drawing with a description in words.
+
+    The first figure of a page also loads the plotly script.
     """
     config = {"displayModeBar": False, "responsive": True}
     name = f"figure-{number}"
@@ -170,13 +186,14 @@ def _figure(figure: Any, title: str, number: int) -> str:
 
 
 def check_page(path: str | None, *, makes_folder: bool = False) -> None:
-    """Refuse a file that no page can be written to.
+    """Check that a page can be written to ``path``. Nothing is checked if ``path`` is empty.
 
     Args:
-        makes_folder: whether its folder is made before it is written.
+        path: file of the page.
+        makes_folder: its folder will be created before the page is written.
 
     Raises:
-        UserError: it cannot.
+        UserError: plotly is not installed, or the file or its folder cannot be used.
     """
     if not path:
         return
@@ -189,13 +206,14 @@ def check_page(path: str | None, *, makes_folder: bool = False) -> None:
 def timeline_page(
     timelines: Sequence[tuple[str, Sequence[Bar]]], ranks: Sequence[int], words: str, compared: str, of: str
 ) -> str:
-    """The HTML of timelines of one step, each to zoom into.
+    """Return the HTML of a page with timelines of one step that readers can zoom into, waiting times, and text.
 
     Args:
-        ranks: whose lanes are drawn.
-        words: what is said about them, in lines.
-        compared: how they differ, in lines; may be empty.
-        of: what they are of.
+        timelines: name and bars of each timeline.
+        ranks: ranks whose lanes are drawn. A timeline without any of them is left out.
+        words: lines that describe the timelines.
+        compared: lines that compare the timelines; may be empty.
+        of: title of the page.
     """
     sections = [
         timeline_section(f"The step, {name}", bars, ranks=shown)
@@ -210,7 +228,7 @@ def timeline_page(
 
 
 def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
-    """What every rank computed and waited, round by round; nothing for one rank alone."""
+    """Yield a section about the time that every rank computed and waited, by round; nothing for a single rank."""
     all_rounds = rounds(bars)
     ranks = sorted({rank for round_ in all_rounds for rank in round_.shares})
     if len(ranks) < 2:
@@ -228,11 +246,15 @@ def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
 def timeline_section(
     title: str, bars: Sequence[Bar], words: str = "", *, ranks: Sequence[int] | None = None
 ) -> Section:
-    """A timeline with words for its reader: how to move in it, and whose lanes it shows.
+    """Return a section with a timeline, instructions for zooming, and a note about the ranks shown.
+
+    Ranks are left out after ``MOST_BARS`` bars, but the first one is always shown.
 
     Args:
-        words: further ones.
-        ranks: that are asked for; by default the first of every node.
+        title: heading.
+        bars: bars of the step.
+        words: further text.
+        ranks: ranks to draw; by default the first of every node.
     """
     count = Counter(bar.rank for bar in bars)
     asked = first_of_nodes(bars) if ranks is None else list(ranks)
@@ -252,6 +274,8 @@ def timeline_section(
 
 
 def _table(table: Table, title: str) -> str:
+    """Return the HTML of a table, with ``title`` for screen readers."""
+
     def row(cells: Sequence[str], tag: str, name: str = "") -> str:
         long = [" class=long" if len(cell) > LONG else "" for cell in cells]
         inside = "".join(f"<{tag}{how}>{html.escape(cell)}</{tag}>" for cell, how in zip(cells, long, strict=True))
@@ -266,7 +290,9 @@ def _table(table: Table, title: str) -> str:
 
 
 def _zoom(figure: Any) -> str:
-    """Buttons that move a timeline: a finger scrolls the page, and not everybody has a mouse."""
+    """Return the HTML of the buttons that move and zoom a timeline; ``""`` for other figures.
+
+    Buttons are needed because fingers scroll the page, and because not every reader has a mouse."""
     if not is_timeline(figure):
         return ""
     buttons = "".join(f'<button type="button" data-zoom="{way}">{words}</button>' for way, words in ZOOM.items())
@@ -274,9 +300,9 @@ def _zoom(figure: Any) -> str:
 
 
 def _legend(figure: Any) -> str:
-    """Names and colours of a figure's traces, each a switch. Plotly's own takes its room from the figure, which leaves
-    nothing of it on a narrow screen.
-    """
+    """Return the HTML of a legend, with a button for each trace that shows or hides it; ``""`` for one trace.
+
+    Plotly's own legend is not used, because on a narrow screen it takes all the space of the figure."""
     if len(figure.data) < 2:
         return ""
     buttons = []

@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture for documents."""
+"""Timelines as an SVG picture for documents."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from tawpipe.report.bars import KINDS, Bar, first_of_nodes, kind_of, label, lane
 
 WAITING = "#e8e8e8"
 WIDTH, LABELS, TOP, ROW = 1400, 220, 30, 22
-"""Pixels: of the picture, of the names of lanes at its left, of its title, and of a lane."""
+"""Pixels: width of the picture (``WIDTH``), of lane names (``LABELS``), and height of the title (``TOP``) and a lane
+(``ROW``)."""
 TICKS, KINDS_A_LINE = 10, 6
 
 
 def draw_timeline(
     timelines: Sequence[tuple[str, Sequence[Bar]]], path: Path, *, ranks: Sequence[int] | None = None, title: str = ""
 ) -> None:
-    """Lanes over seconds, one row for every lane that a rank uses; several timelines one below the other.
+    """Write timelines as an SVG picture, below each other, with a row for every lane of a rank, over seconds.
 
     Args:
-        timelines: each with its name, for example ``predicted`` and ``executed``; one may lack some of the ranks.
-        path: ends with .svg.
-        ranks: which are drawn; by default the first of every node.
+        timelines: name and bars of each timeline, for example ``predicted`` and ``executed``. A timeline may lack some
+            of the ranks.
+        path: file to write; its name ends with .svg.
+        ranks: ranks to draw; by default the first of every node.
+        title: title of the picture.
 
     Raises:
-        UserError: another suffix, or a rank that is not there.
+        UserError: the name has another suffix, or one of the ranks is in no timeline.
     """
     if path.suffix != ".svg":
         raise UserError("picture", str(path), "a name that ends with .svg")
@@ -66,10 +69,11 @@ def draw_timeline(
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12) -> str:
+    """Return an SVG text element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def _rectangle(x: float, y: float, width: float, height: float, color: str, words: str) -> str:
-    """A rectangle whose words a viewer shows where it is pointed at."""
+    """Return an SVG rectangle that shows ``words`` when the pointer is on it."""
     place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}"'
     return f'<rect {place} fill="{color}"><title>{escape(words)}</title></rect>'

@@ -1,8 +1,8 @@
-"""Who waits for whom: what every rank computed and waited in each round of a step.
+"""Computing and waiting time of every rank in each round of a step: which rank the others wait for.
 
-A round begins where a rank goes through the model from its first block again. What a rank waits before an action counts
-in the round of that action; what it waits for the end of the step, in the last one. In a recording computing is as it
-was; ranks of several machines are compared by how long it took, never by when.
+A new round begins where a rank starts again at its first block. Time that a rank waits before an action counts in the
+round of that action. Waiting at the end of the step counts in the last round. Computing times of a recording are used
+as recorded. Ranks on different machines are compared only by durations, never by times of their clocks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tawpipe.schedule.actions import Lane, Op
 
 COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 MOST_ROUNDS = 12
-"""Rounds that are told one by one; of more, those in which ranks wait longest."""
+"""Maximum number of rounds that are printed. If there are more, those with the longest waiting are printed."""
 MOST_RANKS = 16
-"""Ranks whose seconds are listed in a line."""
+"""Maximum number of ranks whose seconds are listed in a line."""
 
 
 @dataclass
 class RoundPart:
-    """A rank's part of a round, in seconds."""
+    """Seconds that one rank computed and waited in a round."""
 
     computed: float = 0.0
     waited: float = 0.0
@@ -31,11 +31,11 @@ class RoundPart:
 
 @dataclass(frozen=True)
 class Round:
-    """A round of a step.
+    """Round of a step.
 
     Args:
-        number: from 0.
-        shares: by rank; of ranks that computed in it.
+        number: number of the round, from 0.
+        shares: times of every rank that computed in this round.
     """
 
     number: int
@@ -43,18 +43,18 @@ class Round:
 
     @property
     def longest(self) -> int:
-        """The rank that computed longest, for which the others wait."""
+        """Rank that computed for the longest time; the other ranks wait for it."""
         return max(self.shares, key=lambda rank: self.shares[rank].computed)
 
     @property
     def imbalance(self) -> float:
-        """The longest beside the mean; 1 if all compute equally long."""
+        """Longest computing time of a rank divided by the mean; 1 if all ranks are equal."""
         average = mean(share.computed for share in self.shares.values())
         return self.shares[self.longest].computed / average if average else 1.0
 
 
 def rounds(bars: Sequence[Bar]) -> list[Round]:
-    """The rounds of a step, of all its ranks."""
+    """Divide the bars of a step into rounds; return each round with the computing and waiting seconds of all ranks."""
     by_number: list[dict[int, RoundPart]] = []
     begin = min((bar.begin for bar in bars), default=0.0)
     for rank in sorted({bar.rank for bar in bars}):
@@ -84,7 +84,9 @@ def rounds(bars: Sequence[Bar]) -> list[Round]:
 
 
 def waiting(bars: Sequence[Bar]) -> Iterator[str]:
-    """Lines for a terminal: of every round the rank that computes longest, and what the others wait."""
+    """Yield lines for a terminal about the step and its rounds: which rank computes longest, and waiting times.
+
+    Yields nothing if no round has two ranks or more."""
     all_of_them = [round_ for round_ in rounds(bars) if len(round_.shares) > 1]
     if not all_of_them:
         return
@@ -106,6 +108,7 @@ def waiting(bars: Sequence[Bar]) -> Iterator[str]:
 
 
 def _of(round_: Round) -> str:
+    """Return text about a round: which rank computes longest, and the mean and the longest waiting time."""
     longest = round_.shares[round_.longest]
     most = max(round_.shares, key=lambda rank: round_.shares[rank].waited)
     waited = mean(share.waited for share in round_.shares.values())

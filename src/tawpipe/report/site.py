@@ -1,6 +1,6 @@
-"""Pages that belong together, with a list of them: served to this machine alone, or written as files.
+"""Related pages with an index page: served to this machine only, or written as files.
 
-What is served is made anew at every request, so that the page of a run that goes on shows what is there by now.
+Served pages are made again for every request, so the page of an active run shows its present state.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from tawpipe.errors import UserError
 from tawpipe.report.page import PLOTLY, Section, page_text, plotly_script, with_index, write_text
 
 HOST = "127.0.0.1"
-"""Loopback: nobody on another machine can ask."""
+"""Loopback address: other machines cannot connect."""
 OWN_NAMES = (HOST, "localhost")
-"""Names of this machine in a request. Others may be those of a page elsewhere that lets its name point here."""
+"""Allowed host names in requests. A web page elsewhere could let another name resolve to this machine."""
 INDEX = "index.html"
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page that can be made.
+    """Page that can be made when needed.
 
     Args:
-        name: of its file, with .html.
-        title, line: what the list says of it.
-        make: its HTML.
+        name: file name, with .html.
+        title: title in the index.
+        line: description in the index.
+        make: returns the HTML of the page.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Page:
 
 
 def index_page(title: str, pages: Sequence[Page]) -> str:
-    """The HTML of the list."""
+    """Return the HTML of the index with links to all pages."""
     entries = "".join(
         f'<li><a href="{name}">{words}</a><span>{line}</span></li>'
         for name, words, line in (map(html.escape, (page.name, page.title, page.line)) for page in pages)
@@ -53,7 +54,7 @@ def index_page(title: str, pages: Sequence[Page]) -> str:
 
 
 def write_pages(title: str, pages: Sequence[Page], out: Path) -> list[Path]:
-    """Write the pages and their list into a folder, which is made if need be; the files.
+    """Write all pages and their index into the folder ``out``, and return the files. The folder is created if needed.
 
     Raises:
         UserError: the folder cannot be written to, or a page cannot be made.
@@ -69,14 +70,15 @@ def write_pages(title: str, pages: Sequence[Page], out: Path) -> list[Path]:
 
 
 class Site(ThreadingHTTPServer):
-    """Serves pages on this machine.
+    """HTTP server for pages, reachable from this machine only.
 
     Args:
-        title: of the list.
-        port: 0 for a free one.
+        title: title of the index.
+        pages: the pages.
+        port: port to listen at; 0 for a free one.
 
     Raises:
-        UserError: the port cannot be had.
+        UserError: the port cannot be used.
     """
 
     daemon_threads = True
@@ -91,11 +93,14 @@ class Site(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to give to a browser."""
+        """Address of the index for a browser."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def text(self, name: str) -> tuple[HTTPStatus, str]:
-        """The page of a name, or what is wrong with it."""
+        """Make the page ``name`` and return (HTTP status, HTML).
+
+        An unknown name, or a page that cannot be made, gives the HTML of an error page. Unexpected errors are also
+        printed."""
         if name in ("", INDEX):
             return HTTPStatus.OK, index_page(self.title, list(self.pages.values()))
         if name not in self.pages:
@@ -109,12 +114,13 @@ class Site(ThreadingHTTPServer):
             return HTTPStatus.INTERNAL_SERVER_ERROR, _message("This page cannot be made", repr(error))
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that goes away in the middle of an answer is nothing to talk about."""
+        """Print the traceback of an error in a request, except if the browser has closed the connection."""
         if not isinstance(sys.exception(), ConnectionError):
             traceback.print_exc()
 
 
 def _message(title: str, words: str) -> str:
+    """Return the HTML of an error page with a title, a short text, and a link to the index."""
     return with_index(page_text("Pages", title, [Section("Why", words)]), INDEX)
 
 
@@ -122,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Site
 
     def do_GET(self) -> None:
-        """Answer with a page."""
+        """Answer a request with a page, the plotly script, or an error page. Refuse requests for other host names."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         if host not in OWN_NAMES:
             return self._answer(
@@ -136,6 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/html") -> None:
+        """Send a response with ``text`` as its content; without content for a HEAD request."""
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -146,4 +153,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not printed."""
+        """Do not print requests."""

@@ -1,7 +1,7 @@
-"""A timeline in a few lines of text, for a terminal; and a predicted step beside the same step as it ran.
+"""Timelines as a few lines of text for a terminal, and a comparison of a predicted step with the recorded one.
 
-Actions are matched by their rank and text. How long one took means something else for transfers: in a recording it
-includes waiting for the other side, which a prediction counts as waiting; computing is comparable as it is.
+Actions are matched by their rank and text. Durations of transfers have different meanings: in a recording they include
+waiting for the other side, which a prediction counts as waiting. Durations of computing are directly comparable.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from tawpipe.report.bars import KINDS, Bar, kind_of, label
 from tawpipe.schedule.actions import Lane
 
 GAPS = 3
-"""Number of the longest gaps that are named."""
+"""Number of the longest gaps that are listed."""
 NAMED = 4
-"""Actions that are named because they differ most, of computing and of transfers each."""
+"""Number of actions with the largest difference that are listed, for computing and for transfers each."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which a rank did not compute.
+    """Time in which a rank did not compute.
 
     Args:
-        before: what was computed after it, or None at the end of the step.
+        rank: the rank.
+        begin: beginning of the gap in seconds.
+        end: end of the gap in seconds.
+        before: bar that was computed after the gap, or None at the end of the step.
     """
 
     rank: int
@@ -34,7 +37,9 @@ class Gap:
 
 
 def gaps(bars: Sequence[Bar], rank: int) -> list[Gap]:
-    """The times when ``rank`` did not compute, from the first action of the step on any rank to the last."""
+    """Return the times when ``rank`` did not compute, in order; ``[]`` without bars.
+
+    They lie between the first and the last action of all ranks in the step."""
     if not bars:
         return []
     free, last = min(bar.begin for bar in bars), max(bar.end for bar in bars)
@@ -49,7 +54,7 @@ def gaps(bars: Sequence[Bar], rank: int) -> list[Gap]:
 
 
 def summary(bars: Sequence[Bar], ranks: Sequence[int]) -> Iterator[str]:
-    """Length of the step; of every rank how long its lanes were busy, and when it did not compute."""
+    """Yield lines of text about a step: its length, and for each of ``ranks`` its lanes' busy seconds and its gaps."""
     begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
     yield f"step of {end - begin:.3f} s, {len({bar.rank for bar in bars})} ranks, {len(bars)} actions"
     for rank in ranks:
@@ -70,27 +75,28 @@ def summary(bars: Sequence[Bar], ranks: Sequence[int]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One action, twice."""
+    """Predicted and recorded bar of one action."""
 
     predicted: Bar
     executed: Bar
 
     @property
     def longer_s(self) -> float:
-        """Seconds that it took longer than predicted."""
+        """Seconds by which the recorded action took longer than predicted."""
         return _length(self.executed) - _length(self.predicted)
 
 
 def matched(predicted: Sequence[Bar], executed: Sequence[Bar]) -> list[Pair]:
-    """The actions that are in both, in the order in which they ran."""
+    """Return pairs of the actions that are in both timelines, in the order in which they are recorded."""
     known = dict(_numbered(predicted))
     pairs = ((known.get(key), bar) for key, bar in _numbered(executed))
     return [Pair(before, bar) for before, bar in pairs if before is not None]
 
 
 def _numbered(bars: Sequence[Bar]) -> Iterator[tuple[tuple[int, str, int], Bar]]:
-    """Every bar with its rank, its text and its position among bars of that text: transfers of several rounds read
-    alike.
+    """Yield every bar with a key: its rank, its text, and its index among the rank's bars with this text.
+
+    The index is needed because transfers of several rounds have equal texts.
     """
     count: Counter[tuple[int, str]] = Counter()
     for bar in bars:
@@ -100,7 +106,9 @@ def _numbered(bars: Sequence[Bar]) -> Iterator[tuple[tuple[int, str, int], Bar]]
 
 
 def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[str]:
-    """The step, the kinds of action, and the single actions that differ most, in lines."""
+    """Yield lines that compare a predicted with a recorded step: total time, time by kind, largest differences.
+
+    If no action is in both, the only line says that the plan is for another schedule."""
     pairs = matched(predicted, executed)
     if not pairs:
         yield "the plan is for another schedule: none of its actions was recorded"
@@ -127,8 +135,10 @@ def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[s
 
 
 def _both(pair: Pair) -> tuple[Bar, Bar]:
+    """Return the predicted and the recorded bar of a pair."""
     return pair.predicted, pair.executed
 
 
 def _length(bar: Bar) -> float:
+    """Return the duration of a bar in seconds."""
     return bar.end - bar.begin

@@ -1,5 +1,6 @@
-"""Timelines of a step in all their forms: words for a terminal, a trace for chrome://tracing and ui.perfetto.dev,
-pictures, a page.
+"""Timelines of a step in all formats: text for a terminal, a trace for trace viewers, an SVG picture, an HTML page.
+
+Viewers of the trace are chrome://tracing and ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -17,16 +18,26 @@ from tawpipe.report.summary import differences, summary
 from tawpipe.schedule.actions import Lane
 
 Timelines = list[tuple[str, list[Bar]]]
-"""Each with its name: ``predicted``, ``executed``, or ``predicted`` with what was left out of it."""
+"""Name and bars of each timeline. The name is ``predicted``, ``executed``, or ``predicted`` with a list of what was
+left out."""
 
 
 def write_trace(
     timelines: Timelines, out: Path, *, ranks: Sequence[int], title: str, page: Path | None = None
 ) -> Iterator[str]:
-    """Write trace.json and timeline.svg into ``out``, and a page if asked for.
+    """Write trace.json and timeline.svg into ``out``, and an HTML page if ``page`` is set; yield lines of text.
+
+    The files are written while the lines are read.
+
+    Args:
+        timelines: name and bars of each timeline.
+        out: folder for the files; it is created if needed.
+        ranks: ranks to describe and draw.
+        title: title of the picture and the page.
+        page: file of the HTML page, or None.
 
     Yields:
-        Lines that sum the timelines up, compare them if both are whole, and say what was written.
+        Lines that summarise the timelines, compare them if both are complete, and name the files.
     """
     out.mkdir(parents=True, exist_ok=True)
     words, compared = in_words(timelines, ranks)
@@ -41,13 +52,15 @@ def write_trace(
 
 
 def trace_page(timelines: Timelines, *, ranks: Sequence[int], title: str) -> str:
-    """The HTML of timelines with what is said about them."""
+    """Return the HTML of a page with the timelines and the text about them."""
     words, compared = in_words(timelines, ranks)
     return timeline_page(timelines, ranks, "\n".join(words), "\n".join(compared), title)
 
 
 def in_words(timelines: Timelines, ranks: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Lines that sum the timelines up, and lines that compare them, if both are whole."""
+    """Return two lists of lines: a summary of every timeline, and a comparison of the first two.
+
+    The second list is empty if there is one timeline, or if actions of the first one were left out."""
     words = []
     for name, bars in timelines:
         known = {bar.rank for bar in bars}
@@ -58,10 +71,13 @@ def in_words(timelines: Timelines, ranks: Sequence[int]) -> tuple[list[str], lis
 
 
 def write_chrome_trace(timelines: Sequence[tuple[str, Sequence[Bar]]], path: Path) -> None:
-    """One process per rank, one thread per lane, one slice per action; waiting is a slice of its own before it.
+    """Write timelines to ``path`` as JSON in the format of chrome://tracing.
+
+    Ranks are processes, lanes are threads, and actions are slices. Waiting before an action is a slice of its own.
 
     Args:
-        timelines: each with its name, which stands before those of its ranks if there are several.
+        timelines: name and bars of each timeline. If there are several, the name precedes the names of the ranks.
+        path: file to write.
     """
     events: list[dict[str, Any]] = []
     offset = 0
@@ -72,7 +88,13 @@ def write_chrome_trace(timelines: Sequence[tuple[str, Sequence[Bar]]], path: Pat
 
 
 def chrome_events(bars: Iterable[Bar], *, title: str = "", offset: int = 0) -> Iterable[dict[str, Any]]:
-    """The events; ``offset`` is added to the ranks, so that two timelines fit in one file."""
+    """Yield trace events in the format of chrome://tracing: names of ranks and lanes, waiting times, and actions.
+
+    Args:
+        bars: bars of a step.
+        title: prefix of the names of ranks.
+        offset: number added to the ranks, so that several timelines fit in one file.
+    """
     lanes = list(Lane)
     seen: set[int] = set()
     for bar in bars:
