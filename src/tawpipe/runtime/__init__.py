@@ -1,1 +1,1 @@
-"""The runtime: one rank's part of a schedule, run for real."""
+"""Runtime of one rank: executes the actions of a schedule with real tensors and messages."""

@@ -1,4 +1,4 @@
-"""A comparison between processes of what each has read from its own disk, before anything is made of it."""
+"""Comparison of the files that each rank has read from its own disk, made before the run uses them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ from tawpipe.runtime.world import World, in_words
 T = TypeVar("T")
 SAME_FILES = "the same files on every machine"
 LONGEST, MOST_NAMED = 80, 3
-"""Letters of a value, and number of differences, in a message."""
+"""Largest number of characters of a value, and of differences, in an error message."""
 
 
 def same_folder(world: World, spec: str, *, code: bool = False) -> Path | None:
-    """Resolve a model's folder on every rank (None for a preset) and compare what it holds; call on all ranks.
+    """Resolve a model's folder on every rank, check that all ranks have equal files, and return this rank's path.
+
+    Call on all ranks.
 
     Args:
-        code: modules that come with the model are run.
+        spec: folder, model name or preset that ``resolve_model`` accepts.
+        code: if True, Python modules that come with the model will be executed, so their files are compared as well.
+
+    Returns:
+        The folder, or None for a preset.
 
     Raises:
-        UserError: it differs, or some rank cannot read it; on all ranks.
+        UserError: On all ranks, if the folders differ or some rank cannot read its folder.
     """
     facts = lambda folder: folder_facts(folder, code=code) if folder else {}  # noqa: E731
     return read_alike(world, "model", spec, SAME_FILES, lambda: resolve_model(spec), facts)
@@ -37,15 +43,21 @@ def same_folder(world: World, spec: str, *, code: bool = False) -> Path | None:
 def read_alike(
     world: World, setting: str, value: object, expected: str, read: Callable[[], T], facts: Callable[[T], Facts]
 ) -> T:
-    """Read something on every rank and compare it with rank 0's; call on all ranks, which all return or all raise.
+    """Call ``read`` on every rank, check that all ranks read equal content, and return this rank's result.
+
+    Call on all ranks: either all return or all raise. A single process only calls ``read``.
 
     Args:
-        setting, value, expected: of the error, if there is a difference.
-        read: reads it on this rank.
-        facts: returns the facts about the result of ``read``.
+        setting: Name of the setting in the error.
+        value: Value of the setting in the error.
+        expected: Text of the error that says what is required.
+        read: Reads the content on this rank.
+        facts: Returns the facts to compare about the result of ``read``.
 
     Raises:
-        UserError: a fact differs on some rank, or a rank refuses what it reads.
+        UserError: On all ranks, if a fact differs from rank 0's or if ``read`` fails on some rank.
+        Exception: The error of ``read`` itself, on a rank where it is not a UserError, OSError, ValueError or KeyError,
+            or if all ranks failed.
     """
     if world.group is None:
         return read()
@@ -53,13 +65,13 @@ def read_alike(
     try:
         result = read()
         known = facts(result)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # any error: this rank must still take part in the exchange below
         problem = error
     refusal = [problem.setting, str(problem.value), problem.expected] if isinstance(problem, UserError) else None
     if problem and not refusal:
         refusal = [setting, str(value), f"{expected}, which can be read ({in_words(problem)})"]
     digest = blake2b(json.dumps(sorted((name, *fact[1:]) for name, fact in known.items())).encode()).hexdigest()
-    world.wait_patiently()  # for disks that are slower than this one
+    world.wait_patiently()  # another rank may read from a slower disk
     everyone = [json.loads(text) for text in world.gather_texts(json.dumps([socket.gethostname(), digest, refusal]))]
     hosts, digests, refusals = zip(*everyone, strict=True)
     if any(refusals):
@@ -79,12 +91,15 @@ def read_alike(
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks with the names of their machines, in words."""
+    """Return ranks and their host names as text, for example ``on rank 0, 1 (host-a)``."""
     return f"on rank {', '.join(map(str, ranks))} ({', '.join(sorted({hosts[rank] for rank in ranks}))})"
 
 
 def _difference(known: Mapping[str, Fact], first: Mapping[str, Fact]) -> str:
-    """The first fact that differs from rank 0's, in words, and the number of others; empty if none does."""
+    """Return text about the first fact in ``known`` that differs from rank 0's ``first``, and the count of the others.
+
+    Returns ``""`` if no fact differs.
+    """
     nothing = Fact("", "missing")
     odd = [name for name in {**first, **known} if known.get(name, nothing)[1:] != first.get(name, nothing)[1:]]
     if not odd:
@@ -99,7 +114,9 @@ def _difference(known: Mapping[str, Fact], first: Mapping[str, Fact]) -> str:
 
 
 def _excerpt(text: str, begin: int) -> str:
-    """``LONGEST`` letters of ``text`` from ``begin`` on, or all of it where that is no longer.
+    """Return at most ``LONGEST`` characters of ``text`` from index ``begin``, or all of ``text`` if it is no longer.
+
+    Cut ends are marked with ``...``.
 
     >>> _excerpt("a" * 100 + "b", 61)
     '...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab'

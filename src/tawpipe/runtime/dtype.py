@@ -1,4 +1,4 @@
-"""The dtype that a run computes in: what was asked for, or what its devices are fast in."""
+"""Choice of the dtype that a run computes in: the requested dtype, or a fast one for the devices."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of weights, gradients and optimizer state at home, where a model computes in ``dtype``."""
+    """Return the dtype of master weights, gradients and optimizer state for a model that computes in ``dtype``."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def reduce_dtype(dtype: torch.dtype, settings: ScheduleSettings) -> torch.dtype:
-    """The type in which gradients travel and are summed up."""
+    """Return the dtype in which gradients are sent and summed.
+
+    Returns ``dtype`` if the setting ``reduce_dtype`` is ``same``, else the master dtype.
+    """
     return dtype if settings.reduce_dtype == "same" else master_dtype(dtype)
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """True if the device multiplies in bfloat16: a GPU of compute capability 8 or more.
+    """Return True if the device multiplies matrices in bfloat16: a GPU of compute capability 8.0 or more.
 
-    CPUs have it too, but most convert to float32 and back.
+    Returns False for CPUs: they support bfloat16, but most convert to float32 and back.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def usual_dtype(fast: bool, device: str) -> tuple[str, str]:
-    """The dtype that ``auto`` stands for, and why.
+    """Return the dtype that ``auto`` stands for, and the reason as text.
 
     Args:
-        fast: every device computes in bfloat16.
-        device: type of the devices, cpu or cuda.
+        fast: True if every device computes in bfloat16.
+        device: Type of the devices, ``cpu`` or ``cuda``.
     """
     if fast:
         return "bfloat16", "auto: the devices compute in it"
@@ -42,11 +45,14 @@ def usual_dtype(fast: bool, device: str) -> tuple[str, str]:
 
 
 def chosen_dtype(asked: str, world: World, earlier: str = "") -> tuple[str, str]:
-    """The dtype to compute in, and why; the same on all ranks, which all call this.
+    """Return the name of the dtype to compute in, and the reason as text. Both are equal on all ranks.
+
+    Call on all ranks: with ``auto`` they exchange what their devices support.
 
     Args:
         asked: ``auto``, or the name of a dtype.
-        earlier: dtype of the state that a run goes on from. ``auto`` keeps it where the devices compute in it.
+        earlier: Dtype in the checkpoint that the run resumes from, or ``""``. With ``auto`` the run keeps it, except
+            bfloat16 on devices that do not compute in it.
     """
     if asked != AUTO:
         return asked, "as --dtype says"

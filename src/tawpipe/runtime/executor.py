@@ -1,8 +1,8 @@
-"""The executor: plays one rank's program of a schedule.
+"""Executor: runs one rank's program of a schedule.
 
-One thread issues every action in the schedule's order to the lane that the action names; what an action waits for
-follows from its buffers (``Hazards``), whose events outlive the step. There is no branch for a strategy here: a
-strategy is a schedule.
+One thread submits every action, in the schedule's order, to the lane that the action names. ``Hazards`` derives from
+the buffers of an action which earlier actions it must wait for, also across steps. The executor has no code for single
+strategies: a strategy is a schedule.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tawpipe.schedule.step import Schedule
 
 
 class BlockCompute(Protocol):
-    """``Compute``, or something that stands for it in a service or a measurement."""
+    """Interface of the object that computes blocks: ``Compute``, or a substitute in serving and measurements."""
 
     def forward(self, action: Action, frame: Frame) -> None: ...
 
@@ -75,30 +75,37 @@ COMPUTING = {
     Op.OFFLOAD: "offload",
     Op.RELOAD: "reload",
 }
-"""Methods of ``BlockCompute`` that run actions. An object that computes laps has only those that laps need."""
+"""Names of the methods of ``BlockCompute`` that run actions, by operation.
+
+An object that computes decode steps has only the methods that decode steps need.
+"""
 
 
 @dataclass
 class _Issued:
-    """What has been issued of a step: the last event of every lane, and that of its NORM if it has one."""
+    """Events of one issued step: the last event of every lane, and the event of NORM (None without NORM)."""
 
     last: dict[Lane, Event] = field(default_factory=dict)
     normed: Event | None = None
 
 
 LAPS_AHEAD = 2
-"""Laps that are issued and have not ended: one may begin on the first stage while the one before it leaves the last."""
+"""Decode steps in flight: one may start on the first stage while the one before leaves the last stage."""
 
 
 class Executor:
-    """One rank's buffers, lanes and the loop over actions.
+    """Buffers and lanes of one rank, and the loop that issues the actions of its schedule.
 
     Args:
-        optimizers: None where nothing is trained.
-        reduce_dtype: of gradients while they are summed and travel.
-        delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions.
-        injector: makes faults happen.
-        where: this rank in words, for the watchdog's report.
+        compute: Computes the blocks.
+        storage: Weights, gradients and compute copies of the homes of this rank.
+        transport: Sends and receives messages.
+        optimizers: Optimizers of the homes; None if nothing is trained.
+        reduce_dtype: Dtype of gradients while they are summed and sent.
+        delay: Returns, for a lane's name, a function that returns seconds to wait before each action of the lane. For
+            tests.
+        injector: Injects faults into actions. For tests.
+        where: Description of this rank in reports of the watchdog.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class Executor:
         self._home = home = HomeActions(storage, optimizers)
         self.streaming = home.streaming
         self.refresh = Refresh(storage.units, transport)
-        """What changes the copies of weights that stay from step to step."""
+        """Updates the copies of weights that stay on this rank from step to step."""
         self._failure = failure = Failure()
         self._lanes: dict[Lane, LaneProtocol] = {
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
@@ -133,16 +140,18 @@ class Executor:
             if lane not in (Lane.HOME, Lane.RAISE) or self.streaming is not None
         }
         self._beside: dict[Lane, LaneProtocol] = {}
-        """Beside a lane, what begins its actions before it comes to them."""
+        """Second worker thread of a lane, which begins actions before the lane itself reaches them."""
         self._begun: dict[Lane, deque[Event]] = {}
-        """The ends of those."""
+        """End events of the latest actions of each lane that were begun by the thread in ``_beside``."""
         self._delay = delay
-        if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
+        if self.device.type == "cuda":
+            # torch's allocator keeps these pinned blocks for results; pinning new memory later would stall the issuing
+            # thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
-        self._submitted = self._drained = 0  # actions, and those of which all are known to have ended
+        self._submitted = self._drained = 0  # number of submitted actions, and of those known to have ended
         self._ended: Moment | None = None
-        """The end of the last step that was issued."""
+        """End of the last step that was issued."""
         messages, name = partial(messages_of, topology=transport.topology, rank=rank), where or f"rank {rank}"
         self.watchdog = Watchdog(
             self._doing, name, messages=messages, failure=lambda: failure.error, device=self.device
@@ -161,7 +170,10 @@ class Executor:
         }
 
     def adopt(self, schedule: Schedule) -> None:
-        """Allocate what ``schedule`` needs beyond what is there. Schedules of one strategy share their buffers."""
+        """Allocate the buffers that ``schedule`` needs and that do not exist yet, also home gradients in CPU memory.
+
+        Schedules of one strategy share their buffers.
+        """
         for pool in schedule.pools[self.rank]:
             dtype = {
                 Kind.WEIGHT: self.storage.compute_dtype,
@@ -180,10 +192,19 @@ class Executor:
     def play(
         self, schedule: Schedule, given: StepInput, rule: UpdateRule, *, recording: Recording | None = None
     ) -> StepResult:
-        """Issue one step. Returns before it has ended; the result's values arrive with its NORM.
+        """Issue all actions of one step or evaluation, and return before they have ended.
 
         Args:
-            recording: takes down when the actions run.
+            schedule: Schedule to run.
+            given: Micro-batches and other inputs of the step.
+            rule: Clipping, learning rates and handling of numbers that are not finite.
+            recording: Records when the actions run.
+
+        Returns:
+            Result whose values become available when NORM has ended.
+
+        Raises:
+            RunError: If an action of an earlier step failed.
         """
         ended = self._ended = Moment(self.device, self._ended)
         on_cuda = self.device.type == "cuda"
@@ -198,16 +219,17 @@ class Executor:
         return StepResult(issued.normed, values, ended, self._failure)
 
     def loop(self, schedule: Schedule) -> int:
-        """Play laps until one says that it is the last; how many there were. Returns when all of them have ended.
+        """Run decode steps until one is marked as the last, wait for all, and return the number of decode steps issued.
 
-        There are always ``LAPS_AHEAD`` laps issued that have not ended. What is issued with a lap in which a pass was
-        the last follows it, with empty passes, and nothing else: by the end of a lap all ranks have seen the headers of
-        all its passes, and so all stop after the same one, and no receive stays open.
+        ``LAPS_AHEAD`` decode steps are in flight at any time. Decode steps that were already issued when the last one
+        was computed run with empty passes. By the end of a decode step all ranks have seen the headers of all its
+        passes, so all ranks stop after the same decode step and no receive stays open.
         """
         self._refuse_after_failure()
         laps = deque[tuple[LapInput, _Issued]]()
         ends, on_cuda = {action.lane: action for action in schedule.programs[self.rank]}, self.device.type == "cuda"
-        # Not for what comes here: what computes with it would meet, when it wakes, this thread as it issues a lap.
+        # On CPUs, do not wait for lanes that end with a receive: this thread would wake together with the computing
+        # thread and compete with it while it issues the next decode step.
         awaited = [lane for lane, action in ends.items() if on_cuda or not action.begins_ahead]
         number, last = 0, False
         while laps or not last:
@@ -224,9 +246,11 @@ class Executor:
         return number
 
     def _doing(self) -> dict[Lane, Doing | None]:
+        """Return the action that each lane is at, or None for a lane with nothing to do."""
         return {lane: worker.doing() for lane, worker in self._lanes.items()}
 
     def _refuse_after_failure(self) -> None:
+        """Raise ``RunError`` if any action has failed, and note that the caller has been given an error."""
         if (cause := self._failure.error) is not None:
             self._failure.told = True
             words = "an earlier step of this pipeline failed; make a new one, and load its last state"
@@ -235,11 +259,14 @@ class Executor:
     def _issue(
         self, schedule: Schedule, frame: Frame, name: str, *, faulty: int = 0, recording: Recording | None = None
     ) -> _Issued:
-        """Issue one step, or one lap.
+        """Submit all actions of one step or decode step to their lanes, and return the last events.
 
         Args:
-            name: for the watchdog.
-            faulty: the number by which an injector knows the step; 0 for one in which no faults happen.
+            schedule: Schedule to run.
+            frame: Values shared by the actions.
+            name: Name of the step for the watchdog.
+            faulty: Number of the step for the injector, from 1; 0 if no faults are injected.
+            recording: Records when the actions run.
         """
         issued = _Issued()
         last = LastEvents(issued.last)
@@ -255,7 +282,7 @@ class Executor:
                 issued.last[action.lane] = event
                 if action.op is Op.NORM:
                     issued.normed = event
-        except BaseException as error:  # on CUDA actions run here
+        except BaseException as error:  # on CUDA, actions are executed by this thread and may raise here
             self._failure.note(error)
             self._failure.told = True
             raise
@@ -263,30 +290,34 @@ class Executor:
         return issued
 
     def on_compute(self, run: Callable[[], None]) -> None:
-        """Run something on the lane that computes, after what has been submitted to it; wait until it is done."""
+        """Run a function on the compute lane after all actions submitted to it, and wait until it has ended."""
         self._failure.wait_for(self._lanes[Lane.COMPUTE].submit(run, (), "a measurement"))
 
     @property
     def compute_stream(self) -> torch.cuda.Stream | None:
-        """The stream of the lane that computes; None on the CPU."""
+        """CUDA stream of the compute lane; None on the CPU."""
         return getattr(self._lanes[Lane.COMPUTE], "stream", None)
 
     @property
     def compute_s(self) -> float:
-        """Seconds for which this rank has computed since the executor was made, in actions that have ended."""
+        """Seconds that this rank has computed since the executor was made, counting only actions that have ended."""
         return self._lanes[Lane.COMPUTE].busy_s()
 
     def drain(self) -> None:
-        """Wait until nothing is under way. Raises what any action raised."""
+        """Wait until all submitted actions have ended. Raises the error of any action that failed."""
         submitted = self._submitted
-        if submitted == self._drained:  # whoever reads all parameters drains before each
+        if submitted == self._drained:  # fast path: reading all parameters calls this once per parameter
             return
         for event in self._hazards.last_events():
             self._failure.wait_for(event)
         self._drained = submitted
 
     def close(self) -> None:
-        """Drain, and end the lanes. After a failure they are left alone: they may wait for peers that are gone."""
+        """Stop the watchdog, wait for all actions, and end the lanes.
+
+        Raises the error of an action that failed, and then leaves the lanes running: they may wait for peers that are
+        gone.
+        """
         self.watchdog.close()
         self.drain()
         for lane in (*self._lanes.values(), *self._beside.values()):
@@ -294,28 +325,35 @@ class Executor:
 
     @property
     def failure(self) -> BaseException | None:
-        """The first error of any action."""
+        """First error of any action, or None."""
         return self._failure.error
 
     @property
     def untold(self) -> BaseException | None:
-        """The first error of any action, until the caller has been given an error because of it."""
+        """First error of any action, or None; None as well once a call has raised an error because of it."""
         return None if self._failure.told else self._failure.error
 
     @property
     def idle(self) -> bool:
-        """True if nothing is under way."""
+        """True if all submitted actions have ended."""
         return all(event.done for event in self._hazards.last_events())
 
     def end_lanes(self, limit_s: float) -> list[bool]:
-        """Let the lanes end after what was submitted, and wait so long for each; True for those that have ended."""
+        """Ask each lane to end after its submitted actions, and return for each whether it has ended.
+
+        Waits at most ``limit_s`` seconds per lane.
+        """
         return [lane.close(limit_s) for lane in (*self._lanes.values(), *self._beside.values())]
 
     def forgive(self) -> None:
-        """Updates happen again after a number that was not finite, because the weights have been replaced."""
+        """Allow updates again after a number that was not finite; call after the weights have been replaced."""
         self._home.forgive()
 
     def _submit(self, action: Action, run: Callable[[], None], frame: Frame) -> Event:
+        """Submit an action to its lane with the events it must wait for, and return its event.
+
+        If the transport can begin the action early, a second thread of the lane begins it first.
+        """
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
         awaited, ahead = self._hazards.before(**names), self.transport.ahead
         begins = ahead is not None and ahead.begins(action)
@@ -329,8 +367,10 @@ class Executor:
         return event
 
     def _begin_ahead(self, action: Action, frame: Frame) -> Event:
-        """Begin an action as soon as its buffers allow, of an EXCHANGE those that it receives into: they are written
-        from then on. Its lane is not waited for, so what else happens there to the buffers is.
+        """Submit the early part of an action to the second thread of its lane, and return the event of this part.
+
+        The early part waits only for the buffers of the action (of an EXCHANGE, the buffers it receives into), not for
+        the actions before it on its lane. Other actions of the lane may run meanwhile.
         """
         lane = action.lane
         if lane not in self._beside:
@@ -341,16 +381,21 @@ class Executor:
         return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), action)
 
     def _begin(self, action: Action, frame: Frame, earlier: Sequence[Event]) -> None:
-        """The beginning of an action, in the thread beside its lane.
+        """Begin an action early, in the second thread of its lane.
+
+        Waits first while too many messages are in flight on the lane.
 
         Args:
-            earlier: the ends of what that lane was given before, of what begins ahead, at most ``MOST_AHEAD``.
+            action: EXCHANGE or ring collective.
+            frame: Values shared by the actions of the step.
+            earlier: End events of the actions of this lane that were begun early before, at most ``MOST_AHEAD``.
         """
         buffers, most = frame.buffers, MOST_AHEAD
         if action.writes[0].is_activation:
             buffers = self.compute.room_for(action, frame)
             most = most_ahead(sum(tensor.nbytes for tensor in buffers.values()))
-        elif action.group == "node":  # no latency to hide: the next would take its rate from what is needed first
+        elif action.group == "node":
+            # inside a node there is no latency to hide, and a second message would slow down the one needed first
             most = 1
         if len(earlier) >= most:
             earlier[-most].wait()
@@ -360,12 +405,17 @@ class Executor:
     # actions
 
     def _exchange(self, action: Action, frame: Frame) -> None:
+        """Run an EXCHANGE: of activations through ``compute``, of weights and gradients through ``transport``."""
         if action.transfers[0].buffer.is_activation:
             self.compute.travel(action, frame)
         else:
             self.transport.exchange(action, frame.buffers)
 
     def _collective(self, action: Action, frame: Frame) -> None:
+        """Run a COLLECTIVE.
+
+        ``compute`` runs it for keys and values, ``refresh`` for weight copies that stay, ``transport`` for all others.
+        """
         if action.lane is Lane.SEQ:
             self.compute.keys_together(action, frame)
         elif action.refreshes:

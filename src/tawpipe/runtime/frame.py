@@ -1,4 +1,4 @@
-"""The values that all actions of a step share."""
+"""Values that all actions of one step share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The treatment of one step's gradients by NORM and UPDATE.
+    """Rules by which NORM and UPDATE use the gradients of one step.
 
     Args:
-        clip_norm: largest global norm, None for no clipping; None where updates are early.
-        rate: multiplies every learning rate.
-        chosen: options of the optimizers' groups, see ``UnitOptimizers.step``.
-        memory: of numbers that were not finite: 1, and no later step changes the weights either; 0, and each step is
-            looked at by itself.
+        clip_norm: Largest global gradient norm; None for no clipping, and if updates are early.
+        rate: Factor that multiplies every learning rate.
+        memory: 1.0 if a number that was not finite also blocks the updates of all later steps; 0.0 if each step is
+            judged alone.
+        chosen: Options of the optimizers' parameter groups, see ``UnitOptimizers.step``.
     """
 
     clip_norm: float | None = 1.0
@@ -35,14 +35,16 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class Frame(Generic[Given]):
-    """The values that all actions of one training step, evaluation or lap share.
+    """Values that all actions of one training step, evaluation or decode step share.
 
     Args:
-        buffers: weights and gradients of this rank.
-        given: micro-batches and their numbers (``StepInput``), or the lap (``LapInput``).
-        result: on the CPU; NORM leaves ``VALUES`` there: loss, gradient norm, tokens, whether all was finite, and
-            whether the ranks were given the same. None in a lap.
-        ended: the moment after NORM; None in a lap.
+        buffers: Weight and gradient tensors of this rank.
+        transport: Sends and receives messages.
+        given: Micro-batches with their inputs (``StepInput``), or the decode step (``LapInput``).
+        rule: Rules for updates.
+        result: CPU tensor into which NORM writes ``VALUES``: loss, gradient norm, tokens, 1 if all is finite, 1 if all
+            ranks were given equal batches. None in a decode step.
+        ended: Moment that NORM records when its result is written. None in a decode step.
     """
 
     buffers: Mapping[Buffer, Tensor]

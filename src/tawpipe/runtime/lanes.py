@@ -1,7 +1,7 @@
-"""Lanes: what runs actions in order while other lanes run theirs. A worker thread on the CPU, a stream on CUDA.
+"""Lanes: each runs its actions in order, beside the other lanes. A worker thread on the CPU, a stream on CUDA.
 
-Every submitted action gets an event; an action starts when the events that it was given have passed
-and the lane is free. A failed action fails everything that waits for it, and so reaches whoever waits for the step's
+Every submitted action has an event. An action starts when all events it was given have ended and its lane is free. If
+an action fails, every action that waits for it fails with the same error, up to the caller that waits for the step's
 result.
 """
 
@@ -21,10 +21,10 @@ import torch
 
 
 class Event(Protocol):
-    """The end of one submitted action."""
+    """End of one submitted action."""
 
     def wait(self) -> None:
-        """Block the calling thread until the action has ended; raises what the action raised."""
+        """Block the calling thread until the action has ended; raise the error of the action if it failed."""
         ...
 
     @property
@@ -35,12 +35,12 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class Doing:
-    """The action that a lane is at.
+    """Action that a lane is at.
 
     Args:
-        label: of the action, mostly the action itself.
-        seconds: since it was begun, or since it is waited with.
-        waits: for other actions of this rank, before it begins.
+        label: Label of the action, usually the action itself.
+        seconds: Seconds since the action started, or since it started to wait.
+        waits: True if the action still waits for other actions of this rank.
     """
 
     label: object
@@ -49,13 +49,15 @@ class Doing:
 
 
 class Moment:
-    """The end of something that is issued now, as a time of ``time.perf_counter``, whenever it is asked for.
+    """End of work that is being issued now, as a time of ``time.perf_counter``.
 
-    A stream comes to it while the host is elsewhere. Where the host has waited for it, its own clock says when it was;
-    else the device's clock, how long after the one before.
+    On the CPU, ``note`` stores the time. On CUDA, ``note`` records an event in the stream, and ``seconds`` computes the
+    time later: the host's clock if the caller has just waited for the event, else the time of ``before`` plus the time
+    between both events.
 
     Args:
-        before: the last one on the same device, which is past whenever this one is.
+        device: Device that does the work.
+        before: Previous moment on the same device.
     """
 
     def __init__(self, device: torch.device, before: Moment | None = None) -> None:
@@ -65,17 +67,19 @@ class Moment:
         self._before = before if on_cuda else None
 
     def note(self) -> None:
-        """It is now; to be called by what the lane runs."""
+        """Set this moment to now, or record its event in the current stream. Call it inside a lane."""
         if self._event is None:
             self._seconds = time.perf_counter()
         else:
             self._event.record()
 
     def seconds(self, *, waited: bool) -> float:
-        """When it was, once it is past.
+        """Return the time of this moment, as ``time.perf_counter`` would have shown it.
+
+        Call it once the moment is past. The first call on CUDA fixes the value. Later calls return that value.
 
         Args:
-            waited: the caller has waited for it until now.
+            waited: True if the caller has waited for the moment until now.
         """
         if isnan(self._seconds):
             now, before, self._before = time.perf_counter(), self._before, None
@@ -84,31 +88,37 @@ class Moment:
             else:
                 assert self._event is not None and before._event is not None
                 said = before._seconds + before._event.elapsed_time(self._event) / 1e3
-                self._seconds = min(max(said, self.issued_s), now)  # the two clocks drift apart
+                # limited to known bounds, as the clocks of host and device drift apart
+                self._seconds = min(max(said, self.issued_s), now)
         return self._seconds
 
 
 class LaneProtocol(Protocol):
-    """A lane, as far as the executor knows it."""
+    """Interface of a lane for the executor."""
 
     def begin_step(self) -> None:
-        """Let everything that is submitted from now on wait for what the caller has put into its own stream so far."""
+        """Make every action submitted from now on wait for the work in the caller's own stream so far."""
         ...
 
     def submit(self, run: Callable[[], None], after: Iterable, label: object) -> Event: ...
 
     def doing(self) -> Doing | None:
-        """The action under way; None if nothing is left to do. From any thread."""
+        """Return the action under way, or None if nothing is left to do. Callable from any thread."""
         ...
 
     def busy_s(self) -> float:
-        """Seconds in which actions that have ended were under way, since the lane was made. On CUDA only where it was
-        asked for.
+        """Return the seconds that ended actions were under way since the lane was made.
+
+        On CUDA it is 0 unless the lane measures times.
         """
         ...
 
     def close(self, limit_s: float | None = None) -> bool:
-        """Wait until what has been submitted is over, for so long at most; True if it is. Then the lane has ended."""
+        """Wait for all submitted actions and end the lane; return True if it has ended.
+
+        Args:
+            limit_s: Largest waiting time in seconds; None for no limit.
+        """
         ...
 
 
@@ -117,21 +127,24 @@ CLOSING_LOOK_S = 0.005
 
 
 class Failure:
-    """The first error of any lane. Whoever waits looks here now and then: the lane that it waits for may itself be
-    waiting for a peer which will never answer, because of that error.
+    """First error of any lane.
+
+    Every thread that waits checks it from time to time: the lane it waits for may itself wait for a peer that will
+    never answer because of this error.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.told = False
-        """True once the caller of the pipeline has been given an error because of it."""
+        """True once a call of the pipeline has raised an error because of this failure."""
 
     def note(self, error: BaseException) -> None:
+        """Keep ``error`` if it is the first."""
         if self.error is None:
             self.error = error
 
     def wait_for(self, event: Event) -> None:
-        """Wait for an event on behalf of the pipeline's caller, who is told of an error by that."""
+        """Wait for an event on behalf of the pipeline's caller. If that raises, set ``told``."""
         try:
             event.wait()
         except Exception:
@@ -140,7 +153,10 @@ class Failure:
 
 
 class CpuEvent:
-    """Set by a worker thread. One bare lock, held until the end: a condition costs ten times as much to make."""
+    """End of one action of a worker thread.
+
+    It is one bare lock, held until the action ends: a ``threading.Condition`` costs ten times as much to make.
+    """
 
     __slots__ = ("_failure", "_held", "done", "error")
 
@@ -154,25 +170,26 @@ class CpuEvent:
     def wait(self) -> None:
         while not self.done:
             if self._held.acquire(timeout=LOOK_FOR_FAILURES_S):
-                self._held.release()  # for whoever waits besides
+                self._held.release()  # other threads may wait for this event
             elif self._failure.error is not None:
                 raise self._failure.error
         if self.error is not None:
             raise self.error
 
     def end(self, error: BaseException | None = None) -> None:
+        """Mark the action as ended, with its error if it failed, and wake the threads that wait."""
         self.error = error
         self.done = True
         self._held.release()
 
 
 class CpuLane:
-    """A worker thread with a queue.
+    """Lane of a CPU: a worker thread with a queue.
 
     Args:
-        name: of the lane; the thread is called so.
-        failure: shared by all lanes of a process.
-        delay: returns seconds to sleep before an action; for tests that look for missing waits.
+        name: Name of the lane and of its thread.
+        failure: First error, shared by all lanes of a process.
+        delay: Returns seconds to sleep before an action. For tests that look for missing waits.
     """
 
     def __init__(self, name: str, failure: Failure, *, delay: Callable[[], float] | None = None) -> None:
@@ -180,14 +197,15 @@ class CpuLane:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._at: tuple[object, float, bool] | None = None
         self._busy_s = 0.0
-        # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
+        # daemon, as a lane that waits for a lost peer must not keep the process from ending
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
 
     def begin_step(self) -> None:
-        """Nothing to do: the caller's work is done when its call returns."""
+        """Do nothing: on the CPU, work of the caller is done when its call returns."""
 
     def submit(self, run: Callable[[], None], after: Iterable[CpuEvent], label: object) -> CpuEvent:
+        """Queue ``run``, which the worker thread calls after the events ``after``; return the event of its end."""
         event = CpuEvent(self._failure)
         self._queue.put((run, tuple(after), event, label))
         return event
@@ -205,23 +223,25 @@ class CpuLane:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        """Run the queued actions one after another until the queue yields None."""
         while (item := self._queue.get()) is not None:
             event = item[2]
             error = self._attempt(item[0], item[1], item[3])
-            del item  # whoever waits for the end may count on it that the lane holds nothing of the action any more
+            del item  # free the action and its tensors before its event ends: a waiting thread may rely on that
             self._at = None
             event.end(error)
             del event, error
 
     def _attempt(self, run: Callable[[], None], after: tuple[CpuEvent, ...], label: object) -> BaseException | None:
-        """Run one action when what it waits for has ended; what it raised, if anything."""
+        """Wait for the events ``after``, run one action, and return the error it raised, or None."""
         try:
             self._at = (label, time.monotonic(), True)
             for other in after:
                 other.wait()
             self._at = (label, time.monotonic(), False)
             if self._failure.error is not None:
-                # An action that is left out would put a group's operations out of order: nothing runs any more.
+                # After a failure no action runs: a skipped one would put the operations of a process group out of
+                # order.
                 raise self._failure.error
             if self._delay is not None:
                 time.sleep(self._delay())
@@ -237,14 +257,14 @@ class CpuLane:
 
 
 class CudaEvent:
-    """Recorded in a stream."""
+    """End of one action, recorded in a CUDA stream."""
 
     __slots__ = ("begin", "event", "issued")
 
     def __init__(self, *, timed: bool = False) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
         self.begin = torch.cuda.Event(enable_timing=timed)
-        self.issued = False  # an event that was never recorded says that it has ended
+        self.issued = False  # ``query`` of an event that was never recorded returns True
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -255,12 +275,13 @@ class CudaEvent:
 
 
 class CudaLane:
-    """A stream: ``submit`` runs the function at once on the calling thread, which puts its kernels into the stream.
+    """Lane of a GPU: a CUDA stream. ``submit`` calls the function at once, on the calling thread, inside the stream.
 
     Args:
-        delay: returns seconds for which the stream idles before an action.
-        high_priority: for lanes of transfers, whose few blocks should not queue behind a large matrix product.
-        timed: take down how long actions take.
+        device: GPU of the stream.
+        delay: Returns seconds for which the stream idles before an action. For tests.
+        high_priority: True for lanes of transfers, whose few blocks must not queue behind a large matrix product.
+        timed: Measure how long actions take.
     """
 
     def __init__(
@@ -276,28 +297,31 @@ class CudaLane:
         self._delay = delay
         self._submitted: deque[tuple[object, float, CudaEvent]] = deque()
         self._lock = threading.Lock()
-        """Of ``_submitted``, at which the watchdog looks while the issuing thread adds to it."""
+        """Protects ``_submitted``, which the watchdog reads while the issuing thread adds to it."""
 
     def begin_step(self) -> None:
         self.busy_s()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: object) -> CudaEvent:
+        """Make the stream wait for the events ``after``, call ``run`` now, and return the event of the kernels' end."""
         event = CudaEvent(timed=self._timed)
         with torch.cuda.stream(self.stream), torch.profiler.record_function(str(label)):
             for other in after:
                 self.stream.wait_event(other.event)
             if self._delay is not None:
-                torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
+                torch.cuda._sleep(int(self._delay() * 1e9))  # in cycles of about one nanosecond
             event.begin.record(self.stream)
             with self._lock:
-                self._submitted.append((label, time.monotonic(), event))  # before ``run``, in which a thread may hang
+                # before ``run``, so that ``doing`` shows an action that hangs in ``run``
+                self._submitted.append((label, time.monotonic(), event))
             run()
             event.event.record(self.stream)
             event.issued = True
         return event
 
     def busy_s(self) -> float:
+        """Add up the times of actions that have ended, and return the sum in seconds; 0 unless ``timed``."""
         while self._submitted and self._submitted[0][2].done:
             with self._lock:
                 event = self._submitted.popleft()[2]
@@ -314,8 +338,9 @@ class CudaLane:
         return None
 
     def close(self, limit_s: float | None = None) -> bool:
+        """Wait, at most ``limit_s`` seconds, until the stream is idle; return True if it is."""
         end = None if limit_s is None else time.monotonic() + limit_s
-        while not self.stream.query():  # a stream that is synchronised cannot be given up
+        while not self.stream.query():  # polled, because ``synchronize`` has no time limit
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(CLOSING_LOOK_S)
@@ -325,7 +350,10 @@ class CudaLane:
 def make_lane(
     name: str, device: torch.device, failure: Failure, *, delay: Callable[[], float] | None = None
 ) -> LaneProtocol:
-    """The kind of lane that the device needs."""
+    """Return a ``CudaLane`` for a GPU, a ``CpuLane`` for a CPU.
+
+    Only the lane named ``COMPUTE`` measures its times on CUDA; all others are streams of high priority.
+    """
     if device.type == "cuda":
         computes = name == "COMPUTE"
         return CudaLane(device, delay=delay, high_priority=not computes, timed=computes)

@@ -1,12 +1,12 @@
-"""The end of a script that has not closed its pipelines: after its last line, ``sys.exit`` or an exception.
+"""Shutdown of pipelines that a script has not closed, after its last line, ``sys.exit`` or an exception.
 
-Lanes and background saves are threads inside C++ code, and an interpreter that goes down under such a thread aborts the
-process ("terminate called"). So what is under way is waited for before that. What can never end, because something here
-has failed or peers are gone, is given up after a stated time, and ends with the process. Steps that nobody has looked
-at are judged: a script of one step, whose batch was wrong, ends with an error.
+Lanes and background saves are threads inside C++ code. If the interpreter exits under such a thread, the process aborts
+("terminate called"). So an exit handler first waits for all work under way. Work that can never end, because something
+has failed here or peers are gone, is abandoned after a fixed time and ends with the process. The results of steps that
+the script has not read are checked: a script of one step whose batch was wrong ends with an error.
 
-An error that a call has raised, and that the script has caught, is not judged again if all ranks come to their ends:
-then none of them waits for another. Else the process ends with an error, so that its peers do so, too.
+An error that a call has raised, and that the script has caught, is not reported again if all ranks reach their end:
+then no rank waits for another. Otherwise the process ends with an error, so that its peers end, too.
 """
 
 from __future__ import annotations
@@ -31,35 +31,47 @@ from tawpipe.runtime.threads import on_device, use_device
 from tawpipe.runtime.world import World, joined_by_us
 
 PATIENCE_S = 5.0
-"""Seconds for what is under way after a failure, and for leaving groups; twice that for peers to come to their end."""
+"""Seconds to wait for work under way after a failure, and for leaving groups.
+
+Peers get twice as long to reach their end.
+"""
 LOOK_S = 0.25
-"""Seconds between two looks at a pipeline that has gone with its steps under way."""
+"""Seconds between two checks of a pipeline that was garbage-collected while its steps were under way."""
 EXIT_CODE = 1
-"""Of a process whose last steps were no good or some of whose threads do not end, whatever code the script gave."""
+"""Exit code of a process whose last steps failed or whose threads do not end, whatever code the script gave."""
 
 
 class BackgroundSave(Protocol):
-    """A background save."""
+    """Interface of a save that runs in the background."""
 
     @property
     def done(self) -> bool: ...
 
 
 class UnreadSteps(Protocol):
-    """Results of steps that nobody may have read."""
+    """Interface of the step results that the script may not have read."""
 
     def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Running:
+    """A pipeline that the script has not closed, with its unread results, background saves and processes."""
+
     executor: Executor
     steps: UnreadSteps
     savings: Sequence[BackgroundSave]
     world: World
 
     def end(self, *, failing: bool) -> bool:
-        """Wait until nothing is under way, and judge the last steps; True if that is so and they were good."""
+        """Wait until no work is under way, then check the last steps; return True if all ended and the steps were good.
+
+        Ends the lanes, and the watchdog if all ended. Prints errors that the script was not given. After a failure it
+        waits at most ``PATIENCE_S`` seconds.
+
+        Args:
+            failing: True if the script ends with an exception. Then the last steps are not checked.
+        """
         given_up_at: float | None = None
         closed, ended = [False], True
         while not all(closed) or any(not saving.done for saving in self.savings):
@@ -71,7 +83,7 @@ class _Running:
             closed = self.executor.end_lanes(0.05)
         if ended:
             self.executor.watchdog.close()
-        if failing:  # the script's error says more
+        if failing:  # the script's own error is the more useful one
             return ended
         if (error := self.executor.untold) is not None:
             print(f"tawpipe: the last step was not finished: {error}", file=sys.stderr)
@@ -92,9 +104,9 @@ _running: dict[int, _Running] = {}
 def leave_at_exit(
     pipeline: object, executor: Executor, steps: UnreadSteps, savings: Sequence[BackgroundSave], world: World
 ) -> Callable[[], object]:
-    """Look after a pipeline at the end of the process, unless what is returned has been called.
+    """Register a pipeline for shutdown at the end of the process; return a function that cancels this.
 
-    Its lanes go on when nobody holds it any more: it is remembered until they are idle.
+    If the pipeline is garbage-collected, its lanes run on, and it stays registered until they are idle.
     """
     number = next(_numbers)
     _running[number] = _Running(executor, steps, savings, world)
@@ -104,20 +116,23 @@ def leave_at_exit(
 
 
 def _forget(number: int) -> None:
-    """A pipeline has gone; from any thread, at any time: the garbage collector may call it within ``threading``, whose
-    locks a thread of that module would wait for.
+    """End a pipeline that was garbage-collected, in a new thread if it is not idle yet.
+
+    The garbage collector may call this in any thread at any time, also inside ``threading`` while its locks are held.
+    So it starts the thread with ``_thread``.
     """
     if not _forgotten(number):
         _thread.start_new_thread(_forget_later, (number,))
 
 
 def _forget_later(number: int) -> None:
+    """Try every ``LOOK_S`` seconds to end a pipeline, until it is idle."""
     while not _forgotten(number):
         time.sleep(LOOK_S)
 
 
 def _forgotten(number: int) -> bool:
-    """Let a pipeline go that has nothing under way; True if it is no longer remembered."""
+    """End and unregister a pipeline if it has no work under way; return True if it is no longer registered."""
     pipeline = _running.get(number)
     if pipeline is None:
         return True
@@ -131,14 +146,18 @@ def _forgotten(number: int) -> bool:
 
 
 def _at_exit() -> None:
-    """Before the interpreter goes down."""
-    failing = getattr(sys, "last_type", None) is not None  # an exception that nobody has caught
+    """Shut down all registered pipelines before the interpreter exits.
+
+    Waits for their work, checks their last steps and leaves the process groups. If anything fails or does not end in
+    time, it ends the process at once with ``EXIT_CODE``.
+    """
+    failing = getattr(sys, "last_type", None) is not None  # the script ends with an uncaught exception
     running, groups = list(_running.values()), False
     _running.clear()
     failed = [pipeline for pipeline in running if pipeline.executor.failure is not None]
     over, good = failing or _over(failed), list[bool]()
     for pipeline in running:
-        use_device(pipeline.world.device)  # it may have been made in another thread
+        use_device(pipeline.world.device)  # the pipeline may have been made in another thread
         good.append(pipeline.end(failing=failing))
     if running and joined_by_us():
         together = all(good) and not failing and all(pipeline.executor.failure is None for pipeline in running)
@@ -151,8 +170,10 @@ def _at_exit() -> None:
 
 
 def _over(failed: Sequence[_Running]) -> bool:
-    """End what still waits for messages of pipelines that have failed; False if the script does not know of a failure,
-    or peers may wait for this rank.
+    """Abort the transports of failed pipelines, so that actions waiting for messages end; return True if that was done.
+
+    Returns False, without aborting, if the script was not given the error of a failure, or if not all ranks reach their
+    end within twice ``PATIENCE_S`` seconds, so that a peer may still wait for this rank.
     """
     worlds = [pipeline.world for pipeline in failed if pipeline.world.size > 1]
     if any(pipeline.executor.untold for pipeline in failed):
@@ -169,7 +190,16 @@ def _over(failed: Sequence[_Running]) -> bool:
 
 
 def _leave(world: World, *, together: bool, on_gpu: bool) -> None:
-    """Leave all groups. NCCL's destruction waits for the peers; where they do not come, its groups are aborted."""
+    """Leave all process groups.
+
+    NCCL's destruction waits for the peers. If they do not all reach this point in time, or if ``together`` is False,
+    GPU groups are aborted instead.
+
+    Args:
+        world: Processes of the run.
+        together: True if nothing has failed on this rank.
+        on_gpu: True if a pipeline used a GPU.
+    """
     use_device(world.device)
     if on_gpu and not (together and world.meet(timedelta(seconds=PATIENCE_S))):
         from torch.distributed.distributed_c10d import _abort_process_group
@@ -180,7 +210,7 @@ def _leave(world: World, *, together: bool, on_gpu: bool) -> None:
 
 
 def _in_time(act: Callable[[], None]) -> bool:
-    """True if ``act`` has ended, well or with an error, within twice ``PATIENCE_S``."""
+    """Run ``act`` in a thread; return True if it ends, even with an error, within twice ``PATIENCE_S`` seconds."""
     thread = threading.Thread(target=_quietly, args=(act,), daemon=True)
     thread.start()
     thread.join(2 * PATIENCE_S)
@@ -188,6 +218,7 @@ def _in_time(act: Callable[[], None]) -> bool:
 
 
 def _quietly(act: Callable[[], None]) -> None:
+    """Call ``act``. If it raises an Exception, print that to standard error and return normally."""
     try:
         act()
     except Exception as error:
@@ -196,4 +227,4 @@ def _quietly(act: Callable[[], None]) -> None:
 
 atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # lanes and groups are the parent's
+    os.register_at_fork(after_in_child=_running.clear)  # a forked child does not own the parent's lanes and groups

@@ -1,18 +1,20 @@
-"""A corner of torchrun's store that no earlier start has used.
+"""Agreement of all ranks on a prefix in torchrun's store that no earlier start of the processes has used.
 
-An agent of torchrun keeps one store for all starts of its processes, and torch puts the addresses of a group's members
-under the same names each time. After a restart a member can therefore read the address of a process that is dead and
-fail to connect, or wait for it (pytorch issues 135712, 167288). Counting starts does not help: agents that join later
-count otherwise. So the processes agree on a name of their own first, in the store itself, although whatever they read
-there may be left from earlier:
+An agent of torchrun keeps one store for all starts of its processes, and torch stores the addresses of a group's
+members
+under equal names each time. After a restart a member can therefore read the address of a dead process and fail to
+connect, or wait for it (pytorch issues 135712, 167288). Counting the starts does not help: agents that join later have
+other counts. So the ranks first agree on a new name, through the store itself, although the store may hold values from
+earlier starts:
 
-* every rank writes a number drawn for this start under its name (``hello``);
-* rank 0 reads those of all ranks, as often as one changes, and offers them with a number drawn for the offer;
-* a rank that finds its own number in an offer agrees to it (``yes``, under the number of the offer);
-* when all have agreed to its offer, rank 0 says so (``go``, likewise).
+* every rank writes a random number, drawn for this start, under its own key (``hello``);
+* rank 0 reads the numbers of all ranks, again after each change, and publishes them with a random name (``offer``);
+* a rank that finds its own number in an offer agrees to it (``yes``, under the offered name);
+* when all ranks have agreed to its offer, rank 0 confirms it (``go``, under the offered name).
 
-An offer of an earlier start holds other numbers, and agreement to it is under another name. What NCCL's groups tell
-each other through the store besides, past any name, rank 0 takes back: an error of an earlier start would end this one.
+An offer of an earlier start holds other numbers, and agreement to it is stored under another name. NCCL also writes
+failure signals into the store, outside any prefix. Rank 0 deletes them, as a signal of an earlier start would end this
+one.
 """
 
 from __future__ import annotations
@@ -27,19 +29,22 @@ from tawpipe.errors import RunError
 
 PREFIX = "tawpipe/start"
 LOOK_S = 0.02
-"""Seconds between two looks of a rank, for 64 of them; more wait longer, as one store answers all."""
+"""Seconds between two polls of a rank, for up to 64 ranks. More ranks poll less often, as one store answers all."""
 SIGNALS = ("exception_dump", "remote_error")
-"""Keys of torch's ProcessGroupNCCL, outside of any group's prefix: somebody has failed, so all end."""
+"""Keys by which torch's ProcessGroupNCCL reports a failed rank, outside any group's prefix. All ranks then end."""
 
 
 def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that the ranks of this start, and no others, have got; call on all of them.
+    """Return a random name that all ranks of this start, and no earlier start, agree on. Call on all ranks.
 
     Args:
-        store: a ``torch.distributed.Store`` that all of them share, used before or not.
+        store: A ``torch.distributed.Store`` shared by all ranks, new or used before.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout: Largest waiting time.
 
     Raises:
-        RunError: not all of them came in time.
+        RunError: If not all ranks agreed in time.
     """
     mine = secrets.token_hex(8)
     store.set(f"{PREFIX}/hello/{rank}", mine)
@@ -70,6 +75,6 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def _numbers(store: Any, world_size: int) -> list[str]:
-    """The numbers that all ranks have written last; none if some have not."""
+    """Return the numbers that the ranks have written last, by rank; an empty list if a rank has not written yet."""
     names = [f"{PREFIX}/hello/{rank}" for rank in range(world_size)]
     return [value.decode() for value in store.multi_get(names)] if store.check(names) else []

@@ -1,4 +1,4 @@
-"""Memory of a GPU as those count it who give it: tensors, torch's allocator, the driver."""
+"""Memory of a GPU at four levels: live tensors, blocks in use, torch's allocator, and the driver."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from dataclasses import dataclass
 import torch
 
 MALLOC = {-8: 1, -3: 1 << 20, -1: 64 << 20}
-"""Parameters of glibc's allocator (malloc.h): M_ARENA_MAX; M_MMAP_THRESHOLD, bytes of the smallest block that is mapped
-by itself; M_TRIM_THRESHOLD, free bytes at the end of its heap that it keeps.
+"""Parameters of glibc's allocator (malloc.h) and the values to set.
+
+M_ARENA_MAX; M_MMAP_THRESHOLD, bytes of the smallest block that is mapped by itself; M_TRIM_THRESHOLD, free bytes that
+the allocator keeps at the end of its heap.
 """
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The most bytes of a GPU since its statistics were reset, as four count them, each with what the one before has.
+    """Peak bytes of a GPU since its statistics were reset, counted at four levels. Each level includes the one before.
 
     Args:
-        allocated: tensors that there are.
-        active: and tensors that have gone, which another stream may still read (``record_stream``): nothing else can
-            have their memory.
-        reserved: and what lies free between them in torch's allocator, which one stream cannot give to another.
-        driver: and what the driver, libraries, communicators and other processes have; of now.
+        allocated: Live tensors.
+        active: ``allocated``, and freed tensors that another stream may still read (``record_stream``), whose memory
+            cannot be reused yet.
+        reserved: ``active``, and free blocks inside torch's allocator, which one stream cannot give to another.
+        driver: Memory in use on the GPU now, in total: also the driver, libraries, communicators and other processes.
     """
 
     allocated: int
@@ -34,7 +36,7 @@ class Taken:
 
     @classmethod
     def of(cls, device: torch.device) -> Taken:
-        """Of a GPU."""
+        """Read the peak memory statistics of ``device``, and its memory in use now."""
         said = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)
         allocated, active, reserved = (said[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved"))
@@ -46,20 +48,23 @@ class Taken:
 
 
 def give_back(device: torch.device) -> None:
-    """Give memory that no tensor has back to the driver, or to the system: one stream's free blocks are of no use to
-    another, nor are those of one thread.
+    """Return unused memory of torch's allocator to the driver, or of glibc's to the system, after a garbage collection.
+
+    Free blocks of one stream, or of one thread, are of no use to another.
     """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None:  # glibc has it
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None:
+        # only glibc has it
         trim(0)
 
 
 def share_allocator() -> None:
-    """Let all threads of this process take memory of the CPU from one place, and give large blocks back to the system.
-    Of what glibc otherwise keeps for each of a pipeline's threads apart, and between large blocks, no count of tensors
-    knows: 61 MiB beside 236 were measured. Call before there are threads; other systems' allocators stay as they are.
+    """Make all threads of this process allocate CPU memory from one arena, and return large blocks to the system.
+
+    Otherwise glibc keeps free memory for each of a pipeline's threads and between large blocks. No count of tensors
+    shows it: 61 MiB in addition to 236 MiB were measured. Call before threads are started. Does nothing without glibc.
     """
     if sys.platform == "linux" and (tune := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for parameter, value in MALLOC.items():
@@ -67,7 +72,7 @@ def share_allocator() -> None:
 
 
 def taken_outside_torch(device: torch.device) -> int:
-    """Bytes of a GPU that are in use, and not by torch's allocator; when the device has done what it was given."""
+    """Return the bytes of a GPU in use outside torch's allocator, after waiting for the device to finish its work."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

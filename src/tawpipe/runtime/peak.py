@@ -1,8 +1,7 @@
-"""Measures the most memory that tensors take while something runs, transient ones and the scratch of kernels included.
+"""Measurement of the peak memory of tensors while functions run, including temporary tensors and scratch of kernels.
 
-On CUDA torch's allocator keeps the count; of what the process takes of the device that is the smallest of four numbers
-(runtime/memory.py). On the CPU the profiler is told of every block that torch's allocator gives
-and takes back on the calling thread, and the sum is taken here.
+On CUDA, torch's allocator counts the bytes: the smallest of the four counts in runtime/memory.py. On the CPU, torch's
+profiler records each block that the allocator gives or takes back on the calling thread, and this module sums them.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from tawpipe.runtime.executor import Executor
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of tensors before, during and after one part of what was run.
+    """Bytes of tensors before, during and after one measured function, above the bytes before the first function.
 
     Args:
-        before, most, after: more than before the first part; ``most`` at the highest.
+        before, most, after: Bytes at its beginning, at its peak, and at its end.
     """
 
     before: int
@@ -33,14 +32,16 @@ class Peak:
 
 
 def peaks(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
-    """Run ``parts`` one after another on this thread; what each of them took.
+    """Run the functions ``parts`` one after another on this thread, and return the memory peak of each.
 
-    On the CPU, what was allocated before and is freed in a part is not seen: let the first part allocate it.
+    On the CPU, memory that was allocated before the measurement and is freed in a part is not counted. Let the first
+    part allocate it.
     """
     return _on_cuda(parts, device) if device.type == "cuda" else _on_cpu(parts)
 
 
 def _on_cuda(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
+    """Run ``parts``, and read the peak of each from torch's CUDA allocator."""
     there, peaks = torch.cuda.memory_allocated(device), list[Peak]()
     for part in parts:
         before = torch.cuda.memory_allocated(device)
@@ -52,7 +53,10 @@ def _on_cuda(parts: Sequence[Callable[[], object]], device: torch.device) -> lis
 
 
 def peak_of_step(executor: Executor, step: Callable[[], object]) -> int:
-    """The most that tensors take in a step of a pipeline that was drained, besides those that are there before it."""
+    """Run ``step`` and wait for it; return the peak bytes of tensors above those that existed before.
+
+    The executor must be drained before.
+    """
     if executor.device.type == "cuda":
         return _of_step_on_cuda(executor, step)
     watch = Allocations()
@@ -64,6 +68,9 @@ def peak_of_step(executor: Executor, step: Callable[[], object]) -> int:
 
 
 def _of_step_on_cuda(executor: Executor, step: Callable[[], object]) -> int:
+    """Run ``step``, wait for it, and return the peak bytes of torch's GPU allocator minus the bytes allocated before.
+
+    Resets the allocator's peak statistics."""
     before = torch.cuda.memory_allocated(executor.device)
     torch.cuda.reset_peak_memory_stats(executor.device)
     step()
@@ -72,10 +79,13 @@ def _of_step_on_cuda(executor: Executor, step: Callable[[], object]) -> int:
 
 
 class Allocations:
-    """What torch's allocator for the CPU gives to one thread and takes back, from ``start`` to ``stop``, both on it."""
+    """Record of the CPU blocks that torch allocates and frees on one thread, from ``start`` to ``stop``.
+
+    Call ``start`` and ``stop`` on that thread.
+    """
 
     def __init__(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on standard error that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints start and stop on standard error
         self._profile = profile(profile_memory=True)
 
     def start(self) -> None:
@@ -91,16 +101,16 @@ class Allocations:
 
     @property
     def _changes(self) -> list[tuple[int, int]]:
-        """Times, and the bytes that were given or taken back."""
+        """Times in nanoseconds with the bytes allocated (positive) or freed (negative), in order of time."""
         return sorted((event.start_ns(), event.nbytes()) for event in self._events if event.name() == "[memory]")
 
     @property
     def most(self) -> int:
-        """Bytes that were held at the highest."""
+        """Largest number of bytes held at one time."""
         return max(accumulate(size for _, size in self._changes), default=0)
 
     def peaks(self, names: Sequence[str]) -> list[Peak]:
-        """What was taken until the end of each ``record_function`` of these names, from the end of the one before."""
+        """Return the peak of each ``record_function`` in ``names``, from the end of the one before to its own end."""
         ends = {event.name(): event.start_ns() + event.duration_ns() for event in self._events if event.name() in names}
         changes, peaks, held, at = self._changes, list[Peak](), 0, 0
         for name in names:
@@ -114,6 +124,7 @@ class Allocations:
 
 
 def _on_cpu(parts: Sequence[Callable[[], object]]) -> list[Peak]:
+    """Run ``parts`` under torch's profiler, and return the peak of each."""
     names = [f"tawpipe.peak.{number}" for number in range(len(parts))]
     allocations = Allocations()
     allocations.start()

@@ -1,6 +1,6 @@
-"""The processes of a run: joins them, finds the topology, picks the device.
+"""Processes of a run: joins them, finds the topology, and picks the device.
 
-Everything comes from torchrun's variables; a process that nobody launched is a world of one.
+All input is read from torchrun's variables. A process that no launcher has started is a world of one rank.
 """
 
 from __future__ import annotations
@@ -35,27 +35,31 @@ from tawpipe.topology import Topology
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 _joined: list[Any] = []
-"""The group of all processes, if it was made here."""
+"""Process group of all ranks, if this module made it."""
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-"""Changes how long operations of a group may take; public from torch 2.15 on."""
+"""Function that changes the timeout of a group's operations; public from torch 2.15."""
 LEAST_CONNECTIONS = 12
-"""Streams of lanes and of NCCL that run beside each other."""
+"""Number of streams, of lanes and of NCCL, that run concurrently."""
 DEVICE_KIND = "tawpipe/device"
-"""Key under which rank 0 says what its device is."""
+"""Store key under which rank 0 writes the type of its device."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """The processes of a run, as seen by this rank.
 
     Args:
-        nodes: the nodes of the run; where they are virtual, as the user wants them.
-        group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
-        patient: all ranks, for waits that may take as long as tokenising a corpus; None in a single process.
-        launched: the nodes as the launcher numbers them, where ``nodes`` may group their processes otherwise.
-        far_bytes_per_s: of a device's share of its node's link to the others, as it was measured; 0 where it was not.
+        nodes: Nodes of the run, with virtual nodes if the user asked for them.
+        rank: This rank.
+        device: Device of this rank.
+        group: Group of all ranks for CPU tensors (also for CUDA tensors if the device is a GPU); None in a single
+            process.
+        patient: Group of all ranks for waits as long as tokenising a corpus; None in a single process.
+        launched: Nodes as the launcher numbers them; ``nodes`` may group the processes differently.
+        far_bytes_per_s: Measured rate of one device's share of the link between nodes, in bytes per second; 0 if not
+            measured.
     """
 
     nodes: Topology
@@ -71,12 +75,12 @@ class World:
 
     @property
     def machines(self) -> Topology:
-        """The processes by the machine whose loss they do not survive."""
+        """Processes grouped by physical machine: all processes of one fail together."""
         return self.launched or self.nodes
 
     @cached_property
     def topology(self) -> Topology:
-        """What schedules take for nodes, all of them equally large."""
+        """Nodes as schedules use them: ``nodes`` cut into groups of equal size."""
         return self.nodes.evened()
 
     @property
@@ -84,13 +88,13 @@ class World:
         return self.nodes.world_size
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's ``values`` (a CPU tensor) on all ranks, in place."""
+        """Copy rank 0's ``values`` (a CPU tensor) into ``values`` on all ranks, and return it. Call on all ranks."""
         if self.group is not None:
             dist.broadcast(values, 0, group=self.group)
         return values
 
     def gather_numbers(self, value: float) -> list[float]:
-        """One number of every rank, in their order, on all ranks."""
+        """Return the ``value`` of every rank, in rank order, on all ranks. Call on all ranks."""
         if self.group is None:
             return [value] * self.size
         mine = torch.tensor([value], dtype=torch.float64, device="cpu")
@@ -99,7 +103,7 @@ class World:
         return [float(number) for number in everyone]
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's ``text`` on all ranks."""
+        """Return rank 0's ``text`` on all ranks. Call on all ranks."""
         if self.group is None:
             return text
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
@@ -111,19 +115,22 @@ class World:
         return bytes(data.tolist()).decode()
 
     def text_of_rank_0(self, make: Callable[[], str]) -> str:
-        """The text that ``make`` gives on rank 0, where it may take its time, on all ranks; call on all ranks.
+        """Call ``make`` on rank 0 only, and return its text on all ranks, which wait without a time limit.
+
+        Call on all ranks.
 
         Raises:
-            UserError: that of rank 0; on all ranks.
+            UserError: On all ranks, if ``make`` raised one on rank 0.
         """
         return self.broadcast_text(self.of_rank_0(make, ""))
 
     def of_rank_0(self, make: Callable[[], Value], elsewhere: Value) -> Value:
-        """The value that ``make`` gives on rank 0, which may take its time, and ``elsewhere`` on other ranks; call on
-        all ranks.
+        """Call ``make`` on rank 0 and return its value there; return ``elsewhere`` on other ranks.
+
+        Call on all ranks. They wait for rank 0 without a time limit.
 
         Raises:
-            UserError: that of rank 0; on all ranks.
+            UserError: On all ranks, if ``make`` raised one on rank 0.
         """
         value, refusal = elsewhere, None
         if self.rank == 0:
@@ -137,7 +144,7 @@ class World:
         return value
 
     def gather_texts(self, text: str) -> list[str]:
-        """A text of every rank, in their order, on all ranks."""
+        """Return the ``text`` of every rank, in rank order, on all ranks. Call on all ranks."""
         if self.group is None:
             return [text]
         data = text.encode()
@@ -150,21 +157,24 @@ class World:
         return [padded.numpy().tobytes().rstrip(b"\0").decode() for padded in everyone]
 
     def together(self, act: Callable[[], Any], *, acts: bool = True, otherwise: str = "{}") -> list[Any]:
-        """The results of ``act`` on every rank (JSON values), in their order, on all ranks; call on all ranks.
+        """Call ``act`` on every rank, and return the results (JSON values) of all ranks, in rank order, on all ranks.
+
+        Call on all ranks.
 
         Args:
-            acts: whether this rank does; if not, it returns None.
-            otherwise: how the words of an error that is no UserError are put.
+            act: Function to call.
+            acts: If False, this rank does not call ``act``, and its result is None.
+            otherwise: Format string for the message of an error that is not a UserError.
 
         Raises:
-            RunError: it has failed on some rank; on all ranks, with the words of the first.
+            RunError: On all ranks, if ``act`` failed on some rank, with the message of the first such rank.
         """
         value, problem, cause = None, "", None
         try:
             value = act() if acts else None
         except UserError as error:
             problem, cause = error.expected, error
-        except Exception as error:  # whatever it is, this rank goes on to tell the others
+        except Exception as error:  # any error: this rank must still report it to the other ranks
             problem, cause = otherwise.format(in_words(error)), error
         everyone = [json.loads(text) for text in self.gather_texts(json.dumps([problem, value]))]
         failed = [rank for rank, (problem, _) in enumerate(everyone) if problem]
@@ -174,7 +184,14 @@ class World:
         return [value for _, value in everyone]
 
     def with_group(self, name: str, timeout: timedelta) -> World:
-        """The same processes with a group of their own, for a thread of its own; call on all ranks."""
+        """Return a copy of this world with a new gloo group of all ranks, for use in another thread. Call on all ranks.
+
+        Returns this world itself in a single process.
+
+        Args:
+            name: Description of the group.
+            timeout: Time limit of the group's operations.
+        """
         if self.group is None:
             return self
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
@@ -182,68 +199,86 @@ class World:
         return replace(self, group=group)
 
     def drop_group(self, other: World) -> None:
-        """Leave the group that ``other.with_group`` made; with nothing under way, on all ranks."""
+        """Destroy this world's group if ``other.with_group`` made it.
+
+        Call on all ranks, with no operation under way.
+        """
         if self.group is not None and self.group is not other.group:
             dist.destroy_process_group(self.group)
 
     def set_timeout(self, limit: timedelta) -> None:
-        """Limit the time that the others may take for a control message from now on."""
+        """Set the time limit of this world's group for later operations, such as ``barrier`` and the gathers."""
         if self.group is not None:
             set_group_timeout(limit, self.group)
 
     def store(self) -> Any:
-        """A connection of its own to the store in which the processes met, with keys of this world's group."""
+        """Return a new connection to the store of the processes, with a key prefix for this world's group."""
         assert self.group is not None
         store: Any = distributed_c10d._get_default_store()
         return distributed_c10d.PrefixStore(f"tawpipe {self.group.group_name}", store.clone())
 
     def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
-        """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""
+        """Raise an equal UserError on all ranks if ``ok`` is False on any rank. Call on all ranks."""
         bad = [rank for rank, good in enumerate(self.gather_numbers(float(ok))) if not good]
         if bad:
             where = f"; not so on rank {', '.join(map(str, bad))} of {self.size}" if self.size > 1 else ""
             raise UserError(setting, value, expected + where)
 
     def wait_patiently(self) -> None:
-        """A barrier without a time limit that anybody would meet."""
+        """Wait up to seven days until all ranks have called this. Returns at once in a single process."""
         if self.patient is not None:
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self.patient)
 
     def leave(self) -> None:
-        """Say goodbye, after everything has ended well. On the error path nobody should: it waits."""
+        """Wait until all ranks have called this, then destroy all process groups. Does nothing in a single process.
+
+        Do not call it after an error: it would wait for failed ranks."""
         if self.group is not None:
             self.barrier()
             _joined.clear()
             dist.destroy_process_group()
 
     def meet(self, limit: timedelta) -> bool:
-        """True if all ranks come here within the time; a rank that waits for the others elsewhere does not."""
+        """Wait until all ranks have called this, at most ``limit``; return True if they have.
+
+        A rank that is inside ``wait_patiently`` instead does not count.
+        """
         group, count = self.patient or self.group, torch.ones(1, device="cpu")
         if group is not None:
             try:
-                group.allreduce([count]).wait(limit)  # the script may have destroyed what ``dist`` knows of the group
+                # called on the group itself: the script may have destroyed the entry in ``dist``
+                group.allreduce([count]).wait(limit)
             except RuntimeError:
                 return False
-        return group is None or int(count) == self.size  # who waits patiently adds nothing
+        return group is None or int(count) == self.size  # a rank in ``wait_patiently`` adds 0
 
     def barrier(self) -> None:
-        """Wait for all ranks, on the CPU."""
+        """Wait until all ranks have called this, with an all-reduce on the CPU. Returns at once in a single process."""
         if self.group is not None:
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group)
 
 
 def in_words(error: Exception) -> str:
-    """An error in one line that says where it happened, if the error knows."""
+    """Return an error as text for a message.
+
+    An OSError gives its reason and file name, a RunError its message, any other error its type and message."""
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` to this process's device.
+    """Return the device of this process, and make it the current CUDA device if it is a GPU.
+
+    With ``auto`` the result is the CPU if there is no GPU or CUDA cannot start, with a warning in the second case.
+
+    Args:
+        wanted: ``auto``, ``cpu`` or ``cuda``.
+        local_rank: Rank of this process on its node.
 
     Raises:
-        UserError: ``cuda`` where there is none, or more local processes than devices; or one that others have filled.
+        UserError: If ``wanted`` is another text, ``cuda`` is not usable, there are more local processes than GPUs, or
+            other processes have filled the GPU.
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise UserError("device", wanted, "auto, cpu or cuda")
@@ -252,7 +287,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         if wanted == "cuda":
             raise UserError("device", wanted, "this machine has no CUDA device that torch can use; cpu or auto works")
         return torch.device("cpu")
-    # A launcher that shows every process one device numbers it 0.
+    # If the launcher shows each process only one device, its index is 0.
     index = 0 if count == 1 else local_rank
     if index >= count or (count == 1 and local_rank > 0 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         raise UserError(
@@ -260,9 +295,10 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         )
     try:
         torch.cuda.set_device(index)
-        # Where the first work of autograd's thread is a matrix product; torch takes the only context that there is.
+        # The warning appears if the first work of autograd's thread is a matrix product. It is harmless: torch uses the
+        # only context.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-    except (RuntimeError, AssertionError) as error:  # above all a driver that is too old for this torch
+    except (RuntimeError, AssertionError) as error:  # mostly a driver that is too old for this torch
         problem = f"torch {torch.__version__} cannot start CUDA here: {str(error).splitlines()[0]}"
         if "out of memory" in problem:
             expected = f"a device with room beside its other processes, which nvidia-smi shows, or cpu ({problem})"
@@ -275,7 +311,10 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def warn_of_few_connections(environ: Mapping[str, str] = os.environ) -> None:
-    """Say so if streams will wait for each other, because a user has set fewer connections than there are lanes."""
+    """Log a warning if CUDA_DEVICE_MAX_CONNECTIONS is below ``LEAST_CONNECTIONS``.
+
+    Streams would then share connections and wait for each other.
+    """
     text = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if text.isdecimal() and int(text) < LEAST_CONNECTIONS:
         logger.warning(
@@ -287,15 +326,20 @@ def warn_of_few_connections(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelta = timedelta(minutes=10)) -> World:
-    """Join the other processes that the launcher started.
+    """Join the processes that the launcher started, pick this process's device, and return the world.
+
+    Call on all ranks. Sets the environment variables for CUDA that this library needs, and the current CUDA device.
+    Makes torch's process group, unless it exists, and a second group for long waits. All ranks exchange their node and
+    local rank. In a process that no launcher has started, or alone, no group is made.
 
     Args:
-        nodes: regroup the processes into that many virtual nodes instead of the launcher's.
+        nodes: Number of virtual nodes to group the processes into; None for the launcher's nodes.
         device: ``auto``, ``cpu`` or ``cuda``.
-        timeout: for joining and for control messages.
+        timeout: Time limit for joining and for control messages.
 
     Raises:
-        UserError: the launcher's variables contradict themselves, or ``nodes`` does not divide the processes.
+        UserError: If the launcher's variables contradict each other, ``nodes`` does not divide the number of processes,
+            or ``device`` cannot be used.
     """
     launch = LaunchEnvironment.read(os.environ)
     if torch.cuda.is_initialized() and (late := list(missing_cuda_variables())):
@@ -330,13 +374,15 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
 
 
 def require_same_kind(store: Any, rank: int, device: torch.device) -> None:
-    """Compare the kind of this process's device with rank 0's, before a group waits for one that never joins it.
+    """Raise UserError if the device type differs from rank 0's, before a group would wait for a rank that never joins.
 
     Args:
-        store: a ``torch.distributed.Store`` of all ranks.
+        store: A ``torch.distributed.Store`` of all ranks.
+        rank: This rank. Rank 0 writes its device type into the store. Other ranks wait for this entry and compare.
+        device: Device of this process.
 
     Raises:
-        UserError: it is another one, as where one machine's driver is too old.
+        UserError: If the types differ, for example because the driver of one machine is too old.
     """
     if rank == 0:
         store.set(DEVICE_KIND, device.type)
@@ -346,12 +392,16 @@ def require_same_kind(store: Any, rank: int, device: torch.device) -> None:
 
 
 def joined_by_us() -> bool:
-    """True if the processes' present group was made here and not by the script."""
+    """Return True if the current process group was made by this module and not by the script."""
     return dist.is_initialized() and dist.group.WORLD in _joined
 
 
 def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -> None:
-    """The process group of all. On one machine its store listens to this machine alone, which torch's own does not."""
+    """Make torch's process group of all ranks, and enable NCCL's flight recorder for it. Waits for all ranks.
+
+    After the local launcher, the store listens on the loopback address only, which torch's own store does not. After
+    torchrun with an agent's store, the ranks first agree on a prefix (``agree_on_name``). Except after the local
+    launcher, UserError is raised if a rank's device type differs from rank 0's."""
     keep_record()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None

@@ -1,1 +1,1 @@
-"""How blocks compute: layers whole, in chunks and over sets of ranks; activations; random numbers."""
+"""Computation of blocks: layers on whole rows, in chunks and in context-parallel groups; random numbers."""

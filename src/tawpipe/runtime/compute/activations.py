@@ -1,4 +1,4 @@
-"""What the actions that compute leave for later ones, by its kind: the state of a rank between two actions."""
+"""Values that computing actions keep for later actions, by kind: the state of a rank between two actions."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, Buffer, Kind
 
 SAVED = (Kind.GRAPH, Kind.ATTENTION)
-"""Kinds of what a layer on whole rows keeps for its backward pass instead of its input."""
+"""Kinds of values that a layer on whole rows keeps for its backward pass instead of its input."""
 ROWS = (Kind.INPUT, Kind.OFFLOADED, Kind.RELOADED)
 """Kinds of a block's input."""
 RETURNED = (Kind.RELOADED_GRAPH, Kind.RELOADED_ATTENTION)
-"""The same, come back from the host's memory."""
+"""Kinds of values in ``SAVED`` that were copied back from CPU memory."""
 READ = frozenset((*SAVED, *RETURNED, *ROWS))
-"""Kinds of what the backward pass of a layer on whole rows starts from."""
+"""Kinds of values from which the backward pass of a layer on whole rows starts."""
 
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """A layer's input with the graph of its output: what a layer keeps, also in the place of the input."""
+    """A layer's input and the autograd graph of its output, kept for the backward pass."""
 
     leaf: Tensor
     edge: GradientEdge
     deferred: DeferredProducts | None
-    """Where its backward pass may be in two parts."""
+    """Products whose weight gradients are computed later; None if the backward pass has one part."""
     saved: Saved = field(default_factory=list)
-    """What it holds besides and nobody else does, until the backward pass begins; each goes then as soon as it can."""
+    """Other tensors that only this graph keeps alive. They are held until the backward pass begins."""
 
     def forget(self) -> None:
-        """Leave what is saved to the graph alone."""
+        """Drop the list of saved tensors, so that autograd frees each as soon as it has used it."""
         self.saved.clear()
 
 
 @dataclass(frozen=True)
 class WaitingGraph:
-    """A ``LayerGraph`` whose tensors wait in the host's memory.
+    """A ``LayerGraph`` whose tensors are in CPU memory.
 
     Args:
-        memory: what waits, byte by byte, one storage after the other.
-        storages: of every storage where it begins and ends there, and the tensors in it: each with its size, its stride
-            and its place in the storage.
+        graph: The graph.
+        memory: Bytes of all its storages, one after the other.
+        storages: For each storage its begin and end in ``memory``, and the tensors in it, each with its size, its
+            stride and its offset in the storage.
     """
 
     graph: LayerGraph
@@ -62,7 +63,7 @@ class WaitingGraph:
 
 
 class LayerRunner(Protocol):
-    """The code that computes layers of a micro-batch: ``layer``, ``cut_layer`` or ``sliced``."""
+    """Interface of the module that computes layers of a micro-batch: ``layer``, ``cut_layer`` or ``sliced``."""
 
     def forward(self, blocks: Any, action: Action, held: DeviceBatch, given: StepInput, before: Any, /) -> None: ...
 
@@ -71,8 +72,14 @@ class LayerRunner(Protocol):
 
 @dataclass
 class DeviceBatch:
-    """A micro-batch on the device: its tensors, those of the tokens that this rank computes, the calls of its layers
-    and what computes these.
+    """A micro-batch on the device, with the calls of its layers and the code that computes them.
+
+    Attributes:
+        batch: The whole micro-batch.
+        local: The tokens that this rank computes.
+        dealt: Tokens of each rank of the context-parallel group; None if this rank computes all.
+        calls: Arguments of the layers, apart from their input.
+        runner: Module that computes the layers.
     """
 
     batch: MicroBatch
@@ -81,32 +88,33 @@ class DeviceBatch:
     calls: tuple[LayerCall, ...]
     runner: LayerRunner
     embedded: GradientEdge | None
-    """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
-    not kept alive by it.
+    """Start of the backward graph of the embedding's output, if that backward pass needs no weights; else None.
+
+    It does not keep the output itself alive.
     """
     part: DocumentSlice | None = None
-    """Where it is a slice of a document; the calls are those for all of it."""
+    """The document slice that this micro-batch is, or None. Its ``calls`` are those for the whole document."""
 
 
 class Activations:
-    """Boundary activations and all else that lives from one action to another, under the names of the schedule.
+    """Boundary activations and all other values that live from one action to another, by the schedule's buffer names.
 
     Args:
-        table: makes one of the tables.
+        table: Makes one of the tables.
     """
 
     def __init__(self, table: Callable[[], dict[Buffer, Any]] = dict) -> None:
         self.batches: dict[Buffer, DeviceBatch] = table()
         self.inputs: dict[Buffer, Tensor | Rows | LayerGraph] = table()
-        """Of blocks, on the device or where they wait."""
+        """Inputs of blocks, on the device or in CPU memory or a file."""
         self.kept: dict[Buffer, LayerGraph | WaitingGraph | KeptAttention] = table()
-        """Of layers that keep more than their input: on whole rows a graph, in chunks what attention gave."""
+        """Values that layers keep in addition to their input: a graph on whole rows, attention outputs in chunks."""
         self.gradients: dict[Buffer, Tensor] = table()
-        """Of inputs of blocks."""
+        """Gradients of the inputs of blocks."""
         self.keys: dict[Buffer, Any] = table()
-        """Keys and values of all ranks of a set, tensors; or what slices of a document hand on, the same for all."""
+        """Keys and values of a context-parallel group's ranks, or one ``HandedOn`` per document for all its slices."""
         self.key_gradients: dict[Buffer, Any] = table()
-        """Of all ranks' keys and values, each with room for the sum of them that is this rank's; of slices as above."""
+        """Gradients of all ranks' keys and values, with a buffer for this rank's sums, or a ``HandedOn``."""
         self.deferred: dict[Buffer, DeferredProducts] = table()
         self.losses: dict[Buffer, Tensor] = table()
         self.tables: dict[Kind, dict[Buffer, Any]] = {
@@ -121,7 +129,7 @@ class Activations:
         }
 
     def free(self, action: Action) -> None:
-        """Drop what an action is the last to need."""
+        """Remove the values of the buffers that ``action`` frees, because no later action reads them."""
         for buffer in action.frees:
             if buffer.kind is not Kind.TURN:
                 del self.tables[buffer.kind][buffer]

@@ -1,4 +1,4 @@
-"""What the computations of all kinds of blocks share: the model, what is held, and the step's random numbers."""
+"""State shared by the computations of all blocks: the model, kept activations, and the step's random numbers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ T = TypeVar("T")
 
 
 class Blocks:
-    """The blocks of a model on one rank, and what is held for them between actions.
+    """Blocks of a model on one rank, and the values that are kept for them between actions.
 
     Args:
-        chunk_tokens: tokens of a micro-batch for which logits exist at one time.
-        sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
-        sequence_ranks: that compute a row together.
-        compiled: layers are compiled.
-        split_backward: the backward passes of layers may be in two parts (BACKWARD_INPUT); not of compiled ones, and
-            not in chunks.
-        offload_dir: folder of files for what waits outside of the device chunk by chunk; the host's memory if empty.
+        chain: The model as a chain of blocks.
+        spec: Units and kinds of the blocks.
+        chunk_tokens: Tokens of a micro-batch for which logits exist at one time.
+        sequence_chunk: Tokens of a row that a layer computes at one time; 0 for all.
+        sequence_ranks: Number of ranks that compute a row together.
+        compiled: True if layers are compiled.
+        split_backward: Let the backward passes of layers have two parts (BACKWARD_INPUT). Not for compiled layers or
+            chunks.
+        offload_dir: Folder of files for rows that are kept outside the device; ``""`` for CPU memory.
     """
 
     def __init__(
@@ -54,37 +56,43 @@ class Blocks:
         self.split_backward = split_backward
         self.random = BlockRandomness(chain.device, compiled=compiled)
         self.repeated: set[tuple[int, bool]] = set()
-        """Blocks that have been seen to give the same twice."""
+        """States of blocks (block, training) whose first run was repeated with an equal result."""
         self.held = Activations()
         self.bound: dict[int, Tensor] = {}
-        """Unit -> what its parameters are views of."""
+        """Unit -> the flat buffer that its parameters are views of."""
         self.rooms: dict[tuple[Buffer, torch.dtype], GrowingRoom] = {}
-        """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
+        """Buffers for inputs that are offloaded to CPU memory or reloaded from it; reused during the whole run."""
         self.places = Places(chain.device, offload_dir)
         self.under_way: defaultdict[Lane, deque[torch.Event]] = defaultdict(deque)
-        """The ends of the latest transfers of activations, on CUDA."""
+        """Lane -> end events of its latest transfers of activations, on CUDA."""
         self.stream: Any = None
-        """The one that computes, on CUDA: that of the executor's lane, known before anything is received."""
+        """CUDA stream of the executor's compute lane, set before anything is received; None on the CPU."""
 
     def bind(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        """Make the parameters of the action's block views of the weight buffers that it reads."""
         if action.weights:
             for unit, buffer in zip(self.spec.blocks[action.block].units, action.weights, strict=True):
                 self.bound[unit] = self.chain.bind(unit, buffers[buffer])
 
     def release(self, action: Action) -> None:
-        """End a computation: whatever reads a weight outside of its visit finds NaN, and what is not needed goes."""
+        """End a computation: unbind the block's weights and drop the activations that no later action reads.
+
+        Code that reads a weight after this finds NaN.
+        """
         if action.weights:
             for unit in self.spec.blocks[action.block].units:
                 self.chain.release(unit)
         self.held.free(action)
 
     def input(self, action: Action) -> Any:
-        """The input of a block: a tensor, or rows that are elsewhere."""
+        """Return the input of the action's block: a tensor, a kept graph, or rows outside the device."""
         return self.held.inputs[next(row for row in action.reads if row.kind in ROWS)]
 
     def dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, SetTokens | None]:
-        """A micro-batch, of a document that is cut its slice; and which of its tokens this rank computes, where it is
-        not alone.
+        """Return micro-batch ``m``, and the assignment of its tokens to the ranks of a context-parallel group.
+
+        For a document slice, the micro-batch holds only the slice. The second value is None if this rank computes all
+        tokens.
         """
         batch = given.micro_batches[m]
         if (part := given.slices.get(m)) is not None:
@@ -95,25 +103,26 @@ class Blocks:
         return row, SetTokens(row.lengths, self.sequence_ranks, given.place)
 
     def shape(self, given: StepInput, m: int) -> tuple[int, ...]:
-        """Rows and tokens of a micro-batch that this rank computes."""
+        """Return the number of rows and of tokens per row of micro-batch ``m`` that this rank computes."""
         batch, dealt = self.dealt(given, m)
         return (1, sum(end - begin for begin, end in dealt.own)) if dealt else tuple(batch.input_ids.shape)
 
     def defers(self, block: int) -> DeferredProducts:
-        """A place for what the gradients of a layer's weights are made of, where they come later."""
+        """Return a context for a layer's forward pass that keeps what its weight gradients need later."""
         return DeferredProducts(self.chain.parameters_of(self.spec.blocks[block].units))
 
     def name(self, action: Action) -> str:
+        """Return the name of the action's block and model, for messages."""
         return f"{self.chain.block_name(action.block)} of {self.chain.name}"
 
     def drawing(self, action: Action, given: StepInput, forward: Callable[[], T]) -> T:
-        """``forward()`` with the random numbers of this block and micro-batch."""
+        """Call ``forward`` with the random numbers of the action's block and micro-batch, and return its result."""
         return self.random.run(self.state(action), self.seed(action, given), forward)
 
     def state(self, action: Action) -> tuple[int, bool]:
-        """What a block's first run is the first of: of it in training, or in an evaluation."""
+        """Return the key under which the first run of a block is recorded: its index, and True in training."""
         return action.block, self.chain.model.training
 
     def seed(self, action: Action, given: StepInput) -> int:
-        """Random numbers of a block are the same wherever and whenever it computes this micro-batch."""
+        """Return the seed of a block and micro-batch in this step, equal on every rank and for every recomputation."""
         return seed_of(given.seed or 0, given.step, action.micro_batch, action.block)

@@ -1,19 +1,20 @@
-"""A layer's passes over a row in chunks: one visit runs all chunks of a row through the layer.
+"""Passes of a layer over a row in chunks: one visit runs all chunks of a row through the layer.
 
-Keys and values of one layer exist at a time, and what a layer needs besides exists for one chunk. Forward, chunks come
-in order. Backward, every chunk first runs to its attention and leaves the layer there, which makes keys and values
-again; then chunks come in reverse, each computed again against them, and the gradient that arrived is replaced by that
-of the input, rows of a chunk at a time. Gradients of weights are added up over chunks by whoever collects them. What a
-chunk's attention gave may be kept (``KeptAttention``), and is then not computed again.
+Keys and values exist for one layer at a time. All other intermediate values exist for one chunk at a time. In the
+forward pass, chunks run in order. The backward pass first runs every chunk up to its attention, which makes keys and
+values again. Then it recomputes the chunks in reverse order against these, and replaces the gradient of the output by
+the gradient of the input, chunk by chunk. The receiver of weight gradients sums them over chunks. Attention outputs may
+be kept (``KeptAttention``), and are then not recomputed.
 
-A mixer's state goes from chunk to chunk the same way: detached through the first pass, and in reverse its gradient. A
-layer's states are kept where its attention would be, or made again for its backward pass; then those of one layer exist
-at a time, a border of chunks each. Where a layer has both, its states are made again with keys and values.
+A mixer's state passes from chunk to chunk in order: detached in the first pass, and its gradient in reverse. The states
+of a layer are kept in place of attention outputs, or are made again for the backward pass. Then the states of one layer
+exist at a time, one for each border between chunks. If a layer has both attention and a mixer, the states are made
+again together with keys and values.
 
-Inputs and outputs are ``Rows``: on the device, or outside of it, from where they come and whither they go by chunk.
+Inputs and outputs are ``Rows``: tensors on the device, or outside it and copied chunk by chunk.
 
-The numbers are those of the whole row but for rounding; dropout is drawn for every chunk, so that another size of
-chunks is another draw.
+Results equal the results on whole rows up to rounding. Dropout is drawn for every chunk, so another chunk size draws
+other numbers.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ from tawpipe.runtime.compute.split import DeferredProducts
 T = TypeVar("T")
 States = dict[nn.Module, dict[int, State]]
 Draw = Callable[[int, Callable[[], Tensor]], Tensor]
-"""Runs a function with the random numbers of a chunk, by its number."""
+"""Function that runs another function with the random numbers of a chunk, given the chunk's index."""
 
 
 Make = Callable[[str, Sequence[int], torch.dtype], Rows]
-"""Makes rows for a named part of something, of a shape and type."""
+"""Function that makes ``Rows`` from a name, a shape and a dtype."""
 
 
 class KeptAttention:
-    """The output of a layer's attention for whole rows, and where a kernel computes it the log-sum-exp of its scores;
-    or the states of mixers, in a layer that has these alone.
+    """Outputs of a layer's attention for whole rows, with the log-sum-exp of its scores if a kernel computes it.
+
+    In a layer that has only mixers, their states instead.
 
     Args:
-        length: tokens of a row.
+        make: Allocates the rows.
+        length: Tokens of a row.
     """
 
     def __init__(self, make: Make, length: int) -> None:
@@ -61,7 +64,13 @@ class KeptAttention:
         self._behind: list[list[tuple[nn.Module, int, tuple[str, int], str, torch.Size]]] = []
 
     def put(self, span: slice, output: Tensor, sums: Tensor | None) -> None:
-        """Keep those of a chunk, [b, heads, tokens, d] and [b, heads, tokens]."""
+        """Store the output and the log-sum-exp of one chunk, for ``read``. The first call allocates the rows.
+
+        Args:
+            span: Tokens of the chunk.
+            output: Output of attention, [b, heads, tokens, d].
+            sums: Log-sum-exp of the scores, [b, heads, tokens]; None without a kernel that computes it.
+        """
         by_token = [None if tensor is None else tensor.transpose(1, 2) for tensor in (output, sums)]
         if not self._parts:
             for name, values in zip(("output", "sums"), by_token, strict=True):
@@ -72,7 +81,12 @@ class KeptAttention:
                 rows.write(span, values)
 
     def put_states(self, states: States, borders: int) -> None:
-        """Keep those behind the next chunk, of so many."""
+        """Store the states that mixers leave behind the next chunk, for ``states``. Call it chunk by chunk, in order.
+
+        Args:
+            states: The states, by mixer and row.
+            borders: Number of borders between the chunks of a row.
+        """
         border = len(self._behind)
         self._behind.append([])
         for number, (mixer, rows) in enumerate(states.items()):
@@ -84,7 +98,7 @@ class KeptAttention:
                 self._behind[border].append((mixer, row, key, name, state.shape))
 
     def states(self, border: int) -> States:
-        """What ``put_states`` was given for a border."""
+        """Return copies of the states that ``put_states`` kept for the border with index ``border``."""
         states: States = {}
         for mixer, row, key, name, shape in self._behind[border]:
             for state in self._states[name].read([slice(border, border + 1)]):
@@ -92,14 +106,16 @@ class KeptAttention:
         return states
 
     def settle(self) -> None:
-        """Call after the last ``put``, before anything is read."""
+        """Complete the writes of all kept rows (see ``Rows.settle``).
+
+        Call it after the last ``put``, before anything is read."""
         for rows in (*self._parts, *self._states.values()):
             if rows is not None:
                 rows.settle()
 
     def read(self, spans: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """What ``put`` was given, for every span."""
-        if not self._parts:  # a rank of a set has no token of the row
+        """Yield for every span the output and the log-sum-exp (or None) that ``put`` kept."""
+        if not self._parts:  # this rank has no token of the row
             return
         output, sums = self._parts
         assert output is not None
@@ -109,12 +125,16 @@ class KeptAttention:
 
 @dataclass(frozen=True)
 class LayerInChunks:
-    """One layer on one micro-batch.
+    """One layer on one micro-batch, computed in chunks of tokens.
 
     Args:
-        size: tokens of a row in a chunk.
-        draw: is given the number of a chunk and what runs.
-        deferred: where the layer runs, so that gradients of products are left out; None where they are not.
+        chain: The model.
+        block: Index of the layer's block.
+        calls: Arguments of the layers, apart from their input.
+        size: Tokens of a row in a chunk.
+        draw: Runs a function with the random numbers of the chunk with a given index.
+        deferred: Context in which the layer runs, so that weight gradients of its products are computed later; None to
+            compute them at once.
     """
 
     chain: Chain
@@ -125,10 +145,11 @@ class LayerInChunks:
     deferred: DeferredProducts | None = field(default=None, kw_only=True)
 
     def outputs(self, hidden: Rows, kept: KeptAttention | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """The output of every chunk, [b, c, H], for an input of [b, S, H]; without a graph.
+        """Yield for every chunk its tokens and the layer's output [b, c, H], without a graph.
 
         Args:
-            kept: is given what attention gives, or the states of mixers.
+            hidden: Input, [b, S, H].
+            kept: Receives attention outputs, or the states of mixers; None to keep nothing.
         """
         chunks, states = self._chunks(hidden), States()
         for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
@@ -142,20 +163,30 @@ class LayerInChunks:
             kept.settle()
 
     def forward(self, hidden: Rows, output: Rows, kept: KeptAttention | None = None) -> None:
-        """Write the output."""
+        """Compute the layer on ``hidden`` chunk by chunk, and write the result into ``output``."""
         for tokens, values in self.outputs(hidden, kept):
             output.write(tokens, values)
         output.settle()
 
     def backward(self, hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None = None) -> None:
-        """Propagate ``gradient`` of the output, [b, S, H], which becomes that of the input if it is ``wanted``."""
+        """Recompute the layer chunk by chunk and run its backward pass, which adds to the weight gradients.
+
+        Args:
+            hidden: Input, [b, S, H].
+            gradient: Gradient of the output, [b, S, H]. If ``wanted``, it is replaced in place by the gradient of the
+                input.
+            wanted: Compute the gradient of the input.
+            kept: Attention outputs or states kept by the forward pass; None to recompute them.
+        """
         chunks, mixing = self._chunks(hidden), self._mixing
         with torch.no_grad():
-            spans = [chunk.tokens for chunk in chunks[:-1]]  # the last puts its own when it is computed again, first
+            # the last chunk is recomputed first below, and stores its own keys then
+            spans = [chunk.tokens for chunk in chunks[:-1]]
             spans = spans if self._attends or (mixing and mixing.mixers and not kept) else []
             for number, tokens in enumerate(hidden.read(spans) if spans else ()):
                 chunk = chunks[number]
-                # Whatever comes first, attention or a mixer, leaves the layer: where there are several, all must run.
+                # The first attention or mixer would leave the layer early. With several of them, the whole layer must
+                # run.
                 chunk.only_keys = mixing is None or len(mixing.mixers) + mixing.attention == 1
                 with suppress(KeysReached):
                     self._run(chunk, tokens)
@@ -165,7 +196,9 @@ class LayerInChunks:
     def _propagate(
         self, chunks: list[Chunk], hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None
     ) -> None:
-        """``backward`` once keys and values are there."""
+        """Run the backward pass over the chunks, last chunk first, once the keys and values are in the store.
+
+        Adds to the weight gradients and, if ``wanted``, replaces ``gradient`` in place, chunk by chunk."""
         chunks.reverse()
         spans = [chunk.tokens for chunk in chunks]
         results = kept.read(spans) if kept and self._attends else repeat(None, len(spans))
@@ -180,7 +213,13 @@ class LayerInChunks:
                 gradient[:, chunk.tokens] = of_input
 
     def push(self, chunk: Chunk, hidden: Tensor) -> Tensor:
-        """The output of a chunk, without a graph."""
+        """Return the layer's output for a chunk, without a graph.
+
+        Keys and values are written to the chunk's store, states of mixers to ``chunk.left``.
+
+        Raises:
+            UserError: If the layer calls no attention, or calls it unexpectedly.
+        """
         with torch.no_grad():
             output = self._run(chunk, hidden)
         self._check(chunk)
@@ -189,17 +228,27 @@ class LayerInChunks:
     def pull(
         self, chunk: Chunk, hidden: Tensor, gradient: Tensor, behind: Sequence[Tensor], *, wanted: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradient of a chunk's input, if it is ``wanted``, from that of its output, and those of the states before
-        it; it is computed again.
+        """Recompute a chunk and run its backward pass; return the gradients of its input and of the states before it.
+
+        Adds to the weight gradients, and to the gradients of keys and values in the store. The chunk's states are
+        dropped.
 
         Args:
-            behind: gradients of the states that it leaves; none for the last one.
+            chunk: The chunk.
+            hidden: Its input.
+            gradient: Gradient of its output.
+            behind: Gradients of the states that the chunk leaves; empty for the last chunk.
+            wanted: Compute the gradient of ``hidden``.
+
+        Returns:
+            Gradient of ``hidden``, or None if it is not ``wanted``; and gradients of the states before the chunk, zeros
+            for states without gradient.
         """
         leaf = hidden.contiguous().detach().requires_grad_(wanted)
         arrived = [state.requires_grad_() for state in tensors_of(chunk.arrived)]
         with torch.enable_grad():
             output = self._run(chunk, leaf)
-        # A state of nothing that is trained has no graph, and what comes back to it goes nowhere.
+        # A state that depends on nothing trained has no graph, so its gradient is ignored.
         left = tensors_of(chunk.left) if behind else []
         ends = [(state, of) for state, of in zip(left, behind, strict=True) if state.requires_grad]
         ends.insert(0, (output, gradient))
@@ -208,20 +257,25 @@ class LayerInChunks:
         return leaf.grad, [torch.zeros_like(state) if state.grad is None else state.grad for state in arrived]
 
     def _chunks(self, hidden: Rows) -> list[Chunk]:
+        """Return the chunks of a row, with one new key store."""
         rows, length, *_ = hidden.shape
         store = KeyStore(rows, length)
         return [Chunk(store, span.start, span.stop) for span in spans_of(length, self.size)]
 
     @property
     def _mixing(self) -> Mixing | None:
-        """What mixes tokens in the layer; None where that is attention alone."""
+        """Modules of the layer that mix tokens; None if that is attention alone."""
         return self.chain.mixing[self.block - 1] if self.chain.mixing else None
 
     @property
     def _attends(self) -> bool:
+        """True if the layer has attention."""
         return self._mixing is None or self._mixing.attention
 
     def _run(self, chunk: Chunk, hidden: Tensor) -> Tensor:
+        """Run the layer on a chunk, with the chunk's arguments and random numbers, and return its output.
+
+        Attention and mixers set ``chunk.attended`` and ``chunk.left`` anew, and write the chunk's keys and values."""
         chunk.attended, chunk.left = False, {}
         index = self.block - 1
         call = self.calls[index].cut(self.chain.along_tokens[index], chunk)
@@ -230,6 +284,7 @@ class LayerInChunks:
         return self.draw(chunk.begin // self.size, lambda: layer(hidden.contiguous()))
 
     def _check(self, chunk: Chunk) -> None:
+        """Raise UserError if the layer called attention but must not, or did not call it although it has attention."""
         if chunk.attended and not self._attends:
             raise unsupported(
                 f"{self.chain.block_name(self.block)} of {self.chain.name}",
@@ -245,10 +300,10 @@ class LayerInChunks:
 
 
 def tensors_of(states: States) -> list[Tensor]:
-    """The tensors of the states of mixers, in the order in which they were left."""
+    """Return the tensors of the states of mixers, in the order in which they were made."""
     return [state for rows in states.values() for states_of_row in rows.values() for state in states_of_row.values()]
 
 
 def spans_of(length: int, size: int) -> list[slice]:
-    """The tokens of every chunk of a row."""
+    """Return the token range of every chunk of a row."""
     return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]

@@ -1,9 +1,9 @@
-"""A rank's computing: blocks forward and backward on micro-batches.
+"""Computation of one rank: blocks forward and backward on micro-batches.
 
-All calls happen on the COMPUTE lane, but for transfers. Boundary activations are held under the names that the schedule
-gives them and are dropped when an action frees them; weights and gradients are handed in as buffers. What a block does
-is in the file of its kind: ``embedding``, ``layer`` (on whole rows), ``cut_layer`` (in chunks, or in a set), ``sliced``
-(on a slice of a document), ``head``.
+All methods run on the COMPUTE lane, except transfers. Boundary activations are kept under the schedule's buffer names,
+and are dropped when an action frees them. Weights and gradients are passed in as buffers. Each kind of block has its
+own file: ``embedding``, ``layer`` (on whole rows), ``cut_layer`` (in chunks, or in a context-parallel group),
+``sliced`` (on a slice of a document), ``head``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient, line
 
 
 class Compute(Blocks):
-    """Runs FORWARD and BACKWARD actions, and what belongs to them."""
+    """Runs FORWARD and BACKWARD actions, and the actions that belong to them."""
 
     def forward(self, action: Action, frame: Frame[StepInput]) -> None:
-        """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
-        it without weights.
+        """Run FORWARD: compute a block, and keep its output.
+
+        No graph is kept, unless the action writes one. The embedding keeps its graph if its backward pass needs no
+        weights.
         """
         kind, m, given = self.spec.blocks[action.block].kind, action.micro_batch, frame.given
         self.bind(action, frame.buffers)
@@ -45,10 +47,11 @@ class Compute(Blocks):
         self.release(action)
 
     def backward(self, action: Action, frame: Frame[StepInput]) -> None:
-        """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
-        their buffers. BACKWARD_INPUT, of a layer on whole rows: but for those of its products, and what these are
-        computed from is held.
-        """
+        """Run BACKWARD or BACKWARD_INPUT: a block's backward pass, whose weight gradients go to the action's buffers.
+
+        The gradient of the block's input is kept if the action writes it. The graph is the one that was kept, or the
+        block is recomputed. BACKWARD_INPUT, for layers on whole rows, leaves out the weight gradients of matrix
+        products, and keeps what they are computed from."""
         kind, b, m, given = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.given
         self.bind(action, frame.buffers)
         held = self.held.batches[context(m)]
@@ -70,7 +73,7 @@ class Compute(Blocks):
         self.release(action)
 
     def backward_weight(self, action: Action, frame: Frame[StepInput]) -> None:
-        """BACKWARD_WEIGHT: the gradients of a layer's weights that BACKWARD_INPUT has left out. It reads no weights."""
+        """Run BACKWARD_WEIGHT: compute the weight gradients that BACKWARD_INPUT has left out. It reads no weights."""
         units = self._collect(action, frame.buffers)
         self.held.deferred[linear(action.micro_batch, action.block)].run(self.chain.gradient_of)
         for unit in units:
@@ -80,7 +83,14 @@ class Compute(Blocks):
     def _collect(
         self, action: Action, buffers: Mapping[Buffer, Tensor], *, in_chunks: bool = False, accumulate: bool = False
     ) -> Sequence[int]:
-        """Let gradients of the block's units, which are returned, go into the action's buffers."""
+        """Direct the gradients of the block's trainable units into the action's buffers, and return these units.
+
+        Args:
+            action: The action.
+            buffers: Tensors of the buffers.
+            in_chunks: Gradients are added chunk by chunk.
+            accumulate: Add to the buffers even if the action does not read them.
+        """
         units = self.spec.trainable_units(action.block)
         for unit, buffer in zip(units, action.gradients, strict=True):
             adds = accumulate or buffer in action.reads
@@ -88,25 +98,28 @@ class Compute(Blocks):
         return units
 
     def prepare(self, action: Action, frame: Frame[StepInput]) -> None:
-        """PREPARE: what layers are called with besides their input."""
+        """Run PREPARE: make and keep the arguments of layers apart from their input.
+
+        It runs on a rank without the embedding, which therefore computes them itself."""
         m, given = action.micro_batch, frame.given
         batch, part = self.dealt(given, m)[0].to(self.chain.device), given.slices.get(m)
-        # The embedding side runs for it, and draws what it draws where the embedding is.
+        # This runs the embedding side with the random numbers that it has on the embedding's rank.
         make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, given, m, part)
         calls = self.drawing(replace(action, block=0), given, make)
         runner = embedding.runner_of(self, None, part)
         self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, runner, None, part)
 
     def keys(self, action: Action, frame: Frame[StepInput]) -> None:
-        """KEYS: this rank's keys and values of a layer."""
+        """Run KEYS: compute this rank's keys and values of a layer, and keep them for ``keys_together``."""
         self.bind(action, frame.buffers)
         cut_layer.make_keys(self, action, frame.given)
         self.release(action)
 
     def keys_together(self, action: Action, frame: Frame[StepInput]) -> None:
-        """A COLLECTIVE of keys and values, or of their gradients. What of these is not this rank's goes with the sums,
-        on the lane that made it and has waited for this one: dropped here it would be of no use to anybody until then,
-        for as many layers as the host is ahead.
+        """Run a COLLECTIVE of keys and values, or of their gradients, over the context-parallel group.
+
+        The other ranks' parts are dropped later, with the sums, on the lane that made them and has waited for this one.
+        If they were dropped here, their memory would stay unusable until then, for as many layers as the host is ahead.
         """
         (buffer,) = action.reads
         if buffer.kind is Kind.KEYS:
@@ -118,7 +131,7 @@ class Compute(Blocks):
         frame.transport.together(action, [(part.view(-1), whole.view(-1)) for part, whole in pairs])
 
     def keys_backward(self, action: Action, frame: Frame[StepInput]) -> None:
-        """KEYS_BACKWARD: propagate the gradients of this rank's keys and values to the weights and to the input's."""
+        """Run KEYS_BACKWARD: the backward pass of this rank's keys and values, adding to weight and input gradients."""
         self.bind(action, frame.buffers)
         units = self._collect(action, frame.buffers, in_chunks=True, accumulate=True)
         cut_layer.keys_backward(self, action, frame.given)
@@ -127,27 +140,32 @@ class Compute(Blocks):
         self.release(action)
 
     def travel(self, action: Action, frame: Frame[StepInput]) -> None:
-        """An EXCHANGE of activations, in the lane of a direction between two ranks."""
+        """Run an EXCHANGE of activations, in the lane of a direction between two ranks."""
         moves.travel(self, action, frame.transport, frame.given)
 
     def room_for(self, action: Action, frame: Frame[StepInput]) -> dict[Buffer, Tensor]:
-        """Memory for the activations that an EXCHANGE receives."""
+        """Return new tensors for the activations that an EXCHANGE receives."""
         return moves.room_for(self, action, frame.given)
 
     def offload(self, action: Action, frame: Frame[StepInput]) -> None:
-        """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
-        one, drops the device's copy: its memory goes back to the stream that made it.
+        """Run OFFLOAD: copy an activation into pinned CPU memory.
+
+        A later action on COMPUTE, which waits for this one, drops the device's copy, so that its memory returns to the
+        stream that made it.
         """
         moves.copy(self, action, to_host=True)
 
     def reload(self, action: Action, frame: Frame[StepInput]) -> None:
-        """RELOAD: bring it back."""
+        """Run RELOAD: copy an offloaded activation back to the device."""
         moves.copy(self, action, to_host=False)
 
     def losses(self, action: Action, frame: Frame[StepInput]) -> list[Tensor]:
-        """The losses that NORM reads, on another lane than that which made them; they are dropped here."""
+        """Remove and return the losses that NORM reads.
+
+        On CUDA, their memory is not reused before the current stream, which runs NORM, has read them
+        (``record_stream``)."""
         losses = [self.held.losses.pop(buffer) for buffer in action.frees if buffer.kind is Kind.LOSS]
         if self.chain.device.type == "cuda":
-            for loss in losses:  # or its memory would be given away before that lane has read it
+            for loss in losses:  # keeps the memory from being reused before NORM's lane has read it
                 loss.record_stream(torch.cuda.current_stream())
         return losses

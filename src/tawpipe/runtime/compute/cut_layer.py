@@ -1,4 +1,4 @@
-"""A layer in chunks of tokens, or on the tokens of one rank of a set: forward, backward, and keys and values."""
+"""A layer in chunks of tokens, or on one rank's tokens of a context-parallel group: forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ from tawpipe.schedule.buffers import KEPT, OUTSIDE, Buffer, context, input_gradi
 
 
 def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
-    """The output where its buffer says: neither it nor the input need be on the device."""
+    """Compute a layer in chunks, and keep its output in the buffer that the action writes.
+
+    Input and output may be outside the device.
+
+    Args:
+        blocks: Model and kept values.
+        action: FORWARD of the layer.
+        held: The micro-batch.
+        given: Inputs of the step.
+        before: Weight checksums of the block's first run, which is then repeated and compared; else None.
+    """
     source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, given)
     if isinstance(layer, LayerInSet):
         layer.gather(blocks.held.keys[keys(action.micro_batch, action.block)])
@@ -43,7 +53,11 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
 
 
 def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor:
-    """The gradient of the input, if it is ``wanted``, in the place of the output's."""
+    """Run a layer's backward pass in chunks; return the tensor of the output's gradient, which is changed in place.
+
+    If ``wanted``, this tensor holds the gradient of the input afterwards. Adds to the weight gradients. In a
+    context-parallel group, the gradients of all keys and values are kept, and their part of the result is still
+    missing."""
     m, b = action.micro_batch, action.block
     gradient = blocks.held.gradients[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
     kept: Any = next((blocks.held.kept[buffer] for buffer in action.reads if buffer.kind in KEPT), None)
@@ -58,12 +72,12 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
 
 
 def make_keys(blocks: Blocks, action: Action, given: StepInput) -> None:
-    """This rank's keys and values."""
+    """Compute and keep this rank's keys and values of a layer."""
     blocks.held.keys[action.writes[0]] = _in_set(blocks, action, given).keys(rows_of(blocks.input(action)))
 
 
 def keys_backward(blocks: Blocks, action: Action, given: StepInput) -> None:
-    """Propagate the gradients of this rank's keys and values to the weights and to the input's."""
+    """Run the backward pass of this rank's keys and values, which adds to the gradients of weights and of the input."""
     m, b = action.micro_batch, action.block
     gradient = blocks.held.gradients[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
     source, sums = rows_of(blocks.input(action)), [total for _, total in blocks.held.key_gradients[key_gradients(m, b)]]
@@ -71,21 +85,26 @@ def keys_backward(blocks: Blocks, action: Action, given: StepInput) -> None:
 
 
 def rows_of(held: Tensor | Rows) -> Rows:
-    """What is held as rows, wherever it is."""
+    """Return a tensor as ``OnDevice``, and rows unchanged."""
     return OnDevice(held) if isinstance(held, Tensor) else held
 
 
 def _make_rows(blocks: Blocks, target: Buffer, part: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
+    """Allocate rows for a buffer, or for a named part of it, on the device or outside it as its kind requires."""
     if target.kind in OUTSIDE:
         return blocks.places.of(target, shape, dtype, part)
     return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=blocks.chain.device))
 
 
 def _layer(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> LayerInChunks:
+    """Return a new ``LayerInChunks`` for the action's layer, or a ``LayerInSet`` in a context-parallel group.
+
+    Nothing is computed. A ``LayerInSet`` gets an empty store of keys and values."""
     state, seed, dealt = blocks.state(action), blocks.seed(action, given), held.dealt
     ranks, place = (dealt.ranks, dealt.place) if dealt else (1, 0)
 
     def draw(number: int, run: Callable[[], Tensor]) -> Tensor:
+        """Call ``run`` with the random numbers of a chunk on this rank."""
         return blocks.random.run(state, seed_of(seed, number * ranks + place + 1), run)
 
     if dealt is None:
@@ -95,6 +114,7 @@ def _layer(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) 
 
 
 def _in_set(blocks: Blocks, action: Action, given: StepInput) -> LayerInSet:
+    """Return a new ``LayerInSet`` for the action's layer."""
     layer = _layer(blocks, action, blocks.held.batches[context(action.micro_batch)], given)
     assert isinstance(layer, LayerInSet)
     return layer

@@ -1,4 +1,4 @@
-"""The embedding's side of a model on one micro-batch: it brings the micro-batch to the device."""
+"""The embedding side of a model on one micro-batch. It copies the micro-batch to the device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient
 
 
 def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tensor] | None) -> None:
-    """No graph, except where the backward pass can use it without weights."""
+    """Embed a micro-batch on the device, and keep the output and the arguments of its layers.
+
+    The graph is kept in training only if the backward pass needs no weights.
+
+    Args:
+        blocks: Model and kept values.
+        action: FORWARD of the embedding.
+        given: Inputs of the step.
+        before: Weight checksums of the block's first run, which is then repeated and compared; else None.
+    """
     chain, m = blocks.chain, action.micro_batch
     block = blocks.spec.blocks[action.block]
     keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
     whole, dealt = blocks.dealt(given, m)
-    batch = whole.to(chain.device)  # in the lane's stream
+    batch = whole.to(chain.device)  # copied in the lane's stream
     if (blocks.sequence_chunk or dealt) and not chain.along_tokens:
         chain.find_tokens()
     with torch.set_grad_enabled(keep), saved_tensors_hooks(partial(_check_saved, blocks), lambda tensor: tensor):
@@ -46,7 +55,7 @@ def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tenso
 
 
 def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
-    """Propagate through the graph that was kept, or through one computed again."""
+    """Run the embedding's backward pass, which adds to the weight gradients, on a kept or a recomputed graph."""
     arriving = blocks.held.gradients[input_gradient(action.micro_batch, action.block + 1)]
     with torch.enable_grad():
         if held.embedded is not None:
@@ -58,14 +67,16 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
 
 
 def runner_of(blocks: Blocks, dealt: SetTokens | None, part: DocumentSlice | None) -> LayerRunner:
-    """Choose what computes the layers of a micro-batch."""
+    """Return the module that computes the layers of a micro-batch: ``sliced``, ``cut_layer`` or ``layer``."""
     if part is not None:
         return sliced
     return cut_layer if blocks.sequence_chunk or dealt else layer
 
 
 def _keep_rows(blocks: Blocks, target: Buffer, hidden: Tensor) -> None:
-    """Hold an activation where its buffer says."""
+    """Store an activation under its buffer for later actions.
+
+    It stays on the device, or is written chunk by chunk to CPU memory or a file if the buffer's kind is OFFLOADED."""
     if target.kind is not Kind.OFFLOADED:
         blocks.held.inputs[target] = hidden
         return
@@ -76,7 +87,7 @@ def _keep_rows(blocks: Blocks, target: Buffer, hidden: Tensor) -> None:
 
 
 def _check_saved(blocks: Blocks, saved: Tensor) -> Tensor:
-    """Refuse a graph of the embedding side that holds weights: its backward pass comes when these have gone."""
+    """Raise an error if the embedding side's graph saves a weight, which would be gone before its backward pass."""
     place = saved.untyped_storage().data_ptr()
     if any(place == flat.untyped_storage().data_ptr() for flat in blocks.bound.values()):
         raise RunError("the embedding side keeps weights for its backward pass, which discovery has not seen")

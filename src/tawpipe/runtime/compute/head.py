@@ -1,4 +1,4 @@
-"""The head with its loss, chunk by chunk of positions: the logits of a whole row never exist."""
+"""The head with its loss, chunk by chunk of positions: the logits of a whole row never exist at one time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tawpipe.schedule.buffers import loss
 
 
 def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
-    """The loss of an evaluation."""
+    """Compute the loss of a micro-batch in an evaluation, without gradients, and keep it for NORM."""
     hidden, m = blocks.input(action), action.micro_batch
     check_head(blocks, action, given, hidden)
     whole, dealt = blocks.dealt(given, m)
@@ -30,7 +30,10 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput)
 
 
 def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
-    """The loss of a training step; the gradient of the input, if it is ``wanted``."""
+    """Compute the loss of a micro-batch in training and run its backward pass; return the gradient of the head's input.
+
+    Keeps the loss for NORM, and adds to the weight gradients. Returns None if the input's gradient is not ``wanted``.
+    """
     hidden = blocks.input(action)
     gradient = torch.empty_like(hidden) if wanted else None
     check_head(blocks, action, given, hidden)
@@ -50,11 +53,22 @@ def loss_in_chunks(
     chunk_tokens: int,
     head: Head | None = None,
 ) -> Tensor:
-    """The summed loss of one micro-batch, chunk by chunk of positions; where gradients are on also its gradient times
-    ``scale``.
+    """Return the summed loss of one micro-batch, computed chunk by chunk of positions, and run its backward pass.
+
+    The backward pass runs only if gradients are enabled. It adds to the weight gradients.
 
     Args:
-        head: takes the place of the chain's.
+        chain: The model.
+        hidden: Input of the head, [rows, tokens, H].
+        batch: The tokens of ``hidden``, with their labels.
+        gradient: Tensor like ``hidden`` that is overwritten with its gradient times ``scale``; None if it is not
+            needed.
+        scale: Factor of the loss in the backward pass only.
+        chunk_tokens: Tokens of all rows for which logits exist at one time.
+        head: Replaces the chain's head.
+
+    Returns:
+        Sum of the losses of all labels that count, without ``scale``: an fp64 scalar on the device.
     """
     rows, length = hidden.shape[:2]
     step = max(1, chunk_tokens // rows)

@@ -19,7 +19,15 @@ from tawpipe.schedule.buffers import Kind, block_input, input_gradient, linear
 
 
 def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
-    """Hold a layer's output, and what else the action writes: the beginning of its backward pass."""
+    """Compute a layer, and keep its output and what its backward pass starts from.
+
+    Args:
+        blocks: Model and kept values.
+        action: FORWARD of the layer.
+        held: The micro-batch.
+        given: Inputs of the step.
+        before: Weight checksums of the block's first run, which is then repeated and compared; else None.
+    """
     hidden, b = blocks.input(action), action.block
     output = _output(blocks, action, hidden, held.calls, given)
     check_new(blocks, action, given, before, output, lambda: blocks.chain.layer(b, hidden, held.calls))
@@ -27,6 +35,7 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
 
 
 def _output(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
+    """Return a layer's output; keep its graph, or the results of attention, if the action or the step asks for it."""
     b, m, held = action.block, action.micro_batch, blocks.held
     layer = partial(blocks.chain.layer, b, calls=calls)
     kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
@@ -39,21 +48,22 @@ def _output(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCa
     if kept is None or kept.kind is Kind.GRAPH:
         units = blocks.spec.blocks[b].units
         output = blocks.drawing(action, given, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
-        if kept is None:  # the input stays for the backward pass anyway; now with what it gave
+        if kept is None:  # the input stays for the backward pass anyway; keep the graph with it
             held.inputs[block_input(m, b)] = LayerGraph(leaf, get_gradient_edge(output), deferred)
             return output.detach()
     else:
         again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, given))
         output = blocks.drawing(action, given, lambda: keep_attention(layer, leaf, again=again, saved=saved))
-    # Not the output: its memory belongs to the next block's input, and goes with that.
+    # The output is not kept here: its memory is freed with the next block's input.
     held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls[b - 1]))
     return output.detach()
 
 
 def backward(blocks: Blocks, action: Action, batch: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
-    """Propagate through the graph that was kept, or through one computed again; the gradient of the input, if it is
-    ``wanted``. BACKWARD_INPUT: but for the products with weights, and what these are computed from is held.
-    """
+    """Run a layer's backward pass on the graph that was kept, or on a recomputed one; return the gradient of its input.
+
+    Adds to the weight gradients. Returns None if the input's gradient is not ``wanted``. BACKWARD_INPUT leaves out the
+    weight gradients of matrix products, and keeps what they are computed from."""
     m, b, held = action.micro_batch, action.block, blocks.held
     arriving = held.gradients[input_gradient(m, b + 1)]
     source = next(buffer for buffer in action.reads if buffer.kind in READ)
@@ -79,12 +89,12 @@ def backward(blocks: Blocks, action: Action, batch: DeviceBatch, given: StepInpu
 
 
 def _keeps(action: Action, given: StepInput) -> bool:
-    """True if a layer that would compute all again keeps it for this micro-batch."""
+    """Return True if a layer that would be recomputed keeps its graph for this micro-batch."""
     stays = block_input(action.micro_batch, action.block) not in action.frees and given.seed is not None
     return stays and action.block in given.kept.get(action.micro_batch, ())
 
 
 def _alone(saved: Saved, output: Tensor, call: LayerCall) -> Saved:
-    """Those tensors whose memory is of this layer and micro-batch alone: what the layer is called with stays."""
+    """Return the saved tensors whose memory belongs only to this layer: not to its output or its arguments."""
     shared = {tensor.untyped_storage()._cdata for tensor in (output, *call.tensors)}
     return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in shared]

@@ -1,7 +1,6 @@
-"""What an evaluation measures besides its loss: how far back does a model look to some profit, and does it find there
-what it is asked for?
+"""Measures of an evaluation in addition to its loss: the use of distant context, and the correctness of answers.
 
-It is measured where the head computes its loss, chunk by chunk, so that no logits are kept for it.
+They are computed where the head computes its loss, chunk by chunk, so that no logits are kept for them.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from tawpipe.model.chain import Chain
 from tawpipe.runtime.world import World
 
 Head = Callable[[Tensor, Tensor, slice], Tensor]
-"""Hidden states and shifted labels of some positions, and which these are -> the sum of their loss."""
+"""Function from hidden states, shifted labels and the slice of positions to the sum of their loss."""
 
 
 class Measure(Protocol):
-    """Looks at the heads of an evaluation."""
+    """Interface of a measure that replaces the head in an evaluation."""
 
     def head(self, chain: Chain, batch: MicroBatch, number: int) -> Head:
-        """Takes the place of ``chain.head`` for one micro-batch, which is on the CPU and has this number."""
+        """Return a replacement of ``chain.head`` for the micro-batch ``batch`` (on the CPU) with index ``number``."""
         ...
 
 
 def position_edges(buckets: int, length: int) -> tuple[int, ...]:
-    """Ends of buckets of positions: powers of two, and as the last one the row's length.
+    """Return the upper edges of ``buckets`` buckets of positions: powers of two, and last the row's length.
 
     >>> position_edges(3, 1024), position_edges(3, 1000), position_edges(9, 4)
     ((256, 512, 1024), (256, 512, 1000), (1, 2, 4))
@@ -41,12 +40,12 @@ def position_edges(buckets: int, length: int) -> tuple[int, ...]:
 
 
 class LossByPosition:
-    """Sums of the loss of evaluations, by how many tokens of its document a prediction is made from.
+    """Sums of an evaluation's loss, in buckets by the number of document tokens that a prediction can use.
 
     Args:
-        edges: of the buckets. One holds what is predicted from as many tokens as its edge says or fewer, but more than
-            the edge before; the last one also what is beyond.
-        device: of the losses.
+        edges: Upper edges of the buckets. A bucket holds predictions from at most that many tokens, and more than the
+            edge before. The last bucket also holds all longer ones.
+        device: Device of the losses.
     """
 
     def __init__(self, edges: tuple[int, ...], device: torch.device) -> None:
@@ -55,13 +54,14 @@ class LossByPosition:
         self._tokens = torch.zeros(len(edges), dtype=torch.int64, device="cpu")
 
     def head(self, chain: Chain, batch: MicroBatch, number: int) -> Head:
-        """``chain.head`` for one micro-batch, which adds the loss to the buckets besides."""
+        """Return a head for one micro-batch that computes the loss and adds it to the buckets."""
         last = len(self.edges) - 1
         buckets = torch.bucketize(batch.position_ids + 1, torch.tensor(self.edges, device="cpu")).clamp(max=last)
         buckets = buckets.masked_fill(batch.labels == IGNORE, -1)
         self._tokens += torch.bincount(buckets[buckets >= 0], minlength=len(self.edges))
 
         def head(hidden: Tensor, labels: Tensor, cut: slice) -> Tensor:
+            """Return the summed loss of some positions, and add its parts to the buckets."""
             mine = buckets[:, cut]
             here = [bucket for bucket in mine.unique().tolist() if bucket >= 0]
             bucket_labels = [labels.masked_fill((mine != bucket).to(labels.device), IGNORE) for bucket in here]
@@ -73,8 +73,9 @@ class LossByPosition:
         return head
 
     def means(self, world: World) -> dict[str, float | None]:
-        """Mean loss per token over all ranks, by the edge of its bucket; None where no token counts. Call on all ranks,
-        with nothing under way.
+        """Return the mean loss per token over all ranks, by the edge of its bucket; None if no token counts.
+
+        Call on all ranks, with no action under way.
         """
         pairs = zip(self.edges, *over_ranks(world, self._sums, self._tokens), strict=True)
         return {str(edge): total / count if count else None for edge, total, count in pairs}
@@ -82,12 +83,12 @@ class LossByPosition:
 
 @dataclass(frozen=True)
 class Answer:
-    """How well the tokens of a row that count are predicted, each from what really stands before it.
+    """Quality of the predictions of a row's tokens that count, each made from the true tokens before it.
 
     Args:
-        loss: sum of the cross-entropies.
-        right: tokens that are the likeliest of all.
-        tokens: that count.
+        loss: Sum of the cross-entropies.
+        right: Number of tokens that have the highest probability.
+        tokens: Number of tokens that count.
     """
 
     loss: float
@@ -96,17 +97,19 @@ class Answer:
 
     @property
     def found(self) -> bool:
-        """True if the model would have written all of it, always taking the likeliest token."""
+        """True if greedy decoding would have written all tokens that count."""
         return self.right == self.tokens
 
 
 class AnswersByRow:
-    """The answers in the rows of one evaluation. Logits are computed for the positions that count alone, and the loss
-    is their cross-entropy.
+    """Answers in the rows of one evaluation.
+
+    Logits are computed only between the first and the last position that count. The loss is their cross-entropy.
 
     Args:
-        rows: of the global batch.
-        micro_batch: rows in one.
+        rows: Rows of the global batch.
+        micro_batch: Rows in one micro-batch.
+        device: Device of the losses.
     """
 
     def __init__(self, rows: int, micro_batch: int, device: torch.device) -> None:
@@ -116,12 +119,14 @@ class AnswersByRow:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device="cpu")
 
     def head(self, chain: Chain, batch: MicroBatch, number: int) -> Head:
+        """Return a head for one micro-batch that computes the loss, and records loss and right tokens by row."""
         first = number * self._micro_batch
         rows = slice(first, first + batch.labels.shape[0])
         counts = batch.labels != IGNORE
         self._tokens[rows] += counts.sum(1)
 
         def head(hidden: Tensor, labels: Tensor, cut: slice) -> Tensor:
+            """Return the summed loss of some positions, and add to the sums of their rows."""
             columns = counts[:, cut].any(0).nonzero().flatten().tolist()
             if not columns:
                 return self._sums.new_zeros(())
@@ -136,11 +141,11 @@ class AnswersByRow:
         return head
 
     def answers(self, world: World) -> list[Answer]:
-        """Of every row, over all ranks. Call on all ranks, with nothing under way."""
+        """Return the ``Answer`` of every row, summed over all ranks. Call on all ranks, with no action under way."""
         return [Answer(*row) for row in zip(*over_ranks(world, self._sums, self._right, self._tokens), strict=True)]
 
 
 def over_ranks(world: World, *numbers: Tensor) -> list[list[float]]:
-    """The sums of vectors over all ranks, element by element, in the order of the ranks."""
+    """Return the sums of the given vectors over all ranks, element by element. Call on all ranks."""
     everyone = world.together(lambda: [each.tolist() for each in numbers])
     return [[sum(elements) for elements in zip(*each, strict=True)] for each in zip(*everyone, strict=True)]

@@ -1,4 +1,4 @@
-"""Activations that move: to another rank, and between the device and the host's memory."""
+"""Transfers of activations: to another rank, and between the device and CPU memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.sizes.footprint import TRAVELLING
 
 ALIGNED = 512
-"""Bytes at multiples of which storages begin in the host's memory."""
+"""Alignment, in bytes, of storages in CPU memory."""
 
 
 def room_for(blocks: Blocks, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
-    """Memory for the activations that an EXCHANGE receives."""
+    """Return a new, uninitialised tensor on the device for every activation that an EXCHANGE receives, by buffer."""
     rooms, width, dtype, device = dict[Buffer, Tensor](), blocks.chain.width, blocks.chain.dtype, blocks.chain.device
     for buffer in action.writes:
         rooms[buffer] = torch.empty((*blocks.shape(given, buffer.at[0]), width), dtype=dtype, device=device)
@@ -32,7 +32,13 @@ def room_for(blocks: Blocks, action: Action, given: StepInput) -> dict[Buffer, T
 
 
 def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInput) -> None:
-    """An EXCHANGE of activations, in the lane of a direction between two ranks."""
+    """Run an EXCHANGE of activations: send kept tensors and drop them, receive others and keep them.
+
+    On CUDA it first waits while too many transfers of the lane are in flight.
+
+    Raises:
+        UserError: If a tensor to send has not the expected shape and dtype.
+    """
     on_cuda, tensors = blocks.chain.device.type == "cuda", dict[Buffer, Tensor]()
     under_way = blocks.under_way[action.lane]
     if len(under_way) == TRAVELLING:
@@ -55,22 +61,26 @@ def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInpu
         if not transfer.send:
             table[transfer.buffer] = tensors[transfer.buffer]
         held = table.pop(transfer.buffer) if transfer.send else tensors[transfer.buffer]
-        if on_cuda:  # or its memory would be given away before the other lane has read it
+        if on_cuda:  # keeps the memory from being reused before the other lane has read it
             held.record_stream(torch.cuda.current_stream() if transfer.send else blocks.stream)
     if on_cuda:
         under_way.append(torch.cuda.current_stream().record_event())
 
 
 def copy(blocks: Blocks, action: Action, *, to_host: bool) -> None:
-    """Copy what a block's backward pass starts from between the device and the host: its input, which is a tensor, or
-    what it keeps instead.
+    """Copy what a block's backward pass starts from between the device and CPU memory: its input, or its kept graph.
+
+    Args:
+        blocks: Model and kept values.
+        action: OFFLOAD or RELOAD.
+        to_host: Copy to CPU memory, else back to the device.
     """
     if action.reads[0].kind not in ROWS:
         move(blocks, action, to_host=to_host)
         return
     source: Any = blocks.held.inputs[action.reads[0]]
     target = action.writes[0]
-    if target.kind is Kind.INPUT:  # back to where any input is
+    if target.kind is Kind.INPUT:  # a tensor of its own on the device, like any input
         room = torch.empty(source.shape, dtype=source.dtype, device=blocks.chain.device)
     else:
         room = place(blocks, target, source.shape, source.dtype, to_host=to_host)
@@ -81,8 +91,9 @@ def copy(blocks: Blocks, action: Action, *, to_host: bool) -> None:
 
 
 def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
-    """Let what a layer keeps wait in the host's memory, or bring it back: its graph stays where it is, and finds the
-    same numbers in other memory.
+    """Move the tensors of a layer's kept graph to CPU memory, or back to the device.
+
+    The graph itself stays, and finds equal numbers in other memory.
     """
     source, target = (next(x for x in side if x.kind is not Kind.TURN) for side in (action.reads, action.writes))
     kept = blocks.held.kept[source]
@@ -97,6 +108,7 @@ def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
 
 
 def _leave(graph: LayerGraph, room: GrowingRoom) -> WaitingGraph:
+    """Copy a graph's storages into ``room``, and free their device memory; return the waiting graph."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in (graph.leaf, *graph.saved):
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -118,10 +130,11 @@ def _leave(graph: LayerGraph, room: GrowingRoom) -> WaitingGraph:
 
 
 def _return(waiting: WaitingGraph, blocks: Blocks) -> LayerGraph:
+    """Copy a waiting graph's storages into new device memory, and make its tensors use it; return the graph."""
     for begin, end, tensors in waiting.storages:
         back = torch.empty(end - begin, dtype=torch.uint8, device=blocks.chain.device)
         back.copy_(waiting.memory[begin:end], non_blocking=True)
-        if back.is_cuda:  # or its memory would be given away before the other lane has read it
+        if back.is_cuda:  # keeps the memory from being reused before the other lane has read it
             back.record_stream(blocks.stream)
         for tensor, size, stride, offset in tensors:
             tensor.data = tensor.new_empty(0).set_(back.untyped_storage(), offset, size, stride)
@@ -129,11 +142,12 @@ def _return(waiting: WaitingGraph, blocks: Blocks) -> LayerGraph:
 
 
 def place(blocks: Blocks, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
-    """Where an input waits or comes back."""
+    """Return the reused tensor for an input: in CPU memory if it is offloaded (``to_host``), else on the device."""
     return _room(blocks, target, dtype, to_host=to_host).of(shape)
 
 
 def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> GrowingRoom:
+    """Return the reused buffer for a schedule buffer: pinned CPU memory with ``to_host``, else on the device."""
     key = target, dtype
     if key not in blocks.rooms:
         pinned = to_host and blocks.chain.device.type == "cuda"
@@ -144,12 +158,17 @@ def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) 
 def make_places(
     blocks: Blocks, program: Iterable[Action], given: StepInput, dtype: torch.dtype, tokens: int = 0
 ) -> None:
-    """Allocate the places of inputs that wait in the host's memory, before a step: to pin memory halts the thread
-    that issues all lanes, until what it has issued is over. A model whose hidden states are not [rows, S, hidden
-    size] in ``dtype`` gets its places when they are first needed.
+    """Allocate the CPU memory and files for offloaded inputs before a step.
+
+    Pinning memory blocks the thread that issues all lanes until all issued work is done. A model whose hidden states
+    are not [rows, S, hidden size] in ``dtype`` gets its buffers at their first use.
 
     Args:
-        tokens: of a micro-batch at most, where steps are not alike; 0 where they are.
+        blocks: Model and kept values.
+        program: Actions of this rank.
+        given: Inputs of the step.
+        dtype: Dtype of the hidden states.
+        tokens: Largest number of tokens of a micro-batch if steps differ; 0 if they are equal.
     """
     width = blocks.chain.config.get_text_config().hidden_size
     shapes = {m: (1, tokens, width) if tokens else (*blocks.shape(given, m), width) for m in given.micro_batches}

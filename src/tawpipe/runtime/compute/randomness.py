@@ -1,10 +1,10 @@
-"""Random numbers of blocks: the same wherever and whenever a block computes a micro-batch, whoever else draws.
+"""Random numbers of blocks: equal wherever and whenever a block computes a micro-batch, and independent of other code.
 
-A forward pass and its recomputation must draw the same numbers (dropout, a router's noise), on whatever rank and in
-whatever order. torch's default generators do not serve for that: other threads of the process draw from them too, a
-second pipeline or the user's own script, and seeding them would change what those see. So on CPUs every operation of a
-block that draws is given a generator of its own. Kernels on GPUs take none: there the default generators are seeded for
-the time of the block and then put back; only the thread that issues the kernels draws from the device's.
+A forward pass and its recomputation must draw equal numbers (dropout, a router's noise), on any rank and in any order.
+torch's default generators are not suitable: other threads of the process draw from them, too (a second pipeline or the
+user's script), and seeding them would change their numbers. So on CPUs every operation of a block that draws gets a
+generator of its own. GPU kernels accept none: there the default generators are seeded while the block is issued, and
+restored afterwards. Only the issuing thread draws from the device's generator.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _default_lock = threading.Lock()
 
 
 def seed_of(*numbers: int) -> int:
-    """64 bits that depend on all of ``numbers``, each 0 or more."""
+    """Return a 64-bit seed that depends on all of ``numbers``, each 0 or more."""
     high, low = np.random.SeedSequence(numbers).generate_state(2)
     return int(high) << 32 | int(low)
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if this call of an operator draws random numbers. Attention is marked so even without dropout."""
+    """Return True if this call of an operator draws random numbers.
+
+    Attention is marked as random in torch even without dropout; this returns False for it then.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for place, argument in enumerate(func._schema.arguments):
@@ -40,13 +43,17 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class OwnGenerator(TorchDispatchMode):
-    """Gives every operation that draws random numbers on the CPU ``generator`` in the place of the default one."""
+    """Mode in which every random operation on the CPU uses ``generator`` instead of the default one.
+
+    ``drew`` becomes True when an operation has drawn.
+    """
 
     def __init__(self, generator: Generator) -> None:
         super().__init__()
         self.generator, self.drew = generator, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; if it draws random numbers, run it with ``generator`` and set ``drew``."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None or not draws(func, args, kwargs):
             return func(*args, **kwargs)
@@ -56,7 +63,7 @@ class OwnGenerator(TorchDispatchMode):
         name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
         if name in func._overloadpacket.overloads():
             return getattr(func._overloadpacket, name)(*args, **{**kwargs, "generator": self.generator})
-        with _default_lock:  # the few that take no generator at all
+        with _default_lock:  # the few operations that accept no generator
             theirs = torch.default_generator.get_state()
             torch.default_generator.set_state(self.generator.get_state())
             try:
@@ -67,11 +74,11 @@ class OwnGenerator(TorchDispatchMode):
 
 
 class BlockRandomness:
-    """Seeds the forward passes of blocks.
+    """Random numbers for the forward passes of blocks.
 
     Args:
-        device: where blocks compute.
-        compiled: layers are compiled: such code draws from the default generators whatever stands around it.
+        device: Device of the blocks.
+        compiled: True if layers are compiled. Compiled code always draws from the default generators.
     """
 
     def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
@@ -79,13 +86,16 @@ class BlockRandomness:
         self._draws: dict[Hashable, bool] = {}
 
     def run(self, block: Hashable, seed: int, forward: Callable[[], T]) -> T:
-        """``forward()`` with random numbers that start from ``seed``; torch's generators are left as they were.
+        """Return ``forward()``, run with random numbers that start from ``seed``; torch's generators stay unchanged.
+
+        Intercepting every operation costs time. So on CPUs a block that drew nothing in its first run is not
+        intercepted later. If the default generator changes during such a run, by another thread or by the block, the
+        block runs again, intercepted.
 
         Args:
-            block: what runs. Intercepting every operation costs time, so those that drew nothing when they first ran go
-                without from then on. Should the default generator have moved on during such a run, by another thread or
-                because the block draws after all, it is run again and watched.
-            forward: changes nothing but what it returns.
+            block: Key of the block.
+            seed: Seed of its random numbers.
+            forward: Function without side effects.
         """
         if self._swap:
             with self.seeded(seed):
@@ -101,17 +111,23 @@ class BlockRandomness:
         return result
 
     def again(self, block: Hashable, seed: int) -> AbstractContextManager[object]:
-        """A context for a block that has run: within it, this thread draws the same numbers once more."""
+        """Return a context for recomputing a block that has run: this thread redraws the numbers of ``seed``."""
         return self.seeded(seed) if self._swap or self._draws[block] else nullcontext()
 
     def seeded(self, seed: int) -> AbstractContextManager[object]:
-        """A context in which this thread's random numbers start from ``seed``; torch's generators stay as they were."""
+        """Return a context in which the blocks that this thread runs draw random numbers that start from ``seed``.
+
+        On CPUs, operations that draw are intercepted. On GPUs and for compiled layers, torch's default generators are
+        seeded, and restored at the end."""
         if self._swap:
             return self._default_generators_seeded(seed)
         return OwnGenerator(torch.Generator().manual_seed(seed))
 
     @contextmanager
     def _default_generators_seeded(self, seed: int) -> Iterator[None]:
+        """Seed torch's default generators in this context, of the CPU and of this GPU; restore their states afterwards.
+
+        Holds a lock meanwhile: another thread that enters such a context waits."""
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or torch.cuda.current_device()])

@@ -1,8 +1,8 @@
-"""Results that a layer keeps from its forward pass, so that its backward pass computes less again.
+"""Results that a layer keeps from its forward pass, so that its backward pass recomputes less.
 
-Weights must not be kept: they come anew for the backward pass, into whatever buffer is free then. ``keep_graph`` leaves
-notes in the graph where autograd saved one, and finds it in the buffers of the backward visit. ``keep_attention`` needs
-no such care: what it computes again reads the parameters, which are bound by then.
+Weights must not be kept: for the backward pass they are loaded again, into any free buffer. ``keep_graph`` replaces
+saved weights in the graph by notes, and finds them in the buffers of the backward visit. ``keep_attention`` needs no
+notes: its recomputation reads the parameters, which are bound by then.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ PROBED_TOKENS = 32
 T = TypeVar("T")
 Layer = Callable[[Tensor], Tensor]
 Saved = list[Tensor]
-"""Tensors of a graph that are nobody else's, each under a name of its own: whoever gives one other memory with the same
-numbers changes nothing for the backward pass.
+"""Tensors that belong only to one graph.
+
+Replacing the memory of one by other memory with equal numbers does not affect the backward pass.
 """
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A note in the place of a saved view of a unit's buffer."""
+    """Note that replaces a saved view of a unit's buffer."""
 
     unit: int
     offset: int
@@ -50,18 +51,20 @@ class _Weight:
 def keep_graph(
     layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mapping[int, Tensor], saved: Saved | None = None
 ) -> Tensor:
-    """``layer(hidden)`` with its whole graph, but without its weights.
+    """Return ``layer(hidden)`` with its whole graph, but without keeping its weights.
 
     Args:
-        hidden: [b, S, H].
-        units: whose parameters the layer uses.
-        bound: unit -> the flat buffer that its parameters are views of. It is read again in the backward pass, when
-            the same units must be bound, wherever they are then.
-        saved: takes what the graph saves besides weights.
+        layer: The layer.
+        hidden: Input, [b, S, H].
+        units: Units whose parameters the layer uses.
+        bound: Unit -> the flat buffer that its parameters are views of. It is read again in the backward pass, when the
+            units must be bound to any buffers.
+        saved: Receives the tensors that the graph saves, except weights.
     """
     weights = [(unit, bound[unit], bound[unit].untyped_storage().data_ptr()) for unit in units]
 
     def pack(tensor: Tensor) -> Any:
+        """Return a note for a weight, else the tensor, which is added to ``saved``."""
         storage = tensor.untyped_storage().data_ptr()
         for unit, flat, place in weights:
             offset = int(tensor.storage_offset() - flat.storage_offset())
@@ -73,6 +76,7 @@ def keep_graph(
         return saved[-1]
 
     def unpack(kept: Any) -> Tensor:
+        """Return the weight that a note stands for, in its present buffer, or the kept tensor."""
         if not isinstance(kept, _Weight):
             return kept
         flat = bound[kept.unit]
@@ -85,17 +89,20 @@ def keep_graph(
 def keep_attention(
     layer: Layer, hidden: Tensor, *, again: Callable[[], AbstractContextManager[object]], saved: Saved | None = None
 ) -> Tensor:
-    """``layer(hidden)`` with a graph that keeps the results of attention and computes the rest again.
+    """Return ``layer(hidden)`` with a graph that keeps the results of attention and recomputes the rest.
 
-    Attention is the part that grows with the square of a document's length, and its result is small.
+    The cost of attention grows with the square of a document's length, and its result is small.
 
     Args:
-        again: makes what the recomputation runs in, so that it draws the random numbers of the forward pass.
-        saved: takes the results of attention.
+        layer: The layer.
+        hidden: Input, [b, S, H].
+        again: Returns a context in which the recomputation draws the random numbers of the forward pass.
+        saved: Receives the results of attention.
     """
     modes: list[Any] = []
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        """Return the contexts of the forward pass and of the recomputation."""
         first, second = create_selective_checkpoint_contexts(_policy)
         modes.append(first)
         return first, _both(again, second)
@@ -103,7 +110,7 @@ def keep_attention(
     with torch.enable_grad():
         output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     assert isinstance(output, Tensor)
-    if saved is not None:  # torch has no public way to them; where there is none of these names, they stay
+    if saved is not None:  # torch has no public access to these; without these attributes nothing is added
         tables = [[*getattr(mode, "storage", {}).values()] for mode in modes]
         results = [getattr(kept, "val", None) for kept in tree_leaves(tables)]
         saved += [result for result in results if isinstance(result, Tensor)]
@@ -119,37 +126,40 @@ def _both(
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return the checkpoint policy of an operation: save attention that draws nothing, recompute the rest."""
     name = op.name()
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
-    # A result that is kept is not drawn again, and all random numbers after it would be other ones.
+    # A kept result is not drawn again in the recomputation, which would shift all later random numbers.
     keeps = is_attention and not draws(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def kept_per_token(chain: Chain) -> dict[str, int]:
-    """Bytes that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``; of it, ``attention``) keep of a layer for
-    every token.
+    """Return the bytes per token that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``) keep of a layer.
 
-    Counted by running the first layer, the last one and one of every kind on a few tokens; the layer that keeps most
-    counts. What is kept grows with the tokens alone, because no kernel keeps a matrix of scores. A layer's input
-    counts, its output does not: that is the next block's input; nor does what all layers of a micro-batch share, such
-    as position embeddings.
-    To be called before the first step, while parameters are placeholders: they do not count.
+    Of the latter, ``attention`` is the part without the layer's input. The numbers are counted by running the first
+    layer, the last layer and one layer of every kind on a few tokens; the largest counts. The size grows linearly with
+    the tokens, because no kernel keeps a matrix of scores. A layer's input counts. Its output does not, as it is the
+    next block's input. Tensors that all layers of a micro-batch share, such as position embeddings, do not count
+    either.
+
+    Call it before the first step, while parameters are placeholders: they do not count.
     """
     most = {"graph": 0, "kept": 0, "attention": 0}
     for block, leaf, context in _one_of_every_kind(chain):
         units = chain.blocks[block].units
 
         def kept(block=block, leaf=leaf, context=context, units=units) -> tuple[int, int]:
+            """Run a layer; return the bytes that its graph saves, and the bytes of its attention results."""
             stored: dict[int, Tensor] = {}
 
             def store(saved: Tensor) -> Tensor:
-                saved = saved.detach()  # or the graph would hold itself
+                saved = saved.detach()  # otherwise the graph would keep itself alive
                 stored[_place(saved)] = saved
                 return saved
 
             with torch.no_grad():
-                chain.layer(block, leaf.detach().clone(), context)  # the first call gets a copy of its input
+                chain.layer(block, leaf.detach().clone(), context)  # a first run, on a copy of the input
             with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
                 output = chain.layer(block, leaf, context)
             stored[_place(leaf)] = leaf
@@ -166,14 +176,16 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
 
 
 def kept_for_weights_per_token(chain: Chain) -> int:
-    """Bytes that the layer which keeps most keeps for every token between the two parts of its backward pass
-    (``DeferredProducts``), counted in the same way. The gradient of its output is among them, and where it begins with
-    a product its input.
+    """Return the largest number of bytes per token that a layer keeps between the two parts of its backward pass.
+
+    This is what ``DeferredProducts`` keeps: the gradient of the layer's output is included, and its input if the layer
+    begins with a matrix product. It is counted by running layers on a few tokens, as in ``kept_per_token``.
     """
     most = 0
     for block, leaf, context in _one_of_every_kind(chain):
 
         def kept(block=block, leaf=leaf, context=context) -> int:
+            """Run a layer forward and the first part of its backward pass; return the bytes that are kept."""
             deferred = DeferredProducts(chain.parameters_of(chain.blocks[block].units))
             with torch.no_grad():
                 chain.layer(block, leaf.detach().clone(), context)
@@ -188,22 +200,32 @@ def kept_for_weights_per_token(chain: Chain) -> int:
 
 
 def _one_of_every_kind(chain: Chain) -> Iterator[tuple[int, Tensor, tuple[LayerCall, ...]]]:
-    """The first layer, the last one and one of every kind: its block, an input that takes a gradient, and the calls."""
+    """Yield the first layer, the last layer and one of every kind: block, input that requires a gradient, and calls."""
     ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device="cpu")
     batch = MicroBatch.from_rows(ids, ids).to(chain.device)
     with torch.no_grad(), _caller_undisturbed(chain.device):
         hidden, context = chain.embed(batch)
     kinds = {kind_of(layer, index): index + 1 for index, layer in enumerate(chain.layers)}
     for block in {1, len(chain.layers), *kinds.values()}:
-        # Not the hidden states that there are: numbers, so that changes of them show.
+        # Ones instead of the placeholder hidden states, so that in-place changes show.
         yield block, torch.ones_like(hidden, requires_grad=True), context
 
 
 def _tried(chain: Chain, block: int, run: Callable[[], T], setting: str, value: str, otherwise: str) -> T:
-    """``run()``, which calls a layer, on placeholders; or on zeros, where a kernel takes none.
+    """Return ``run()``, which calls a layer, on placeholders for its weights; if that fails, on weights of zeros.
+
+    The weights are released afterwards, and the caller's random generators stay unchanged.
+
+    Args:
+        chain: The model.
+        block: Block of the layer.
+        run: Function to call.
+        setting: Name of the setting that needs the result, for the error.
+        value: Its value, for the error.
+        otherwise: Values that would work, for the error.
 
     Raises:
-        UserError: it cannot; the value of a setting that needs it, and what would do.
+        UserError: If ``run`` fails on zeros, too.
     """
     units = chain.blocks[block].units
     try:
@@ -226,23 +248,24 @@ def _tried(chain: Chain, block: int, run: Callable[[], T], setting: str, value: 
 
 
 def _place(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _caller_undisturbed(device: torch.device) -> AbstractContextManager[object]:
-    """A context: within it, what is drawn takes nothing from the caller's generators."""
+    """Return a context in which random draws do not change the caller's generators."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def attention_bytes(run: Callable[[], object]) -> int:
-    """Bytes of the results of attention in ``run`` that ``keep_attention`` would keep."""
+    """Call ``run``, and return the bytes of the attention results that ``keep_attention`` would keep."""
     with _Attention() as attention:
         run()
     return attention.bytes
 
 
 class _Attention(TorchDispatchMode):
-    """Adds up the results of attention."""
+    """Mode that sums the bytes of the results of attention."""
 
     bytes = 0
 

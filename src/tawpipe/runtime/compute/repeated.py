@@ -1,4 +1,7 @@
-"""A block that runs for the first time runs twice: what it gives may depend on nothing but what it is given."""
+"""Check of blocks at their first run: a block runs twice, and both results must be equal.
+
+A block's output may depend on nothing but its input.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tawpipe.schedule.actions import Action
 
 
 def sums_when_new(blocks: Blocks, action: Action) -> list[Tensor] | None:
-    """Sums over the bits of a block's weights, if it runs for the first time."""
+    """Return sums over the bits of a block's weights if the block runs for the first time, else None."""
     if blocks.state(action) in blocks.repeated:
         return None
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,7 +27,9 @@ def sums_when_new(blocks: Blocks, action: Action) -> list[Tensor] | None:
 
 
 def check_head(blocks: Blocks, action: Action, given: StepInput, hidden: Tensor) -> None:
-    """``Chain.check_head`` when the head is new, with random numbers that nothing else draws."""
+    """Run ``Chain.check_head`` if the head runs for the first time, and mark the head as checked.
+
+    The check draws from separate random numbers."""
     state = blocks.state(action)
     if state not in blocks.repeated:
         blocks.repeated.add(state)
@@ -41,11 +46,15 @@ def check_new(
     first: Tensor,
     forward: Callable[[], Tensor],
 ) -> None:
-    """Run a block once more when it is new: what it gives may depend on nothing but what it is given.
+    """Run a block again if it is new; raise an error if the result differs or if its weights have changed.
 
     Args:
-        before: the block's ``sums_when_new``.
-        first: what it has given.
+        blocks: Model and kept values.
+        action: FORWARD of the block.
+        given: Inputs of the step.
+        before: Result of ``sums_when_new`` before the first run. With None nothing is done.
+        first: Output of the first run.
+        forward: Runs the block again.
     """
     if before is not None:
         compare(blocks, action, first, blocks.drawing(action, given, forward))
@@ -53,6 +62,7 @@ def check_new(
 
 
 def expect_unchanged(blocks: Blocks, action: Action, before: list[Tensor]) -> None:
+    """Raise a UserError if the weights' checksums differ from ``before``; else mark the block as checked."""
     if any(old != new for old, new in zip(before, sums_when_new(blocks, action) or (), strict=True)):
         expected = "its forward pass changes weights in place, which only the optimizer may do"
         raise UserError("model", blocks.name(action), expected)
@@ -60,7 +70,8 @@ def expect_unchanged(blocks: Blocks, action: Action, before: list[Tensor]) -> No
 
 
 def compare(blocks: Blocks, action: Action, first: Tensor, second: Tensor) -> None:
-    # Some kernels of GPUs add in any order.
+    """Raise a UserError if two outputs of a block differ."""
+    # Some GPU kernels add in an arbitrary order.
     limit = torch.finfo(first.dtype).eps if first.is_cuda else 0.0
     reach = limit * float(first.abs().nan_to_num().max())
     if not torch.allclose(first, second, rtol=limit, atol=reach, equal_nan=True):

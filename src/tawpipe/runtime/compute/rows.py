@@ -1,16 +1,16 @@
-"""Rows of a micro-batch that are read and written a chunk of tokens at a time: on the device, in the host's memory, or
-in a file.
+"""Rows of a micro-batch that are read and written one chunk of tokens at a time, wherever they are stored.
 
-What a long row leaves for its backward pass, the inputs of its layers above all, need not be on the device as a whole:
-while a chunk is computed the next one comes and the one before goes. Nothing of that meets another rank, so it happens
-inside the action that computes, and not in actions of its own, of which there would be some for every chunk.
+They are on the device, in CPU memory or in a file. The values that a long row keeps for its backward pass, above all
+the inputs of its layers, need not be on the device at one time. While one chunk is computed, the next one is copied in
+and the one before is copied out. This needs no other rank, so it is part of the computing action. Otherwise a schedule
+would need several more actions for every chunk.
 
     place = places.of(buffer, (rows, tokens, width), dtype)
-    for chunk in place.read([slice(0, 4096), slice(4096, 8192)]):   # on the device, in this order, one ahead
+    for chunk in place.read([slice(0, 4096), slice(4096, 8192)]):   # on the device, in order; the next is prefetched
         place.write(span, result)
-    place.settle()                                                  # what was written may be read from now on
+    place.settle()                                                  # from now on, what was written may be read
 
-A file is gone from its folder as soon as it is open: whatever ends the process gives the disk back.
+A file is deleted from its folder as soon as it is open, so its disk space is freed however the process ends.
 """
 
 from __future__ import annotations
@@ -32,28 +32,33 @@ from tawpipe.runtime.threads import use_device
 from tawpipe.schedule.buffers import Buffer
 
 UNDER_WAY = 2
-"""Chunks that are on their way at one time, in each direction; whoever writes more waits."""
+"""Chunks that are copied at one time, in each direction; a further write waits."""
 
 
 class Rows(Protocol):
-    """A tensor [rows, tokens, ...], wherever it is."""
+    """A tensor [rows, tokens, ...] on the device, in CPU memory or in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
-        """The tokens of every span, on the device; only to be read, and valid until the next one is asked for."""
+        """Yield the tokens of every span, on the device.
+
+        Each tensor is read-only, and valid until the next one is requested.
+        """
         ...
 
     def write(self, span: slice, tokens: Tensor) -> None: ...
 
     def settle(self) -> None:
-        """Call after the last ``write``, before anything is read."""
+        """Wait until everything is in its file, and return the buffers that writing has used.
+
+        Call it after the last ``write``, before anything is read. On the device there is nothing to do."""
         ...
 
 
 class OnDevice:
-    """A tensor of the device."""
+    """Rows that are a tensor of the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
@@ -70,10 +75,12 @@ class OnDevice:
 
 
 class GrowingRoom:
-    """Memory for one tensor after another, as large as the largest so far.
+    """Buffer for one tensor after another, as large as the largest so far.
 
     Args:
-        pinned: page-locked.
+        dtype: Dtype of the tensors.
+        device: Device of the buffer.
+        pinned: Page-lock the memory.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
@@ -81,15 +88,15 @@ class GrowingRoom:
         self._there = self._next = self._empty(0)
 
     def reserve(self, shape: Sequence[int]) -> None:
-        """Have memory for a tensor that comes; what is there now may still be read."""
+        """Allocate memory for a later tensor of this shape. The present tensor may still be read."""
         if (numel := math.prod(shape)) > max(self._there.numel(), self._next.numel()):
             self._next = self._empty(numel)
 
     def of(self, shape: Sequence[int]) -> Tensor:
-        """The tensor; the one before it, of another size, is lost."""
+        """Return a tensor of this shape in the buffer; the content of the tensor before is lost."""
         if (numel := math.prod(shape)) > self._there.numel():
             self.reserve(shape)
-            if torch.device(self._device).type == "cuda":  # this stream has waited for all who used it
+            if torch.device(self._device).type == "cuda":  # this stream has waited for all uses of the old memory
                 self._there.record_stream(torch.cuda.current_stream())
             self._there, self._next = self._next, self._empty(0)
         return self._there[:numel].view(tuple(shape))
@@ -100,10 +107,11 @@ class GrowingRoom:
 
 @dataclass(eq=False)
 class Slot:
-    """Memory of the device for one chunk after another on its way.
+    """Device buffer through which one chunk after another is copied.
 
     Args:
-        left: when the last of them had left it.
+        room: The memory.
+        left: Event after which the last chunk is no longer needed here.
     """
 
     room: GrowingRoom
@@ -111,12 +119,14 @@ class Slot:
 
 
 class Staging:
-    """What all places of one device copy through: two streams beside that which computes, and for each of them two
-    chunks of every kind, made once and used in turn. A chunk that was made for every copy would be memory of the
-    copying stream, which no other can use, and as much of it as the host is ahead of the device.
+    """Device buffers and two CUDA streams through which all rows in CPU memory are copied.
+
+    For each stream and kind of chunk there are two buffers, made once and used in turn. A new buffer for every copy
+    would belong to the copying stream, which no other stream can use, and there would be as many as the host is ahead
+    of the device.
 
     Args:
-        device: a CUDA device.
+        device: A CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,35 +134,37 @@ class Staging:
         self._free: dict[tuple[Any, ...], list[Slot]] = {}
 
     def take(self, stream: Any, dtype: torch.dtype, width: Sequence[int]) -> list[Slot]:
-        """Two slots for chunks that go through a stream, whose tokens are of one type and shape."""
+        """Return two slots for chunks that are copied in ``stream``, whose tokens have this dtype and shape."""
         free = self._free.setdefault((stream, dtype, *width), [])
         while len(free) < UNDER_WAY:
             free.append(Slot(GrowingRoom(dtype, self.device)))
         return [free.pop() for _ in range(UNDER_WAY)]
 
     def give_back(self, stream: Any, dtype: torch.dtype, width: Sequence[int], slots: list[Slot]) -> None:
+        """Return slots that ``take`` has lent."""
         self._free[stream, dtype, *width].extend(slots)
 
 
 class InHost:
-    """Memory of the host: pinned where the device is another one, and copied on streams beside that which computes.
+    """Rows in CPU memory: pinned if the device is a GPU, and copied on streams beside the compute stream.
 
-    It comes chunk by chunk, because pinned memory comes in powers of two.
+    It is allocated chunk by chunk, because sizes of pinned memory are powers of two.
 
     Args:
-        staging: None where the host is the device.
+        dtype: Dtype of the rows.
+        staging: Buffers and streams for copies; None if the device is the CPU.
     """
 
     def __init__(self, dtype: torch.dtype, staging: Staging | None) -> None:
         self.shape: tuple[int, ...] = ()
         self.dtype, self._staging = dtype, staging
         self._rooms: dict[int, GrowingRoom] = {}
-        """By the token at which a chunk begins."""
+        """First token of a chunk -> its memory."""
         self._leaving: list[Slot] = []
         self._written: torch.Event | None = None
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Be a tensor of this shape from now on; what was there is lost."""
+        """Set the shape of the tensor; its content is lost."""
         self.shape = shape
 
     def _room(self, span: slice) -> GrowingRoom:
@@ -164,11 +176,12 @@ class InHost:
         return self._room(span).of((self.shape[0], _length(span), *self.shape[2:]))
 
     def reserve(self, shape: Sequence[int], spans: Sequence[slice]) -> None:
-        """Have the memory: to pin it halts the thread that issues, so it is done before a step."""
+        """Allocate the memory before a step, because pinning it blocks the issuing thread."""
         for span in spans:
             self._room(span).reserve((shape[0], _length(span), *shape[2:]))
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        """Yield the tokens of every span on the device; the next chunk is copied while one is used."""
         if self._staging is None:
             yield from map(self._chunk, spans)
             return
@@ -191,12 +204,13 @@ class InHost:
                     compute.wait_event(arrived)
                     yield tokens
                     slots[(place - 1) % UNDER_WAY].left = compute.record_event()
-        finally:  # whoever reads need not ask once more after the last
+        finally:  # runs also if the reader stops after the last chunk
             for slot in slots:
                 slot.left = compute.record_event()
             self._staging.give_back(*kind, slots)
 
     def write(self, span: slice, tokens: Tensor) -> None:
+        """Copy ``tokens`` to their chunk in CPU memory, on a GPU in the background."""
         if self._staging is None:
             self._chunk(span).copy_(tokens)
             return
@@ -221,13 +235,14 @@ class InHost:
 
 
 class Folder:
-    """Folder in which files are made, and the threads that read and write them.
+    """Folder for the files of rows, and the threads that read and write them.
 
     Args:
-        device: on which these threads wait for copies.
+        path: The folder.
+        device: Device for whose copies the threads wait.
 
     Raises:
-        UserError: no file can be made there.
+        UserError: If no file can be made in the folder.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -242,10 +257,12 @@ class Folder:
 
 
 class InFile:
-    """A file without a name, read one chunk ahead and written behind by the folder's threads.
+    """Rows in an unnamed file, read one chunk ahead and written in the background by the folder's threads.
 
-    Raises:
-        UserError: the disk is full.
+    Args:
+        folder: Folder of the file.
+        dtype: Dtype of the rows.
+        device: Device of the chunks that are read.
     """
 
     def __init__(self, folder: Folder, dtype: torch.dtype, device: torch.device) -> None:
@@ -258,12 +275,20 @@ class InFile:
         self._written = 0
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Be a tensor of this shape from now on; what was there is lost, and the file stays as large as it was."""
+        """Set the shape of the tensor; its content is lost. The file never shrinks.
+
+        Raises:
+            UserError: If the disk is full.
+        """
         self.shape, self._token = shape, self.dtype.itemsize * math.prod(shape[2:])
         self.reserve(shape)
 
     def reserve(self, shape: Sequence[int], spans: Sequence[slice] = ()) -> None:
-        """Have the room on the disk before a step, in which the others would wait for a rank whose disk is full."""
+        """Allocate disk space before a step. Within a step, other ranks would wait for a rank whose disk is full.
+
+        Raises:
+            UserError: If the disk is full.
+        """
         if (needed := math.prod(shape) * self.dtype.itemsize) <= self.bytes:
             return
         try:
@@ -276,6 +301,7 @@ class InFile:
         self.bytes = needed
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        """Yield the tokens of every span on the device; the next chunk is read from the file while one is used."""
         if not spans:
             return
         room = [self._room(max(spans, key=_length)) for _ in range(2)]
@@ -292,10 +318,14 @@ class InFile:
                     copied[(place - 1) % 2] = torch.cuda.current_stream(self._device).record_event()
 
     def write(self, span: slice, tokens: Tensor) -> None:
+        """Copy ``tokens`` to CPU memory, and write them to the file in the background.
+
+        Waits while ``UNDER_WAY`` chunks are being written.
+        """
         while len(self._writing) >= UNDER_WAY:
             self._writing.popleft().result()
         if not self._leaving:
-            self._leaving = [self._room(span) for _ in range(UNDER_WAY)]  # the first chunk is as long as any
+            self._leaving = [self._room(span) for _ in range(UNDER_WAY)]  # the first chunk is the longest
         out_of = self._leaving[self._written % UNDER_WAY][:, : _length(span)]
         self._written += 1
         out_of.copy_(tokens.detach(), non_blocking=True)
@@ -304,21 +334,26 @@ class InFile:
         self._writing.append(self._folder.writer.submit(self._move, os.pwritev, span, out_of, copied))
 
     def settle(self) -> None:
+        """Wait until everything has been written."""
         while self._writing:
             self._writing.popleft().result()
         self._leaving.clear()
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file, which frees its disk space."""
         self._file.close()
 
     def _room(self, span: slice) -> Tensor:
-        """Memory for a chunk."""
+        """Return new CPU memory for a chunk, pinned if the device is a GPU."""
         shape = (self.shape[0], _length(span), *self.shape[2:])
         return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=self._device.type == "cuda")
 
     def _move(self, move: Any, span: slice, tokens: Tensor, copied: torch.Event | None) -> None:
-        """``preadv`` or ``pwritev``, which may stop early, once the device is done with ``tokens``."""
+        """Read or write ``tokens`` with ``preadv`` or ``pwritev``, after the device has finished with them.
+
+        Raises:
+            RunError: If the file cannot be used.
+        """
         if copied is not None:
             copied.synchronize()
         try:
@@ -327,6 +362,7 @@ class InFile:
             raise RunError(f"{self._folder.path}, where rows wait in files, cannot be used: {error}") from error
 
     def _move_rows(self, move: Any, span: slice, tokens: Tensor) -> None:
+        """Read or write each row of a chunk, repeating calls that stop early."""
         for row in range(self.shape[0]):
             left = memoryview(tokens[row].flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
             at = (row * self.shape[1] + span.start) * self._token
@@ -342,13 +378,14 @@ def _length(span: slice) -> int:
 
 
 class Places:
-    """Where rows wait outside of the device, for the whole run.
+    """Storage of rows outside the device, reused during the whole run.
 
     Args:
-        folder: for files; the host's memory if it is empty.
+        device: Device of the chunks that are read.
+        folder: Folder for files; ``""`` for CPU memory.
 
     Raises:
-        UserError: no file can be made there.
+        UserError: If no file can be made in the folder.
     """
 
     def __init__(self, device: torch.device, folder: str = "") -> None:
@@ -357,20 +394,21 @@ class Places:
         self._there: dict[tuple[Buffer, str, torch.dtype], InHost | InFile] = {}
 
     def of(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, part: str = "") -> InHost | InFile:
-        """The place of a buffer, or of a named part of it, for what is written next; what was there is lost.
+        """Return the rows of a buffer, or of a named part of it, for writing; their earlier content is lost.
 
         Raises:
-            UserError: the disk is full.
+            UserError: If the disk is full.
         """
         place = self._place(buffer, part, dtype)
         place.resize(tuple(shape))
         return place
 
     def reserve(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, spans: Sequence[slice]) -> None:
-        """Have the memory for what is written next in these spans; what is there may still be read."""
+        """Allocate the memory of a buffer's next content, in these spans. The present content may still be read."""
         self._place(buffer, "", dtype).reserve(shape, spans)
 
     def _place(self, buffer: Buffer, part: str, dtype: torch.dtype) -> InHost | InFile:
+        """Return the rows of a buffer, part and dtype; make them at their first use."""
         key = buffer, part, dtype
         if key not in self._there:
             folder = self._folder
@@ -379,11 +417,11 @@ class Places:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the files that there are."""
+        """Bytes of all open files."""
         return sum(place.bytes for place in self._there.values() if isinstance(place, InFile))
 
     def close(self) -> None:
-        """Give all files back."""
+        """Close all files, which frees their disk space."""
         for place in self._there.values():
             if isinstance(place, InFile):
                 place.close()

@@ -1,9 +1,9 @@
 """A layer on one slice of a document whose slices pass the stages of a pipeline one after the other.
 
-What ties slices together in a layer are keys and values, and the states of mixers. They are handed on from slice to
-slice, as from chunk to chunk (chunks.py), but between actions: an object for each document and layer holds them until
-the backward pass, which comes in reverse, has used them. A slice is computed again there, against the keys that are
-still in place, and adds to the sums of the gradients of all keys before it, in fp32; those of its own are complete.
+Slices are connected in a layer only by keys and values, and by the states of mixers. They pass from slice to slice, as
+from chunk to chunk (chunks.py), but between actions: one object for each document and layer holds them until the
+backward pass, in reverse order, has used them. There a slice is recomputed against the kept keys. It adds to the sums
+of the gradients of all keys before it, in fp32. The sums for its own keys are complete by then.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from tawpipe.schedule.buffers import block_input, context, input_gradient, key_g
 
 @dataclass(eq=False)
 class HandedOn:
-    """What slices of a document hand on in a layer.
+    """Values that the slices of a document pass to each other in one layer.
 
     Args:
-        arrived: by micro-batch, the states before it.
-        behind: in the backward pass, gradients of the states that the next slice to come leaves.
+        store: Keys and values of the document.
+        arrived: Micro-batch -> the states of mixers before it.
+        behind: In the backward pass, gradients of the states that the next slice to be computed leaves.
     """
 
     store: KeyStore
@@ -39,7 +40,16 @@ class HandedOn:
 
 
 def calls_of(blocks: Blocks, given: StepInput, m: int, part: DocumentSlice) -> tuple[LayerCall, ...]:
-    """The layers' calls for the whole document: those of another slice where they are still there."""
+    """Return the arguments of every layer for a whole document, of which micro-batch ``m`` is one slice.
+
+    They are taken from another slice of the document that is on the device. If there is none, they are computed anew.
+
+    Args:
+        blocks: Model and kept values.
+        given: Inputs of the step.
+        m: Micro-batch of the slice.
+        part: The slice.
+    """
     if not blocks.chain.along_tokens:
         blocks.chain.find_tokens()
     for number in part.numbers:
@@ -49,7 +59,15 @@ def calls_of(blocks: Blocks, given: StepInput, m: int, part: DocumentSlice) -> t
 
 
 def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
-    """The layer's output; its keys and values, and the states behind it, for the slices that follow."""
+    """Compute a layer on a slice; keep its output, and its keys, values and states for the slices that follow.
+
+    Args:
+        blocks: Model and kept values.
+        action: FORWARD of the layer.
+        held: The micro-batch, a slice of a document.
+        given: Inputs of the step.
+        before: Weight checksums of the block's first run, which is then repeated and compared; else None.
+    """
     m, b, hidden = action.micro_batch, action.block, blocks.input(action)
     layer, chunk, handed = _layer(blocks, action, held, given)
     output = layer.push(chunk, hidden)
@@ -65,7 +83,11 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
 
 
 def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
-    """The gradient of the input, if it is ``wanted``. BACKWARD_INPUT holds what gradients of products are made of."""
+    """Recompute a layer on a slice and run its backward pass; return the gradient of its input.
+
+    Returns None if that gradient is not ``wanted``. Adds to the weight gradients. Sums of key gradients, and gradients
+    of states, are kept for the slices before it. BACKWARD_INPUT leaves out the weight gradients of matrix products, and
+    keeps what they are computed from."""
     m, b = action.micro_batch, action.block
     layer, chunk, handed = _layer(blocks, action, held, given)
     if layer.deferred is not None:
@@ -81,6 +103,9 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
 def _layer(
     blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
 ) -> tuple[LayerInChunks, Chunk, HandedOn]:
+    """Return the layer, the slice as a chunk, and the values that the slices of its document share.
+
+    The shared values are made new for the first slice of a document. The chunk gets copies of the states before it."""
     part, m, b = _part(held), action.micro_batch, action.block
     handed = next((blocks.held.keys[keys(n, b)] for n in part.numbers if keys(n, b) in blocks.held.keys), None)
     if handed is None:
@@ -102,7 +127,7 @@ def _part(held: DeviceBatch) -> DocumentSlice:
 
 
 def _copied(states: States) -> States:
-    """The same in tensors that whoever gets them may change."""
+    """Return a copy of the states in new tensors, which the receiver may change."""
     return {
         mixer: {row: {key: state.detach().clone() for key, state in of_row.items()} for row, of_row in rows.items()}
         for mixer, rows in states.items()

@@ -1,8 +1,8 @@
-"""A layer's backward pass in two parts: first all gradients but those of the weights of matrix products, then these.
+"""A layer's backward pass in two parts: first all gradients except weight gradients of matrix products, then those.
 
-The first part is what other ranks wait for. It goes through the whole graph, so that nothing of this stays; of every
-product it keeps the input and the gradient of the output, which is all that the second part needs. Weights are neither
-kept nor needed again.
+Other ranks wait for the first part. It runs through the whole graph, which is freed. For every product it keeps the
+input and the gradient of the output, which is all that the second part needs. Weights are neither kept nor needed
+again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 Layer = Callable[[Tensor], Tensor]
 Views = tuple[Callable[[Tensor], Tensor], ...]
-"""What makes a view of a parameter, one after the other."""
+"""Functions that make a view of a parameter, applied one after the other."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class _Product:
     """A product of an input with a weight, [.., in] -> [.., out].
 
     Args:
-        parameter: the weight, or what it is a view of by ``views``.
-        transposed: it is [out, in], as in ``nn.Linear``; otherwise [in, out], perhaps of every expert.
-        offsets: ends of the experts' rows in the input, for products by groups of rows.
+        parameter: The weight, or the parameter from which ``views`` make the weight.
+        views: Functions that make the weight from the parameter.
+        transposed: True if the weight is [out, in], as in ``nn.Linear``; else it is [in, out], or [experts, in, out].
+        offsets: Ends of the experts' rows in the input, for grouped products; else None.
     """
 
     parameter: nn.Parameter
@@ -39,42 +40,42 @@ class _Product:
     offsets: Tensor | None
 
     def multiply(self, first: Tensor, second: Tensor) -> Tensor:
-        """The product of the same kind."""
+        """Multiply two tensors with the kind of product that this is: plain or grouped."""
         return first @ second if self.offsets is None else F.grouped_mm(first, second, offs=self.offsets)
 
     def add_gradient(self, given: Tensor, arriving: Tensor, target: Tensor) -> None:
-        """Add the weight's gradient.
+        """Add the weight's gradient to ``target``.
 
         Args:
-            given, arriving: the input, and the gradient of the output.
-            target: of the parameter's shape.
+            given: Input of the product.
+            arriving: Gradient of its output.
+            target: Gradient of the parameter.
         """
         for view in self.views:
             target = view(target)
         if target.ndim == 2:
             given, arriving = given.flatten(0, -2), arriving.flatten(0, -2)
         first, second = (arriving, given) if self.transposed else (given, arriving)
-        if target.stride(-1) != 1:  # the way in which both are read row by row
+        if target.stride(-1) != 1:  # transposed, so that both operands are read row by row
             target, first, second = target.mT, second, first
         target.add_(self.multiply(first.mT, second))
 
 
 class DeferredProducts(TorchFunctionMode):
-    """A context for the forward pass of a layer, whose backward pass leaves out the gradients of weights of products;
-    afterwards what they are computed from.
+    """Context for the forward pass of a layer, whose backward pass then leaves out weight gradients of products.
 
-    A product with anything else than a parameter or a plain view of one is none of its business, and so are products
-    of weights with each other: their gradients come with the first part.
+    Afterwards it holds what these gradients are computed from. Only products with a parameter, or a plain view of one,
+    are handled. All others, also products of two weights, get their gradients in the first part.
 
     Args:
-        parameters: of the layer. Those that are frozen have no part in it.
+        parameters: Parameters of the layer. Frozen ones are ignored.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         self._parameters = tuple(parameters)
         self._weights: dict[int, tuple[Tensor, nn.Parameter, Views]] = {}
-        """By id, while the layer runs: trainable parameters and views of them."""
+        """Trainable parameters and views of them, by ``id``, while the layer runs."""
         self._storages: set[int] = set()
         self._noted: list[tuple[_Product, Tensor, Tensor]] = []
 
@@ -88,7 +89,7 @@ class DeferredProducts(TorchFunctionMode):
         super().__exit__(*error)
 
     def around(self, layer: Layer) -> Layer:
-        """``layer``, with the context around each of its runs."""
+        """Return a function that runs ``layer`` inside this context."""
 
         def run(hidden: Tensor) -> Tensor:
             with self:
@@ -98,13 +99,14 @@ class DeferredProducts(TorchFunctionMode):
 
     @property
     def bytes(self) -> int:
-        """Memory of what is kept. An input of several products is kept once."""
+        """Bytes of the tensors that are kept. An input of several products counts once."""
         kept = [tensor.untyped_storage() for _, *both in self._noted for tensor in both]
         return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
     def run(self, target: Callable[[nn.Parameter], Tensor]) -> None:
-        """The second part: add the gradients of the weights to what ``target`` gives for their parameters. What is kept
-        goes, bit by bit.
+        """Run the second part: add each weight gradient to ``target(parameter)``.
+
+        The kept tensors are freed one by one.
         """
         self._noted.reverse()
         with torch.no_grad():
@@ -113,6 +115,7 @@ class DeferredProducts(TorchFunctionMode):
                 product.add_gradient(given, arriving, target(product.parameter))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Track views of parameters, and replace products with them by products whose weight gradient is deferred."""
         kwargs = kwargs or {}
         if func in _VIEWS and args and id(args[0]) in self._weights:
             _, parameter, views = self._weights[id(args[0])]
@@ -130,18 +133,19 @@ class DeferredProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _defers(self, given: Tensor, weight: Tensor, offsets: Tensor | None) -> bool:
+        """Return True if a product's shapes are supported, its input is no weight, and autocast is off."""
         if weight.ndim == 2:
             fits = given.ndim > 1
         elif offsets is not None:
             fits = (given.ndim, weight.ndim) == (2, 3)
         else:
             fits = given.ndim == weight.ndim == 3 and given.shape[0] == weight.shape[0]
-        no_weight = given.untyped_storage()._cdata not in self._storages  # a weight would have gone by then
+        no_weight = given.untyped_storage()._cdata not in self._storages  # a weight would be gone by the second part
         return fits and no_weight and not torch.is_autocast_enabled(weight.device.type)
 
 
 class _Apart(torch.autograd.Function):
-    """A product whose weight gets no gradient: what this is computed from is noted."""
+    """Product that gives its weight no gradient, and appends what the gradient is computed from to ``noted``."""
 
     @staticmethod
     def forward(
@@ -153,13 +157,15 @@ class _Apart(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
+        """Run the product, and save input and weight for the backward pass."""
         ctx.product, ctx.noted, ctx.bias = product, noted, None if bias is None else bias.shape
         ctx.save_for_backward(given, weight)
-        return run().data  # not as the view that some products end with: models change it in place
+        return run().data  # ``data``, as some products return a view, which models could not change in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> Any:  # type: ignore[override]
+        """Append input and output gradient to ``noted``; return the gradients of input and bias only."""
         given, weight = ctx.saved_tensors
         ctx.noted.append((ctx.product, given.detach(), arriving))
         of_given = of_bias = None
@@ -170,7 +176,7 @@ class _Apart(torch.autograd.Function):
         return None, None, None, of_given, None, of_bias
 
 
-# what is looked at: functions with their arguments, as (input, weight, bias, transposed, offsets), None for others
+# Arguments of each handled function as (input, weight, bias, transposed, offsets); None for calls that are not handled.
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -203,4 +209,4 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
 }
 _TURNED: list[Any] = [Tensor.T, Tensor.mT]
 _VIEWS = {Tensor.__getitem__, Tensor.transpose, torch.transpose, Tensor.t, torch.t, *(t.__get__ for t in _TURNED)}
-"""Those after which every element of a parameter is in the view once, or not at all."""
+"""Functions whose view holds each element of a parameter at most once."""

@@ -1,4 +1,4 @@
-"""What one step is given: its micro-batches, and the numbers that go with them; and what a lap is given."""
+"""Inputs of one step: its micro-batches and the numbers that belong to them; and the input of a decode step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tawpipe.runtime.compute.measures import Measure
 
 @dataclass(frozen=True)
 class DocumentSlice:
-    """Tokens ``begin`` to ``end`` of a document that is cut.
+    """Tokens ``begin`` to ``end`` of a document that is cut into slices.
 
     Args:
-        numbers: of the micro-batches that are its slices, in its order.
+        begin, end: Token range in the document.
+        numbers: Micro-batches that are the slices of the document, in order.
     """
 
     begin: int
@@ -24,19 +25,21 @@ class DocumentSlice:
 
 @dataclass
 class StepInput:
-    """The micro-batches of one step, and the numbers that go with them.
+    """Micro-batches of one step on this rank, and the numbers that belong to them.
 
     Args:
-        micro_batches: this rank's, by their global index, on the CPU.
-        scale: every token's loss is multiplied by it in the backward pass; a power of two, so that no dtype rounds it.
-        seed, step: what random numbers derive from; ``seed`` None for an evaluation.
-        digest: a small number that is the same on all ranks if they were given the same.
-        measure: looks at an evaluation's head.
-        place: of this rank among those that compute these micro-batches together.
-        shared: micro-batches below this number are computed together, the others alone; None for all together.
-        counted: those whose tokens this rank counts, where several ranks compute one in turn; None for all.
-        kept: by micro-batch, blocks that keep all that their backward pass would compute again.
-        slices: of micro-batches that are slices; in ``micro_batches`` they are the whole document.
+        micro_batches: Micro-batches of this rank, by global index, on the CPU.
+        scale: Factor of every token's loss in the backward pass; a power of two, so that no dtype rounds it.
+        seed: Seed of the run's random numbers; None for an evaluation.
+        step: Index of the step, which the random numbers also depend on.
+        digest: Small number that is equal on all ranks if they were given equal inputs.
+        measure: Replaces the head in an evaluation.
+        place: Index of this rank in its context-parallel group.
+        shared: Micro-batches below this index are computed by context-parallel groups, the others by one rank each;
+            None if all are shared.
+        counted: Micro-batches whose tokens this rank counts, if several ranks compute one in turn; None for all.
+        kept: Micro-batch -> blocks that keep their whole graph instead of recomputing it.
+        slices: Micro-batch -> its document slice. ``micro_batches`` holds the whole document for these.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -53,29 +56,33 @@ class StepInput:
 
     @property
     def tokens(self) -> int:
-        """Labels that count, of micro-batches that no other rank counts."""
+        """Number of labels that count, in micro-batches that no other rank counts."""
         return sum(batch.tokens for m, batch in self.micro_batches.items() if self._counts(m))
 
     @property
     def learns(self) -> bool:
-        """True if this rank's micro-batches have a label that counts, whoever counts it."""
+        """True if this rank's micro-batches have a label that counts, even if another rank counts it."""
         return any(batch.tokens for batch in self.micro_batches.values())
 
     def _counts(self, m: int) -> bool:
+        """Return True if this rank counts the tokens of micro-batch ``m``."""
         return m in self.counted if self.counted is not None else not (self.place and self.is_shared(m))
 
     def is_shared(self, m: int) -> bool:
-        """True if a micro-batch is computed by a set of ranks, where there are any."""
+        """Return True if a context-parallel group computes micro-batch ``m``.
+
+        True for every ``m`` if ``shared`` is None, also in runs without such groups.
+        """
         return self.shared is None or m < self.shared
 
 
 @dataclass
 class LapInput:
-    """What the actions of one lap share.
+    """Values that the actions of one decode step share.
 
     Args:
-        number: of the lap, from 0.
-        last: the header of one of its passes says that nothing comes behind it; set where the pass is computed.
+        number: Index of the decode step, from 0.
+        last: True once the header of one of its passes marks the end; set where the pass is computed.
     """
 
     number: int

@@ -1,1 +1,1 @@
-"""Where parameters, gradients and optimizer states live, and how they are updated."""
+"""Homes: owners of master weights, gradients and optimizer state, and the updates made there."""

@@ -1,4 +1,4 @@
-"""One optimizer's face for the optimizers of all units: the parameter groups that learning-rate schedulers change."""
+"""One optimizer object that stands for the optimizers of all units: parameter groups for learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from tawpipe.runtime.homes.storage import PlaceOfPiece
 
 
 class PipelineOptimizer(Optimizer):
-    """The parameter groups of a pipeline, alike on all ranks, for ``torch.optim.lr_scheduler``.
+    """Parameter groups of a pipeline, equal on all ranks, for ``torch.optim.lr_scheduler``.
 
-    Groups with the same options are one, whichever unit they are of. What is changed in a group, ``lr`` above all,
-    holds from the next ``Pipeline.step`` on. That makes the updates: ``step`` and ``zero_grad`` here do nothing.
-    Parameters are empty stand-ins with the names of the real ones (``tawpipe.piece_of(p).name``). ``state_dict`` has
-    the groups alone, as JSON values where the options are.
+    Parameters of all units whose options are equal form one group. A changed option, usually ``lr``, applies from the
+    next ``Pipeline.step``. That call makes the updates: ``step`` and ``zero_grad`` here have no effect. Parameters are
+    empty stand-ins that carry the names of the real ones (``tawpipe.piece_of(p).name``). ``state_dict`` holds only the
+    groups, as JSON values where the options are JSON values.
     """
 
     def __init__(self, options: Mapping[str, Sequence[Any]]) -> None:
-        """``options``: of every parameter's group, by the parameter's name, after its optimizer's class."""
+        """Build the groups.
+
+        Args:
+            options: Parameter name -> the class of its optimizer, followed by the options of its group.
+        """
         groups: list[tuple[Sequence[Any], dict[str, Any]]] = []
         self.group_of: dict[str, int] = {}
         for name, said in options.items():
@@ -33,7 +37,7 @@ class PipelineOptimizer(Optimizer):
             self.group_of[name] = known[0]
             groups[known[0]][1]["params"].append(PlaceOfPiece(name, (), 0).mark(torch.empty(0, device="cpu")))
         super().__init__([group for _, group in groups], {})
-        self.defaults = dict(groups[0][0][1])  # by which schedulers see what it has
+        self.defaults = dict(groups[0][0][1])  # schedulers read here which options exist
         self._begun = [dict(group) for group in self.param_groups]
         self._changed = [{"lr"} for _ in self.param_groups]
 
@@ -43,11 +47,12 @@ class PipelineOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Does nothing: ``Pipeline.step`` has updated the weights."""
+        """Do nothing: ``Pipeline.step`` updates the weights."""
 
     def chosen(self) -> tuple[dict[str, Any], ...]:
-        """Of every group the learning rate, and the other options that differ from those of the beginning or once did:
-        who was told of a change is told when it is taken back.
+        """Return for every group its learning rate and the other options that were ever changed.
+
+        An option that was changed and then restored is still listed, so that the optimizers receive the restored value.
         """
         for group, begun, changed in zip(self.param_groups, self._begun, self._changed, strict=True):
             changed |= {key for key, value in group.items() if key in begun.keys() - {"params"} and value != begun[key]}

@@ -1,6 +1,6 @@
-"""What happens to gradients at home: they are added up and, at a step's end, counted, measured and used.
+"""Actions on gradients at home: they are summed, counted, measured and used for updates.
 
-The end of a step is planned in ``tawpipe.schedule.step_end``.
+The actions at the end of a step are planned in ``tawpipe.schedule.step_end``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tawpipe.schedule.buffers import COUNT, NORM, Kind, home_gradient
 
 
 class Optimizers(Protocol):
-    """``UnitOptimizers``, or something that stands for it in a measurement.
+    """Interface of ``UnitOptimizers``, or of a substitute in a measurement.
 
-    ``pieces`` are what is updated of every unit.
+    ``pieces`` lists for every unit the parts of parameters that are updated.
     """
 
     pieces: dict[int, tuple[HomePiece, ...]]
@@ -36,16 +36,17 @@ class Optimizers(Protocol):
 
 
 class HomeActions:
-    """One rank's homes: ADD, COUNT, NORM and UPDATE, and what they leave for each other.
+    """Runs ADD, COUNT, NORM and UPDATE for the homes of one rank, and keeps the values that they pass to each other.
 
     Args:
-        optimizers: None where nothing is trained.
+        storage: Homes of this rank.
+        optimizers: Optimizers of the homes; None if nothing is trained.
     """
 
     def __init__(self, storage: Storage, optimizers: Optimizers | None) -> None:
         self.storage, self.optimizers, self.device = storage, optimizers, storage.device
         self.streaming: Streaming | None = None
-        """What passes between the device and homes in the host's memory; None where homes are on the device."""
+        """Transfers between the device and homes in CPU memory; None if the homes are on the device."""
         if storage.in_host:
             assert isinstance(optimizers, UnitOptimizers)
             self.streaming = Streaming(storage, optimizers)
@@ -54,12 +55,16 @@ class HomeActions:
         self._updates = torch.ones((), dtype=torch.float64, device=self.device)
 
     def forgive(self) -> None:
-        """Updates happen again after a number that was not finite, because the weights have been replaced."""
+        """Allow updates again after a number that was not finite; call after the weights have been replaced."""
         self._finite.fill_(1)
 
     @torch.no_grad()
     def add(self, action: Action, frame: Frame) -> None:
-        """Add up what an action reads; the first is copied unless the sum itself is among them."""
+        """Run ADD: sum the buffers that the action reads into the one it writes.
+
+        If the action does not read the sum itself, the first buffer is copied instead of added. For homes in CPU
+        memory, ``streaming`` copies or adds.
+        """
         sources = [buffer for buffer in action.reads if buffer != action.writes[0]]
         if self.streaming is not None and sources[0].is_home:
             self.streaming.fetch(action.unit, frame.buffers[action.writes[0]])
@@ -76,7 +81,9 @@ class HomeActions:
 
     @torch.no_grad()
     def count(self, action: Action, frame: Frame) -> None:
-        """Sum the tokens over the world; leave the factor for the updates that do not wait for the norm."""
+        """Run COUNT: sum the tokens over all ranks, and store what updates need that do not wait for the norm.
+
+        That is the factor for gradients, and the flag that allows updates, which is 0 if no token counts."""
         tokens = torch.zeros(1, dtype=torch.float64, device=self.device)
         tokens += frame.given.tokens
         frame.transport.all_reduce(action, tokens)
@@ -85,12 +92,17 @@ class HomeActions:
 
     @torch.no_grad()
     def norm(self, action: Action, frame: Frame, summed: list[Tensor]) -> None:
-        """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller.
+        """Run NORM: sum squares, losses and tokens over all ranks, and write the results of the step.
+
+        Stores the factor for UPDATE and the flag that allows updates, unless COUNT has stored them. Writes ``VALUES``
+        to ``frame.result``, and records ``frame.ended``.
 
         Args:
-            summed: losses of this rank.
+            action: NORM of this step.
+            frame: Values shared by the actions of the step.
+            summed: Summed losses of this rank's micro-batches.
         """
-        scaled = COUNT in action.reads  # by the updates, which were early
+        scaled = COUNT in action.reads  # the early updates have scaled the gradients already
         units = [buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_GRADIENT]
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         squares, losses, tokens, digests, squared_digests = sums.unbind()
@@ -102,16 +114,17 @@ class HomeActions:
         digests.fill_(frame.given.digest)
         squared_digests.fill_(frame.given.digest**2)
         frame.transport.all_reduce(action, sums)
-        # Equal numbers, and no others, have as many times the sum of their squares as there are of them.
+        # n numbers are all equal exactly if n times the sum of their squares equals the square of their sum.
         alike = (squared_digests * frame.transport.topology.world_size == digests.square()).to(torch.float64)
         counted = tokens.clamp(min=1)
         mean = 1 / (frame.given.scale * counted)
         norm, loss = squares.sqrt() * (1 if scaled else mean), losses / counted
         clip = math.inf if frame.rule.clip_norm is None else frame.rule.clip_norm
-        if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
+        if not scaled:  # like torch.nn.utils.clip_grad_norm_
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64) * alike
-        if NORM in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
+        if NORM in action.reads:
+            # after a number that is not finite, no later step changes the weights, unless the rule's memory is 0
             finite = self._finite.pow_(frame.rule.memory).mul_(finite)
             if not scaled:
                 self._updates.copy_(finite * (tokens > 0))
@@ -121,21 +134,25 @@ class HomeActions:
         frame.ended.note()
 
     def _squares(self, units: Sequence[int]) -> Tensor:
-        """The sums of squares of the gradients of units at home, slice by slice."""
+        """Return the sums of squares of the home gradients of ``units``, one number per portion."""
         if self.streaming is not None:
             return torch.cat([self.streaming.squares[unit] for unit in units])
         assert self.optimizers is not None
         owned = [self.optimizers.pieces[unit] for unit in units if unit in self.optimizers.pieces]
         parts = [part.of(pieces[part.place].gradient) for pieces in owned for load in loads_of(pieces) for part in load]
-        if not parts:  # the stripes here are padding
+        if not parts:  # the shards on this rank are only padding
             return torch.zeros(1, dtype=torch.float64, device=self.device)
         return squares_of(parts)
 
     @torch.no_grad()
     def update(self, action: Action, frame: Frame) -> None:
-        """Update a unit at home, by its gradient times the factor."""
+        """Run UPDATE: multiply a unit's home gradient by the stored factor, in place, and step its optimizer.
+
+        The optimizer changes nothing if the flag of COUNT or NORM forbids updates. Then the compute copy is refreshed.
+        For homes in CPU memory, ``streaming`` does all of this."""
         assert self.optimizers is not None
-        # Where updates are early, a rank that sees a label itself need not look: that may be a host sync.
+        # With early updates, a rank that has a label itself knows that the step counts tokens. Reading the flag could
+        # sync the host.
         early = COUNT in action.reads
         updates = None if early and frame.given.learns else self._updates
         if self.streaming is not None:

@@ -1,7 +1,7 @@
-"""Memory of the host for homes: page-locked where a GPU copies from and to it.
+"""CPU memory for homes, page-locked if a GPU copies from and to it.
 
-Not torch's pinned memory, which comes in powers of two: 2.1 GiB of an embedding would take 4. Pages are the system's,
-exactly as many as are needed, and are registered with the driver one tensor at a time.
+torch's pinned memory is not used, as its sizes are powers of two: an embedding of 2.1 GiB would take 4 GiB. Instead
+each tensor gets exactly the pages it needs from the system, which are registered with the CUDA driver.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from tawpipe.job_limits import memory_left
 
 
 class _Pages(mmap.mmap):
-    """Zeros that a GPU reads and writes by itself, for as long as a tensor is on them."""
+    """Zeroed pages that a GPU can read and write directly. They are unlocked when the last tensor on them is freed."""
 
     address = device = 0
 
     def register(self, address: int) -> None:
-        """Lock the pages, which takes the system about a second for some gigabytes.
+        """Lock the pages in memory, which takes about a second for some gigabytes.
+
+        Args:
+            address: Address of the first page.
 
         Raises:
-            OSError: the system does not let so much memory be locked.
+            OSError: If the system does not allow that much memory to be locked.
         """
         status = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)  # pyright: ignore
         if int(status) != 0:
@@ -37,18 +40,21 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address:
-            with torch.cuda.device(self.device):  # in whichever thread collects it
+            with torch.cuda.device(self.device):  # any thread may free the pages
                 torch.cuda.cudart().cudaHostUnregister(self.address)  # pyright: ignore
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, level: str) -> Tensor:
-    """Zeros in the host's memory, for a device that they will be copied to.
+    """Return a tensor of zeros in CPU memory, page-locked if ``device`` is a GPU.
 
     Args:
-        level: ``schedule.host_homes``, whose homes they are.
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+        device: Device that the tensor will be copied to.
+        level: Value of ``schedule.host_homes``, for the error.
 
     Raises:
-        UserError: the host does not give so much, or does not lock it.
+        UserError: If the system does not provide or does not lock the memory.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     if not size:
@@ -56,13 +62,13 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     try:
         flat = _locked(size, dtype) if device.type == "cuda" else torch.zeros(shape, dtype=dtype, device="cpu")
         return flat.view(shape)
-    except (OSError, RuntimeError) as error:  # RuntimeError is what torch says of memory that it does not get
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if memory is exhausted
         expected = f"none, or a host with {size / 2**30:.2f} GiB more for its homes ({error})"
         raise UserError("schedule.host_homes", level, expected) from error
 
 
 def _locked(size: int, dtype: torch.dtype) -> Tensor:
-    """So many bytes that are zero, page-locked."""
+    """Return ``size`` bytes of page-locked zeros as a flat tensor of ``dtype``."""
     pages = _Pages(-1, size)
     flat = torch.frombuffer(pages, dtype=dtype)
     pages.register(flat.data_ptr())
@@ -70,13 +76,17 @@ def _locked(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def is_the_hosts(device: torch.device) -> bool:
-    """True if a device's memory is its host's."""
+    """Return True if the GPU shares its memory with the CPU (an integrated GPU)."""
     return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
 def lock_limit(wanted: float) -> int:
-    """Bytes that this process may lock (``ulimit -l``), if that is less than it wants and the driver keeps to it; 0 if
-    nothing stands in the way. Many drivers do not: whether one does is seen by locking a little more than is allowed.
+    """Return the bytes that this process may lock (``ulimit -l``) if they are too few, else 0.
+
+    Also 0 if the driver ignores the limit, as many do. To find out, this locks a little more than the limit.
+
+    Args:
+        wanted: Bytes that the process wants to lock.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= wanted:
@@ -89,17 +99,16 @@ def lock_limit(wanted: float) -> int:
 
 
 def free_memory(left: float | None = None) -> int:
-    """Return the bytes that this machine could give to this process now, within the limits of its job; 0 where that is
-    not known.
+    """Return the bytes that this machine could give to this process now, within the limits of its job; 0 if unknown.
 
     Args:
-        left: bytes that these limits leave; read if it is not given.
+        left: Bytes that the job's limits leave; read from the system if None.
     """
     try:
         with Path("/proc/meminfo").open(encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # no Linux: at least what is built in
+    except (OSError, KeyError, ValueError):  # not Linux: use the installed memory
         try:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, AttributeError):

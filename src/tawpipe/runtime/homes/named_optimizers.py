@@ -1,4 +1,4 @@
-"""Optimizers by name, all of them torch's, Adafactor with a step of our own. None decays vectors (norms, biases)."""
+"""Optimizers by name, all from torch; Adafactor has a step of its own. No optimizer decays vectors (norms, biases)."""
 
 from __future__ import annotations
 
@@ -33,22 +33,28 @@ def muon(
     eps: float = 1e-8,
     groups: str = ROLES,
 ) -> OptimizerFactory:
-    """Muon for the matrices of linear layers; AdamW for embeddings, head, stacked experts, kernels and vectors.
+    """Return a factory of Muon for the matrices of linear layers, and AdamW for all other parameters.
+
+    AdamW updates embeddings, head, stacked experts, kernels and vectors.
 
     Args:
-        learning_rate: of AdamW; and of Muon, whose updates are scaled to be as large as AdamW's (``match_rms_adamw``).
-        muon_learning_rate: of Muon, without that scale (``original``).
-        weight_decay: of all that is no vector.
-        momentum: of Muon.
-        betas, eps: of AdamW.
-        groups: ``roles``; or ``shapes``, by which Muon takes every table of a layer, each of stacked experts by itself,
-            to resume from a checkpoint that was made so.
+        learning_rate: Learning rate of AdamW, and of Muon with updates scaled to the size of AdamW's
+            (``match_rms_adamw``).
+        muon_learning_rate: Learning rate of Muon without this scale (``original``); None to use ``learning_rate``.
+        weight_decay: Decay of all parameters except vectors.
+        momentum: Momentum of Muon.
+        betas, eps: Of AdamW.
+        groups: ``roles``; or ``shapes``, with which Muon takes every matrix of a layer, each stacked expert alone. Use
+            it to resume from a checkpoint made that way.
     """
     scaled = muon_learning_rate is None
     rate, scale = (learning_rate, "match_rms_adamw") if scaled else (muon_learning_rate, "original")
     of_hidden = partial(torch.optim.Muon, lr=rate, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn=scale)
 
     def make(parameters: list[nn.Parameter], groups: str) -> list[Optimizer]:
+        """Return Muon for the matrices of linear layers, and AdamW for the other parameters, by the rule ``groups``.
+
+        An optimizer that would have no parameters is left out."""
         of_others: Any = adamw(learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, groups=groups)
         hidden, others = list[nn.Parameter](), list[nn.Parameter]()
         for parameter in parameters:
@@ -60,6 +66,8 @@ def muon(
 
 
 def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
+    """Return a function that makes factories of the optimizer class ``kind`` with the default options ``usual``."""
+
     def of(learning_rate: float, *, weight_decay: float = 0.0, groups: str = ROLES, **options: Any) -> OptimizerFactory:
         def make(parameters: list[nn.Parameter], groups: str) -> Optimizer:
             return kind(decayed(parameters, weight_decay, groups), lr=learning_rate, **{**usual, **options})
@@ -70,11 +78,11 @@ def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor with a step that never waits for a GPU; torch's reads two norms of every parameter."""
+    """torch's Adafactor with a step that never waits for a GPU; torch's own step reads two norms of every parameter."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters. States and numbers are those of ``torch.optim.Adafactor``."""
+        """Update all parameters. States and results equal ``torch.optim.Adafactor``."""
         for group in self.param_groups:
             lists: tuple[list[Any], ...] = ([], [], [], [], [], [])
             self._init_group(group, *lists)
@@ -100,6 +108,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _adafactor(learning_rate: float, *, weight_decay: float = 0.0, groups: str = ROLES) -> OptimizerFactory:
+    """Return a factory of ``Adafactor`` on whole matrices."""
     return whole_matrices(_named(Adafactor)(learning_rate, weight_decay=weight_decay, groups=groups))
 
 
@@ -111,4 +120,7 @@ BY_NAME: Mapping[str, Callable[..., OptimizerFactory]] = {
     "adafactor": _adafactor,
     "muon": muon,
 }
-"""Name -> what makes its factory, from a learning rate and options; ``train/settings/config.py`` lists these."""
+"""Optimizer name -> function that makes its factory from a learning rate and options.
+
+``train/settings/config.py`` lists these names.
+"""

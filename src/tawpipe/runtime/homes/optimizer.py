@@ -1,8 +1,7 @@
-"""Factories of optimizers: what they are given, what they may return, and the trial that each has to
-pass.
+"""Optimizer factories: their parameters, their results, and the trial that each factory must pass.
 
-A factory is given one-dimensional pieces, for which only optimizers that treat every element by itself are right, or,
-where it asks for them, whole matrices, which only homes on one device have.
+A factory receives one-dimensional pieces of parameters, which only suit optimizers that update every element alone. A
+factory that asks for whole matrices receives those; this needs homes on one device.
 """
 
 from __future__ import annotations
@@ -22,10 +21,13 @@ from tawpipe.model.roles import MATRIX, VECTOR
 from tawpipe.runtime.homes.storage import HomePiece, PlaceOfPiece, piece_of
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
-"""Makes an optimizer, or several that share them, for a list of parameters, each of which is a one-dimensional piece of
-one of the model's: for example ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. It is called for every unit
-by itself. ``piece_of`` says of a parameter what it is a piece of, so that groups (no decay for vectors) can be chosen.
-Under ``whole_matrices`` it is given whole parameters."""
+"""Function that makes an optimizer, or several that share the parameters, from a list of parameters.
+
+Each parameter is a one-dimensional piece of a model parameter. Example: ``lambda parameters:
+torch.optim.SGD(parameters, lr=0.1)``. The function is called once for every unit. ``piece_of`` returns which model
+parameter a piece belongs to, so the function can choose groups (no decay for vectors). Under ``whole_matrices`` it
+receives whole parameters.
+"""
 
 WHOLE_ADVICE = 'tawpipe.whole_matrices(factory) with schedule="tawpipe-whole" is given whole matrices'
 OF_A_UNIT = "those of one unit, which may have no matrix or no vector"
@@ -35,16 +37,19 @@ CONTRACT = (
 )
 BY_SHAPE = "the name and shape of the whole parameter are tawpipe.piece_of(p).name and tawpipe.piece_of(p).shape"
 ROLES, SHAPES = "roles", "shapes"
-"""Rules for the groups of this package's factories: by roles (``model.roles``), or by the number of dimensions alone,
-which made every checkpoint that does not name its rule."""
+"""Rules for the parameter groups of this package's factories.
+
+``roles`` uses ``model.roles``. ``shapes`` uses only the number of dimensions; checkpoints that do not name their rule
+used it.
+"""
 PROBE = (PlaceOfPiece("probe.weight", (4, 6), 0),)
 _KNOWN_OF_TORCH: dict[str, int] = {}
-"""See ``check_elementwise``."""
+"""Results of trials of torch's own optimizers in this process, see ``check_elementwise``."""
 
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """A factory that is given whole parameters in their own shape; see ``whole_matrices``."""
+    """A factory that receives whole parameters in their own shape; see ``whole_matrices``."""
 
     factory: OptimizerFactory
 
@@ -57,23 +62,22 @@ class WholeMatrices:
 
 
 def whole_matrices(factory: OptimizerFactory) -> WholeMatrices:
-    """Wrap a factory of an optimizer that looks at whole matrices (Muon, Adafactor, Shampoo).
+    """Wrap a factory of an optimizer that needs whole matrices (Muon, Adafactor, Shampoo).
 
-    Every parameter that it is given is whole and has its own shape; one of several matrices (``[experts, rows,
-    columns]``) comes as these, one by one. So all of a unit has to be on one device: under ``tawpipe-whole``, or with
-    one process under any strategy.
+    The factory then receives whole parameters in their own shape. A stack of matrices (``[experts, rows, columns]``) is
+    passed as single matrices. So a unit must have one home: use ``tawpipe-whole``, or one process with any strategy.
     """
     return WholeMatrices(factory)
 
 
 @dataclass(frozen=True)
 class GroupedFactory:
-    """A factory of this package: it groups parameters by a rule.
+    """A factory of this package that groups parameters by a rule.
 
     Args:
-        make: makes the optimizers of some parameters by the rule that it is given.
-        name: of the optimizer's class.
-        groups: the rule, ``roles`` or ``shapes``.
+        make: Makes the optimizers for a list of parameters and the name of the rule.
+        name: Name of the optimizer's class.
+        groups: The rule, ``roles`` or ``shapes``.
     """
 
     make: Callable[[list[nn.Parameter], str], Optimizer | Sequence[Optimizer]]
@@ -93,26 +97,30 @@ class GroupedFactory:
 
 
 def rule_of(factory: OptimizerFactory) -> str:
-    """Rule by which a factory groups parameters, or ``""`` for a factory of the user's own."""
+    """Return the rule by which a factory groups parameters, or ``""`` for a factory of the user."""
     inside = factory.factory if isinstance(factory, WholeMatrices) else factory
     return inside.groups if isinstance(inside, GroupedFactory) else ""
 
 
 def with_groups(factory: OptimizerFactory, groups: str) -> OptimizerFactory:
-    """This factory by another rule for its groups; a factory of the user's own stays as it is."""
+    """Return a copy of this factory with the rule ``groups``; return a factory of the user unchanged."""
     if isinstance(factory, WholeMatrices):
         return WholeMatrices(with_groups(factory.factory, groups))
     return replace(factory, groups=groups) if isinstance(factory, GroupedFactory) else factory
 
 
 def role_by(groups: str, parameter: Tensor) -> str:
-    """Role of a parameter that a factory is given, by a rule for groups."""
+    """Return the role of a factory's parameter under the rule ``groups``: ``matrix``, ``vector`` or ``table``.
+
+    By shape, a parameter of two or more dimensions is a matrix, any other a vector.
+    """
     piece = piece_of(parameter)
     by_shape = MATRIX if len(piece.shape) > 1 else VECTOR
     return piece.role or by_shape if groups == ROLES else by_shape
 
 
 def name_of(factory: OptimizerFactory) -> str:
+    """Return the name of a factory, or of its class."""
     return getattr(factory, "__name__", type(factory).__name__)
 
 
@@ -124,11 +132,16 @@ def adamw(
     eps: float = 1e-8,
     groups: str = ROLES,
 ) -> OptimizerFactory:
-    """AdamW with decay for matrices and tables and none for vectors (norms, biases); fused where torch has it.
+    """Return a factory of AdamW with decay for matrices and tables, and none for vectors (norms, biases).
+
+    It uses torch's fused step.
 
     Args:
-        groups: ``roles``; or ``shapes``, by which every parameter of two or more dimensions decays, to resume from a
-            checkpoint that was made so.
+        learning_rate: Learning rate.
+        weight_decay: Decay of matrices and tables.
+        betas, eps: As in ``torch.optim.AdamW``.
+        groups: ``roles``; or ``shapes``, with which every parameter of two or more dimensions decays. Use it to resume
+            from a checkpoint made that way.
     """
 
     def make(parameters: list[nn.Parameter], groups: str) -> Optimizer:
@@ -139,7 +152,17 @@ def adamw(
 
 
 def decayed(parameters: Sequence[nn.Parameter], weight_decay: float, groups: str) -> list[dict[str, Any]]:
-    """Groups of parameters: vectors, which do not decay, after all others, which do."""
+    """Split parameters into two groups: those with ``weight_decay``, then vectors, whose decay is 0.
+
+    Args:
+        parameters: Parameters that the factory received.
+        weight_decay: Decay of matrices and tables.
+        groups: Rule by which a parameter is a vector, ``roles`` or ``shapes``; see ``role_by``.
+
+    Returns:
+        Groups for a ``torch.optim`` optimizer, with the keys ``params`` and ``weight_decay``. An empty group is left
+        out.
+    """
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
         split[role_by(groups, parameter) != VECTOR].append(parameter)
@@ -147,10 +170,15 @@ def decayed(parameters: Sequence[nn.Parameter], weight_decay: float, groups: str
 
 
 def make_optimizers(factory: OptimizerFactory, parameters: Sequence[Any]) -> tuple[Optimizer, ...]:
-    """The optimizers that a factory makes for marked parameters.
+    """Call a factory, check its result, and return its optimizers as a tuple.
+
+    Args:
+        factory: The factory.
+        parameters: Parameters marked with ``PlaceOfPiece.mark``.
 
     Raises:
-        UserError: it cannot work on them, leaves some out, takes some twice or adds others.
+        UserError: If the factory fails, returns something else than optimizers, leaves parameters out, uses one twice,
+            or adds others.
     """
     name = name_of(factory)
     whole = isinstance(factory, WholeMatrices)
@@ -177,13 +205,13 @@ def make_optimizers(factory: OptimizerFactory, parameters: Sequence[Any]) -> tup
 
 
 class Tried(NamedTuple):
-    """What a trial of a factory has shown.
+    """Result of a trial of a factory.
 
     Args:
-        name: of the optimizers' classes.
-        states: how many tensors of a parameter's size they keep for it; on the mean of all elements, where matrices are
-            whole.
-        options: of every parameter's group, by the parameter's name, with its class before them.
+        name: Names of the optimizers' classes, joined by ``+``.
+        states: Number of tensors of a parameter's size that are kept for it. With whole matrices, state elements per
+            parameter element on average.
+        options: Parameter name -> the class of its optimizer, followed by the options of its group.
     """
 
     name: str
@@ -192,13 +220,17 @@ class Tried(NamedTuple):
 
 
 def check_whole(factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROBE) -> Tried:
-    """Let the optimizers make a step on small matrices with the names of real ones.
+    """Let a factory's optimizers make a step on small matrices that carry the names of real parameters.
 
     Args:
-        pieces: name whole parameters.
+        factory: Factory to test.
+        pieces: Whole parameters of the model, by name and shape.
+
+    Returns:
+        Name, state size and options of the optimizers.
 
     Raises:
-        UserError: they cannot, with their name.
+        UserError: If the optimizers fail.
     """
     generator = torch.Generator().manual_seed(0)
     matrices: list[HomePiece] = []
@@ -226,7 +258,7 @@ def check_whole(factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROB
 
 
 def _elements_kept(optimizers: Sequence[Optimizer], small: HomePiece) -> int:
-    """Elements of the states of a real parameter, by those of a small matrix that stands for it."""
+    """Return the number of state elements for a real parameter, derived from the states of its small stand-in."""
     value = small.value
     shape = small.shape[-value.ndim :] if value.ndim else ()
     number, kept = small.numel // max(1, math.prod(shape)), 0
@@ -241,23 +273,29 @@ def _elements_kept(optimizers: Sequence[Optimizer], small: HomePiece) -> int:
 
 
 def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
-    """What optimizers keep for a parameter; empty where nothing is."""
+    """Return the state that one of the optimizers ``made`` keeps for a parameter, or an empty mapping."""
     return next((optimizer.state[value] for optimizer in made if value in optimizer.state), {})
 
 
 def check_elementwise(
     factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROBE, known: dict[str, int] | None = None
 ) -> Tried:
-    """Try the optimizer on small parameters with the names and shapes of real ones, whole and cut in two, and compare.
+    """Try a factory's optimizers on small parameters, whole and cut in two, and compare the results after three steps.
+
+    The small parameters carry the names of real ones and have as many dimensions.
 
     Args:
-        pieces: name whole parameters.
-        known: the states that earlier trials of the same factory found, by shapes and options; is added to. Layers that
-            differ in nothing but their names are thereby tried once, torch's own optimizers once in a process.
+        factory: Factory to test.
+        pieces: Whole parameters of the model, by name and shape.
+        known: Results of earlier trials of this factory, by shapes and options; extended by this call. With it, layers
+            that differ only in names are tried once. torch's own optimizers are tried once per process.
+
+    Returns:
+        Name, state size and options of the optimizers.
 
     Raises:
-        UserError: an element's update depends on other elements or on how a parameter is cut, with the optimizer's
-            name.
+        UserError: If an element's update depends on other elements, or groups or results depend on how a parameter is
+            cut.
     """
     generator = torch.Generator().manual_seed(0)
     small = [tuple(min(size, 5) for size in piece.shape) for piece in pieces]
@@ -277,7 +315,7 @@ def check_elementwise(
         if not cut:
             trial = str((small, [options[0].get(piece.name) for piece in pieces]))
             if all(map(_is_torchs_own, optimizers)):
-                known = _KNOWN_OF_TORCH  # which no other pipeline's can differ from
+                known = _KNOWN_OF_TORCH  # their results are valid for all pipelines
             if trial in known:
                 states = known[trial]
                 break
@@ -287,7 +325,7 @@ def check_elementwise(
     shaped = [piece.mark(start.clone()) for piece, start in zip(pieces, starts, strict=True)]
     try:
         options.append(_options(make_optimizers(factory, shaped)))
-    except Exception:  # it counts on pieces that have one dimension, as they do
+    except Exception:  # the factory may rely on one-dimensional pieces
         options.append(options[0])
     for piece in pieces:
         if any(other.get(piece.name) != options[0].get(piece.name) for other in options[1:]):
@@ -304,7 +342,7 @@ def check_elementwise(
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:
-    """True for one that steps as its class of torch's does: nothing was hung on it or put in the place of its step."""
+    """Return True if an optimizer steps exactly as its class in torch: no hooks, and ``step`` not replaced."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return type(optimizer).__module__.startswith("torch.optim.") and not hooks and "step" not in vars(optimizer)
 
@@ -312,10 +350,14 @@ def _is_torchs_own(optimizer: Optimizer) -> bool:
 def _after_three_steps(
     optimizers: Sequence[Optimizer], parts: Sequence[tuple[nn.Parameter, Tensor]]
 ) -> tuple[Tensor, int]:
-    """The values after three steps, and how many tensors of a parameter's size the optimizers keep for one.
+    """Make three steps; return the values, and the number of tensors of a parameter's size kept for one parameter.
 
     Args:
-        parts: one-dimensional parameters, each with its gradients in the three steps.
+        optimizers: Optimizers of the parameters.
+        parts: One-dimensional parameters, each with its gradients in the three steps, [3, n].
+
+    Raises:
+        UserError: If a step fails.
     """
     try:
         for step in range(3):
@@ -334,11 +376,12 @@ def _after_three_steps(
 
 
 def _names(optimizers: Sequence[Optimizer]) -> str:
+    """Return the class names of the optimizers, sorted and joined by ``+``."""
     return "+".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
 
 
 def _options(optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
-    """The options of every parameter's group, by the parameter's name, after its class; alike ones once."""
+    """Return for every parameter name the class of its optimizer and the options of its group; equal options once."""
     options: dict[str, list[Any]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

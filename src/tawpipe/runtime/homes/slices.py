@@ -1,8 +1,9 @@
-"""Slices of what lives at home: how much of a unit is squared, brought to a device or updated at one time.
+"""Portions of a unit at home: the parts that are squared, copied to a device or updated at one time.
 
-Homes in the host's memory pass through their device slice by slice, and the gradient's norm is summed slice by slice
-wherever homes are, so that it has the same bits. A slice begins at a multiple of ``SLICE`` elements of its piece: an
-optimizer's kernel then treats every element as it would in the whole piece (a CPU's rounds the last few otherwise).
+Homes in CPU memory pass through their device portion by portion. The gradient's norm is always summed portion by
+portion, wherever homes are, so that its bits are equal. A portion begins at a multiple of ``SLICE`` elements of its
+piece. Then an optimizer's kernel treats every element as it would in the whole piece (on a CPU it would round the last
+few differently otherwise).
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from tawpipe.runtime.homes.storage import HomePiece
 from tawpipe.schedule.landing import SLICE
 
 ALIGNMENT = 64
-"""Elements: slices that are on a device together begin at multiples of it."""
+"""Elements; portions that are on a device together begin at multiples of this number."""
 AT_ONCE = 2**16
-"""Elements that are converted at once on a CPU; twice as many bytes as in fp32 stay in its cache."""
+"""Elements that a CPU converts to fp64 at one time, so that they stay in its cache."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements ``begin`` to ``end`` of a piece.
+    """A portion: elements ``begin`` to ``end`` of a piece.
 
     Args:
-        place: of the piece, among those of its unit.
-        at: where the slice begins in the memory of its load.
-        number: of the slice in its unit.
+        place: Index of the piece among the pieces of its unit.
+        begin, end: Elements of the piece.
+        at: Offset of the portion in the buffer of its load, in elements.
+        number: Index of the portion in its unit.
     """
 
     place: int
@@ -43,16 +45,16 @@ class Slice:
         return self.end - self.begin
 
     def of(self, whole: Tensor) -> Tensor:
-        """The slice of a tensor of the piece's elements, flat."""
+        """Return the elements of this portion of ``whole``, a tensor with as many elements as the piece; flat."""
         return whole.view(-1)[self.begin : self.end]
 
 
 Load = tuple[Slice, ...]
-"""Slices that are on the device together."""
+"""Portions that are on the device together."""
 
 
 def loads_of(pieces: Sequence[HomePiece]) -> tuple[Load, ...]:
-    """The loads of a unit, of ``SLICE`` elements or fewer; a matrix that comes whole is a load of its own."""
+    """Return the loads of a unit, each of at most ``SLICE`` elements; a whole matrix is never split."""
     loads: list[Load] = []
     load: list[Slice] = []
     number, at = 0, 0
@@ -70,14 +72,15 @@ def loads_of(pieces: Sequence[HomePiece]) -> tuple[Load, ...]:
 
 
 def room_of(load: Load) -> int:
-    """Elements that a load takes on a device."""
+    """Return the number of elements that the buffer of a load needs on a device."""
     return load[-1].at + -(-load[-1].numel // ALIGNMENT) * ALIGNMENT
 
 
 def squares_of(slices: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of every slice, in fp64 and summed in it, on the slices' device.
+    """Return the sum of squares of every tensor, computed and returned in fp64, on the tensors' device.
 
-    torch's own norm of an fp32 tensor adds in fp32 on a CPU: off by 1e-3 for 16 M elements, and otherwise for each cut.
+    torch's own norm of an fp32 tensor adds in fp32 on a CPU. Its error is 1e-3 for 16 M elements, and depends on how
+    the tensor is cut.
     """
     if slices[0].device.type == "cuda":  # the kernel converts as it reads
         norms = torch._foreach_norm(list(slices), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
@@ -87,6 +90,7 @@ def squares_of(slices: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(values: Tensor, room: Tensor) -> Tensor:
+    """Return the sum of squares of ``values``, converting at most ``AT_ONCE`` elements at a time into ``room``."""
     sums = []
     for part in values.reshape(-1).split(AT_ONCE):
         wide = room[: part.numel()].copy_(part)

@@ -1,13 +1,13 @@
-"""Storage: the homes of parameters, gradients and optimizer state on one rank, on its device or in the host's memory.
+"""Storage: the homes of parameters, gradients and optimizer state on one rank, on its device or in CPU memory.
 
-For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
-trainable, and the compute copy, which has the compute dtype and travels (the master itself where the dtypes are the
-same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches; where all
-of a parameter is here they can have its shape.
+For every unit with a shard on this rank it holds: the master weights (fp32 or fp64); the gradient in that dtype, if the
+unit is trainable; and the compute copy, in the compute dtype, which is sent to other ranks. If both dtypes are equal,
+master and compute copy are one tensor. Optimizer parameters are views of the master shard, one for each model parameter
+that the shard overlaps. If all of a parameter is on this rank, they can have its shape.
 
-A frozen unit's master is what travels, too, unless that would round its values: the exact ones are then kept in the
-host's memory, for exports and checkpoints. Of a packed unit (`model.units.Packing`) stripes are bytes, and so are its
-pieces: master and compute copy are one tensor, with which nothing computes.
+The master of a frozen unit is its compute copy, too. If the compute dtype would round its values, the exact values are
+kept in CPU memory for exports and checkpoints. The shards of a packed unit (`model.units.Packing`) are bytes, and so
+are its pieces: master and compute copy are one tensor, which is never used in arithmetic.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tawpipe.schedule.placement import Home
 
 @dataclass(frozen=True)
 class PlaceOfPiece:
-    """The place of a piece in its model parameter.
+    """Position of a piece in its model parameter.
 
     Args:
-        name: of the model parameter.
-        shape: of the whole model parameter.
-        start: first element of the piece in the flattened parameter.
-        in_layer: the parameter is one of a layer; False for those of the embedding side and of the head.
-        role: ``matrix`` for the weight of a linear layer, ``vector`` for norms, biases and the like whatever their
-            shape, ``table`` for all else; empty if nothing is known but the shape.
+        name: Name of the model parameter.
+        shape: Shape of the whole model parameter.
+        start: First element of the piece in the flattened parameter.
+        in_layer: True for a parameter of a layer; False for parameters of the embedding side and of the head.
+        role: ``matrix`` for the weight of a linear layer; ``vector`` for norms, biases and similar parameters of any
+            shape; ``table`` for all others; ``""`` if only the shape is known.
     """
 
     name: str
@@ -53,27 +53,28 @@ class PlaceOfPiece:
 
     @classmethod
     def of(cls, slot: ParameterSlot, *, in_layer: bool, start: int = 0) -> PlaceOfPiece:
-        """Place of the elements of ``slot`` from ``start`` on."""
+        """Return the position of the elements of ``slot`` from element ``start``."""
         return PlaceOfPiece(slot.name, slot.shape, start, in_layer, slot.role)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
     def mark(self, value: Tensor) -> nn.Parameter:
-        """A Parameter of ``value``'s elements which ``piece_of`` knows."""
+        """Return an ``nn.Parameter`` with the data of ``value`` and this position attached, for ``piece_of``."""
         parameter: Any = nn.Parameter(value)
         parameter._tawpipe_piece = PlaceOfPiece(self.name, self.shape, self.start, self.in_layer, self.role)
         return parameter
 
 
 def piece_of(parameter: Tensor) -> PlaceOfPiece:
-    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, ``shape`` of the whole,
-    ``in_layer`` and ``role``.
+    """Return the position in its model parameter of a parameter that an optimizer factory receives.
+
+    The result has ``name``, ``start``, ``shape`` of the whole parameter, ``in_layer`` and ``role``.
 
     Raises:
-        UserError: it is no such parameter.
+        UserError: If ``parameter`` is not one that an optimizer factory receives.
     """
     piece = getattr(parameter, "_tawpipe_piece", None)
     if piece is None:
@@ -84,28 +85,32 @@ def piece_of(parameter: Tensor) -> PlaceOfPiece:
 
 @dataclass(frozen=True)
 class HomePiece(PlaceOfPiece):
-    """The part of one model parameter that lives on this rank.
+    """Part of one model parameter whose home is on this rank.
 
     Args:
-        value: view of the master stripe, 1-D, or a whole matrix; a Parameter whose ``grad`` is a view of the home
-            gradient where that is on the device, or, where the unit is frozen, a plain tensor.
+        value: View of the master shard, 1-D, or a whole matrix. For a trainable unit it is a Parameter; its ``grad`` is
+            a view of the home gradient if the home is on the device. For a frozen unit it is a plain tensor.
     """
 
     value: Tensor = field(kw_only=True)
 
     @property
     def gradient(self) -> Tensor:
-        """View of the home gradient, like ``value``; only of trainable units with homes on the device."""
+        """View of the home gradient, shaped like ``value``; only for trainable units with homes on the device."""
         assert self.value.grad is not None
         return self.value.grad
 
     def matrices(self) -> tuple[HomePiece, ...]:
-        """A whole trainable parameter in its own shape, in the same memory; several matrices (experts) one by one."""
+        """Return this piece, which must be a whole trainable parameter, as views in the shape of matrices.
+
+        A stack of matrices (such as stacked experts) is returned as one view for each matrix, any other parameter as
+        one view in its own shape. The gradients are views, too, if the home gradient is on the device."""
         number, shape = matrices_in(self.shape)
         size = self.numel // number
         return tuple(self._shaped(shape, slice(at * size, (at + 1) * size)) for at in range(number))
 
     def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
+        """Return the elements ``part`` of this piece as a view of the given shape, with its gradient."""
         piece = PlaceOfPiece(self.name, self.shape, part.start or 0, self.in_layer, self.role)
         value = piece.mark(self.value.detach()[part].view(shape))
         if self.value.grad is not None:
@@ -114,7 +119,7 @@ class HomePiece(PlaceOfPiece):
 
 
 def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """A parameter's number of matrices, and the shape of one of them; anything but a stack of matrices is one.
+    """Return the number of matrices in a parameter, and the shape of one. Only a stack of matrices has more than one.
 
     >>> matrices_in((8, 512, 256)), matrices_in((512, 256)), matrices_in((512, 1, 4))
     ((8, (512, 256)), (1, (512, 256)), (1, (512, 1, 4)))
@@ -125,21 +130,24 @@ def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 
 
 def is_of_layer(unit: Unit, units: Sequence[Unit]) -> bool:
-    """True if only layers use a unit: neither the first block, the embedding side, nor the last, the head."""
+    """Return True if only layers use the unit: neither the first block (embedding side) nor the last (head)."""
     return not {0, max(block for each in units for block in each.blocks)} & set(unit.blocks)
 
 
 class Storage:
-    """The homes on one rank.
+    """Homes on one rank: master weights, gradients and compute copies of its shards.
 
     Args:
-        units, homes: of the whole model, in the same order.
-        compute_dtype: in which weights travel and compute.
-        master_dtype: of master weights, gradients and optimizer state at home.
-        host_homes: where these three are, as ``ScheduleSettings`` has it: in the host's memory (streaming.py) under
-            ``state``, with a compute copy on the device that is one of its own; under ``all`` everything is.
-        keeps_gradients: False where a gradient at home gets memory when a schedule has one arrive there
-            (``open_gradient``), of homes in the host's memory.
+        units, homes: Units of the whole model, and their homes in equal order.
+        rank: This rank.
+        device: Device of this rank.
+        compute_dtype: Dtype in which weights are sent and used for computing.
+        master_dtype: Dtype of master weights, gradients and optimizer state.
+        host_homes: As in ``ScheduleSettings``. ``state``: these three are in CPU memory (streaming.py), and the compute
+            copy is a separate tensor on the device. ``all``: everything is in CPU memory. ``none``: everything is on
+            the device.
+        keeps_gradients: If False, a gradient in CPU memory is allocated only when a schedule adds to it
+            (``open_gradient``).
     """
 
     def __init__(
@@ -157,7 +165,7 @@ class Storage:
         self._keeps_gradients = keeps_gradients
         self.level, self.in_host, self.copies_in_host = host_homes, host_homes != "none", host_homes == "all"
         self.scales: dict[int, Tensor] = {}
-        """Of gradients in the host's memory, what the last update multiplied them by; on the device."""
+        """Unit -> factor by which its last update multiplied its gradient in CPU memory; on the device."""
         self.units, self.homes, self.rank, self.device = tuple(units), tuple(homes), rank, device
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.master: dict[int, Tensor] = {}
@@ -165,11 +173,11 @@ class Storage:
         self.compute_copy: dict[int, Tensor] = {}
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
         self.folder = ""
-        """Folder that the parameters of ``digests`` came from."""
+        """Folder from which the parameters in ``digests`` were read."""
         self.digests: dict[str, str] = {}
-        """Digests of frozen parameters, of all ranks, whose values are still those of a folder; by name."""
+        """Parameter name -> digest, for frozen parameters of all ranks that still have the values in ``folder``."""
         self.exact: frozenset[int] = frozenset()
-        """Frozen units, of all ranks, whose exact values are in the host's memory."""
+        """Frozen units, of all ranks, whose exact values are kept in CPU memory."""
         for unit, home in zip(units, homes, strict=True):
             index = home.index(rank)
             if index is None:
@@ -190,26 +198,26 @@ class Storage:
             self.pieces[unit.index] = tuple(self._cut(unit))
 
     def _zeros(self, home: Home, dtype: torch.dtype, *, outside: bool) -> Tensor:
-        """Memory of a stripe, in the host's or on the device."""
+        """Allocate a zeroed shard, in CPU memory if ``outside`` is True, else on the device."""
         if outside:
             return self.host_zeros((home.stripe,), dtype)
         return torch.zeros(home.stripe, dtype=dtype, device=self.device)
 
     def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for something at home in the host's memory."""
+        """Allocate zeros in CPU memory for a home, page-locked if the device is a GPU."""
         return host_zeros(shape, dtype, self.device, self.level)
 
     def keeps_gradient(self, unit: int) -> bool:
-        """False for a unit whose gradient has no place at home so far."""
+        """Return False if the unit's home gradient has not been allocated."""
         return self._keeps_gradients or unit in self.gradient
 
     def open_gradient(self, unit: int) -> None:
-        """Give a unit's gradient in the host's memory a place at home, if it has none."""
+        """Allocate the home gradient of a unit in CPU memory if it has none."""
         if unit not in self.gradient:
             self.gradient[unit] = self._zeros(self.homes[unit], self.master_dtype, outside=True)
 
     def _cut(self, unit: Unit) -> Iterator[HomePiece]:
-        """The pieces of a unit's parameters in the stripe here."""
+        """Yield the pieces of a unit's parameters that lie in the shard on this rank."""
         home = self.homes[unit.index]
         index, length = home.index(self.rank), home.stripe
         assert index is not None
@@ -233,7 +241,7 @@ class Storage:
 
     @staticmethod
     def _cut_bytes(packing: Packing, stripe: Tensor, index: int) -> Iterator[HomePiece]:
-        """The pieces of a packed unit: bytes, as if every parameter were a vector of them."""
+        """Yield the pieces of a packed unit, each parameter being a vector of bytes."""
         begin = index * len(stripe)
         for slot, place in zip(packing.slots, packing.places, strict=True):
             first, last = max(place.begin, begin), min(place.end, begin + len(stripe))
@@ -243,14 +251,17 @@ class Storage:
 
     @property
     def form(self) -> str:
-        """The form of packed units (`model.quantized`)."""
+        """Storage form of packed units (`model.quantized`), or ``none`` if no unit is packed."""
         return next((unit.packing.form for unit in self.units if unit.packing is not None), NONE)
 
     def _is_packed(self, unit: int) -> bool:
         return self.units[unit].packing is not None
 
     def widen(self, unit: int) -> None:
-        """Keep a frozen unit's values in the host's memory in the master dtype, if they are not."""
+        """Replace the master of a frozen unit by a copy of its values in the master dtype in CPU memory.
+
+        The compute copy stays as it is. Does nothing for a packed unit, for equal dtypes, and if there is such a copy
+        already."""
         if self._is_packed(unit):
             return
         if self.compute_copy[unit] is self.master[unit] and self.compute_dtype != self.master_dtype:
@@ -258,8 +269,13 @@ class Storage:
             self.pieces[unit] = tuple(self._cut(self.units[unit]))
 
     def settle(self, world: dist.ProcessGroup | None) -> None:
-        """Agree on which frozen units the compute dtype would round, and keep the exact values of those and no others;
-        call on all ranks, when values have been filled in.
+        """Find the frozen units that the compute dtype would round, and keep exact values in CPU memory for these only.
+
+        The master of every other frozen unit is its compute copy again. Call on all ranks, after the values have been
+        filled in. Sets ``exact``, equal on all ranks.
+
+        Args:
+            world: Group of all ranks; None in a single process.
         """
         rounded = torch.zeros(len(self.units), dtype=torch.int32, device="cpu")
         for unit, master in self.master.items():
@@ -277,7 +293,7 @@ class Storage:
 
     @property
     def exact_bytes(self) -> int:
-        """Host memory for exact values of frozen units, on the rank that has most of them."""
+        """CPU memory in bytes for exact values of frozen units, on the rank that holds the most."""
         held: dict[int, int] = {}
         for unit in self.exact:
             for rank in {rank for ranks in self.homes[unit].copies for rank in ranks}:
@@ -285,17 +301,17 @@ class Storage:
         return max(held.values(), default=0)
 
     def is_first_copy(self, unit: int) -> bool:
-        """True if the stripe here is saved: of several copies only the first is."""
+        """Return True if this rank's shard belongs to the first copy of the unit. Only the first copy is saved."""
         return self.rank in self.homes[unit].ranks
 
     def refresh(self, unit: int) -> None:
-        """Bring the compute copy up to date with the master."""
+        """Copy the master weights of a unit into its compute copy, unless both are one tensor."""
         if self.compute_copy[unit] is not self.master[unit]:
             self.compute_copy[unit].copy_(self.master[unit])
 
     @torch.no_grad()
     def checksums(self) -> Iterator[tuple[int, str]]:
-        """The units with a home here, each with a checksum of its master, or ``stale`` if the compute copy differs."""
+        """Yield each unit with a home here and a checksum of its master, or ``stale`` if the compute copy differs."""
         for unit, master in self.master.items():
             if self.compute_copy[unit] is not master and not torch.equal(
                 self.compute_copy[unit], master.to(self.compute_copy[unit])
@@ -306,14 +322,16 @@ class Storage:
 
     @torch.no_grad()
     def fill(self, source: WeightSource, world: dist.ProcessGroup | None, world_size: int) -> None:
-        """Give every home its initial values; call on all ranks.
+        """Fill every home with its initial values. Call on all ranks.
 
-        One rank reads or initialises a unit and sends the stripes; the ranks take turns by block, so that the work is
-        shared and no process ever holds more than a few units. In a thread every rank reads the next one of its own
-        meanwhile: all of them read at the same time.
+        One rank reads or initialises a unit and sends the shards. The ranks take turns by block, which shares the work,
+        and no process ever holds more than a few units. Meanwhile each rank reads its next unit in a thread, so all
+        ranks read at one time.
 
         Args:
-            world: a group of all ranks that moves CPU tensors, None in a single process.
+            source: Values of the units.
+            world: Group of all ranks for CPU tensors; None in a single process.
+            world_size: Number of ranks.
         """
         to_read = iter([unit for unit in self.units if unit.blocks[0] % world_size == self.rank])
         with ThreadPoolExecutor(1, "reading weights", use_device, (self.device,)) as reader:
@@ -341,12 +359,12 @@ class Storage:
         self.settle(world)
 
     def _dtype_of(self, unit: Unit) -> torch.dtype:
-        """The dtype in which a unit is read and collected: the master's, or that of packed bytes."""
+        """Return the dtype in which a unit is read and collected: the master dtype, or the dtype of packed bytes."""
         return self.master_dtype if unit.packing is None else self.compute_dtype
 
     @torch.no_grad()
     def _read(self, source: WeightSource, unit: Unit) -> Tensor:
-        """A unit with its padding on the CPU."""
+        """Read a unit from ``source`` into a padded CPU tensor, packed if the unit is packed."""
         flat = torch.zeros(self.homes[unit.index].padded, dtype=self._dtype_of(unit), device="cpu")
         values = source.unit(unit, dtype=self.master_dtype)
         if unit.packing is None:
@@ -356,7 +374,10 @@ class Storage:
         return flat
 
     def _put(self, unit: int, stripe: Tensor) -> None:
-        """Fill a home from its stripe, as it was read."""
+        """Copy a shard into the master and the compute copy of a unit's home on this rank.
+
+        If the master's dtype would round the values, ``widen`` first makes a master in CPU memory that holds them
+        exactly."""
         if not self._is_packed(unit) and not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
             self.widen(unit)
         self.master[unit].copy_(stripe)
@@ -366,11 +387,15 @@ class Storage:
     def collect(
         self, unit: Unit, world: dist.ProcessGroup | None, *, to: int = 0, gradient: bool = False
     ) -> Tensor | None:
-        """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks. A
-        packed one's numbers are those that blocks compute with.
+        """Gather the whole unit (``numel`` elements, master dtype, CPU) on rank ``to``; return None on other ranks.
+
+        Call on all ranks. A packed unit is unpacked into the numbers that blocks compute with.
 
         Args:
-            gradient: its home gradient instead of its weights.
+            unit: Unit to gather.
+            world: Group of all ranks for CPU tensors; None in a single process.
+            to: Rank that receives the unit.
+            gradient: Gather the home gradient instead of the weights.
         """
         home = self.homes[unit.index]
         index = home.ranks.index(self.rank) if self.rank in home.ranks else None

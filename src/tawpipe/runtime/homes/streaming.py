@@ -1,36 +1,36 @@
-"""Homes in the host's memory: gradients that arrive there, and updates that pass through the device.
+"""Homes in CPU memory: gradients are added there, and updates pass through the device in portions.
 
-**What is where.** Under ``schedule.host_homes: state`` master weights, gradients and the optimizer's state of every
-trainable stripe are in the host's memory; the copy that travels, in the compute dtype, stays on the device, and so does
-all that is frozen; under ``all`` these are in the host's memory, too (landing.py). The device has two rooms of a slice
-each besides (slices.py), for as many tensors as a piece has: weight, gradient and what its optimizer keeps.
+**Location of the data.** With ``schedule.host_homes: state``, master weights, gradients and optimizer state of every
+trainable shard are in CPU memory. The compute copy and all frozen weights stay on the device. With ``all`` these are in
+CPU memory, too (landing.py). In addition the device has two buffers of one portion each (slices.py) for every tensor of
+a piece: weight, gradient and optimizer states.
 
-**An update** brings a slice of these up, lets the optimizer make its step on it there, writes the copy that travels,
-and takes weights and states down again: 16 bytes a parameter up and 12 down under AdamW in fp32. It is the same kernel
-on the same numbers as on a home on the device, so it has the same bits; and nothing on the device waits for the
-processor, whose AdamW would be bound by the same memory. One room is brought while the optimizer works in the other
-one and what was there before leaves: three streams, which wait for one another by events. On a CPU copies are made all
-the same, one after another.
+**An update** copies a portion of these to the device, lets the optimizer step on it there, writes the compute copy, and
+copies weights and states back. With AdamW in fp32 that is 16 bytes per parameter to the device and 12 back. It is the
+kernel and the numbers of a home on the device, so the result has equal bits. No work on the device waits for the CPU,
+whose own AdamW would be limited by the same memory. One buffer is filled while the optimizer works in the other and its
+previous content is copied back: three streams, which wait for each other by events. On a CPU the copies are made one
+after another.
 
-**The optimizer** of a unit is the one that a home on the device would have. For the time of a step its groups hold
-parameters that stand for the slices, with slices of the states. One-element states (the number of steps) stay on the
-device, and every slice gets a copy of its own: what the last slice of a piece leaves is the piece's. States that an
-optimizer makes in its first step get memory then. Where an optimizer wants whole matrices, a matrix is a slice.
+**The optimizer** of a unit is the one that a home on the device would have. During a step its groups hold parameters
+that stand for the portions, with portions of the states. One-element states (the step count) stay on the device, and
+every portion gets its own copy: the state after the last portion of a piece is kept. States that an optimizer makes in
+its first step are allocated then. If an optimizer needs whole matrices, a matrix is one portion.
 
-**A gradient** that arrives at home goes down slice by slice; where something of the step is there already, that comes
-up first, and the sum goes down: in the schedule's order, as at home on the device. While a slice is on the device, its
-squares are summed up (``squares``), so that NORM need not read the host's memory, and homes on devices sum theirs in
-the same order. What UPDATE multiplies a gradient by stays on the device: the host's gradient is scaled when somebody
-asks for it (``Storage.collect``).
+**A gradient** is copied to its home portion by portion. If the home already holds a sum of this step, that sum is
+copied to the device first, and the new sum is copied back: in the schedule's order, as on the device. While a portion
+is on the device, its squares are summed (``squares``), so that NORM need not read CPU memory. Homes on devices sum
+their squares in the same portions. The factor by which UPDATE multiplies a gradient stays on the device. The gradient
+in CPU memory is scaled only when it is read (``Storage.collect``).
 
-**Order.** All of this happens in actions on one lane, HOME, so the rooms are never in two hands. An action's own
-streams begin when the lane comes to it, and the lane goes on when they have ended: what the schedule knows of an
-action's buffers is all that anybody has to wait for. Without clipping (``early_updates``) a unit's update follows its
-gradient at once, behind the backward pass; else it is hidden behind the next step's forward pass, in whose order units
-are updated.
+**Order.** All of this runs in actions on one lane, HOME, so two actions never use the buffers at one time. An action's
+own streams begin when the lane reaches it, and the lane continues when they have ended. So the buffers that the
+schedule lists for an action are the only dependencies. Without clipping (``early_updates``) a unit is updated directly
+after its gradient is complete, behind the backward pass. Otherwise updates overlap with the next step's forward pass,
+in the order in which it needs the units.
 
-**Memory** of the host is page-locked a tensor at a time and in its own size (host_memory.py); what is not copied is not
-locked. ``device_bytes`` and ``host_bytes`` say what there is; ``schedule/sizes/footprint.py`` says it before.
+**Memory** is page-locked one tensor at a time, in its exact size (host_memory.py). Tensors that are not copied are not
+locked. ``device_bytes`` and ``host_bytes`` are the actual sizes; ``schedule/sizes/footprint.py`` predicts them.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers, is_elementwise
 from tawpipe.schedule.landing import ROOMS
 
 WEIGHT, GRADIENT, COPY = "weight", "gradient", "copy"
-"""What passes through a room besides the states of an optimizer, which have names of their own."""
+"""Names of the tensors in a buffer, in addition to optimizer states, which have names of their own."""
 
 
 class PassingRoom:
-    """Memory of the device for one load after another, a tensor for everything that passes.
+    """Device buffer for one load after another, with one tensor for every kind of value.
 
     Args:
-        elements: of the largest load.
+        elements: Elements of the largest load.
+        device: Device of the buffer.
     """
 
     def __init__(self, elements: int, device: torch.device) -> None:
@@ -63,21 +64,24 @@ class PassingRoom:
         self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
         self.arrived: torch.Event | None = None
         self.left: torch.Event | None = None
-        """When what was here last had been brought, and taken away."""
+        """Events: the last load has arrived here, and has been copied back."""
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def of(self, name: str, part: Slice, dtype: torch.dtype) -> Tensor:
-        """The place of a slice of something."""
+        """Return the part of the buffer's tensor ``name`` that holds the portion ``part``.
+
+        The tensor is allocated at its first use.
+        """
         if (name, dtype) not in self._tensors:
             self._tensors[name, dtype] = torch.empty(self._elements, dtype=dtype, device=self._device)
         return self._tensors[name, dtype][part.at : part.at + part.numel]
 
 
 class _Streams:
-    """Two streams beside the lane's own: what arrives, and what leaves. On a CPU there are none."""
+    """Two CUDA streams beside the lane's own: one for copies to the device, one for copies back. None on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -85,12 +89,15 @@ class _Streams:
         self._leaving = torch.cuda.Stream(device) if on_cuda else None
 
     def begin(self) -> None:
-        """What comes now waits for what the lane has done."""
+        """Make later copies to the device wait for all work that the lane has issued so far."""
         if self._arriving is not None:
             self._arriving.wait_stream(torch.cuda.current_stream())
 
     def arriving(self, room: PassingRoom) -> AbstractContextManager[Any]:
-        """Where to bring something into a room."""
+        """Return a context in which copies into ``room`` are issued on the stream for arriving data.
+
+        Makes that stream wait until the previous load of ``room`` has been copied back. On a CPU the context does
+        nothing."""
         if self._arriving is None:
             return nullcontext()
         if room.left is not None:
@@ -98,41 +105,45 @@ class _Streams:
         return torch.cuda.stream(self._arriving)
 
     def brought(self, room: PassingRoom) -> None:
+        """Record an event in ``room``: the copies of its load to the device that were issued so far have ended."""
         if self._arriving is not None:
             room.arrived = self._arriving.record_event()
 
     def here(self, room: PassingRoom) -> None:
-        """The lane works in a room from now on."""
+        """Make the lane's stream wait until the load in ``room`` has arrived. The host does not wait."""
         if self._arriving is not None:
             assert room.arrived is not None
             torch.cuda.current_stream().wait_event(room.arrived)
 
     def leaving(self) -> AbstractContextManager[Any]:
-        """Where to take something away."""
+        """Return a context in which copies back to CPU memory are issued on the stream for leaving data.
+
+        Makes that stream wait for the lane's work so far. On a CPU the context does nothing."""
         if self._leaving is None:
             return nullcontext()
         self._leaving.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._leaving)
 
     def taken(self, room: PassingRoom) -> None:
+        """Record an event in ``room``: the copies of its load back to CPU memory that were issued so far have ended."""
         if self._leaving is not None:
             room.left = self._leaving.record_event()
 
     def end(self) -> None:
-        """What the lane does next waits for all that has left."""
+        """Make the lane's stream wait for all copies back to CPU memory. The host does not wait."""
         if self._leaving is not None:
             torch.cuda.current_stream().wait_stream(self._leaving)
 
 
 class Streaming:
-    """What passes between the device and the homes of one rank.
+    """Transfers between the device and the homes of one rank in CPU memory.
 
-    ``squares`` has for every unit the sums of squares of its gradient, slice by slice, on the device.
+    ``squares`` holds for every unit the sums of squares of its gradient, one per portion, on the device.
     """
 
     def __init__(self, storage: Storage, optimizers: UnitOptimizers) -> None:
         self._storage, self._optimizers, self._device = storage, optimizers, storage.device
-        self._pieces = {unit: optimizers.pieces.get(unit, ()) for unit in storage.scales}  # a stripe may be padding
+        self._pieces = {unit: optimizers.pieces.get(unit, ()) for unit in storage.scales}  # a shard may be only padding
         self._loads = {unit: loads_of(pieces) for unit, pieces in self._pieces.items()}
         most = max((room_of(load) for loads in self._loads.values() for load in loads), default=0)
         self._rooms = [PassingRoom(most, self._device) for _ in range(ROOMS)]
@@ -142,23 +153,31 @@ class Streaming:
 
     @property
     def device_bytes(self) -> int:
-        """The rooms, as far as there are any yet."""
+        """Bytes of the buffers that have been allocated so far."""
         return sum(room.nbytes for room in self._rooms)
 
     def fetch(self, unit: int, target: Tensor) -> None:
-        """Bring the gradient at home into a buffer of the device."""
+        """Copy the home gradient of a unit into ``target``, a buffer of the device."""
         target.copy_(self._storage.gradient[unit], non_blocking=True)
 
     @torch.no_grad()
     def add(self, unit: int, sources: Sequence[Tensor], *, replaces: bool) -> None:
-        """Add buffers of the device to the gradient at home, or put their sum in its place."""
+        """Add buffers of the device to a unit's home gradient, portion by portion, and store its sums of squares.
+
+        Args:
+            unit: The unit.
+            sources: Gradients on the device, with the elements of the home's shard.
+            replaces: If True, the sum of ``sources`` replaces the home gradient.
+        """
         dtype = self._storage.master_dtype
 
         def bring(load: Load, room: PassingRoom) -> None:
+            """Copy the home gradient of a load to the device, unless it is replaced."""
             for part in () if replaces else load:
                 room.of(GRADIENT, part, dtype).copy_(part.of(self._gradient(unit, part.place)), non_blocking=True)
 
         def work(load: Load, room: PassingRoom) -> None:
+            """Add the sources to the load's gradient on the device, and sum its squares."""
             for part in load:
                 here = room.of(GRADIENT, part, dtype)
                 for number, source in enumerate(sources):
@@ -167,6 +186,7 @@ class Streaming:
             self._square(unit, load, room)
 
         def take(load: Load, room: PassingRoom) -> None:
+            """Copy the load's gradient back to CPU memory."""
             for part in load:
                 part.of(self._gradient(unit, part.place)).copy_(room.of(GRADIENT, part, dtype), non_blocking=True)
 
@@ -184,13 +204,16 @@ class Streaming:
         early: bool,
         gradient: Tensor | None = None,
     ) -> None:
-        """The optimizer's step on a unit, and the copy that travels.
+        """Update a unit portion by portion with its optimizer, and write its compute copy and its new optimizer state.
+
+        Also keeps ``factor`` as the scale of the home gradient, which itself stays unscaled.
 
         Args:
-            gradient: on the device, where it does not come from home.
-            factor: multiplies the gradient.
-            updates, rate, chosen: see ``UnitOptimizers.step``.
-            early: NORM comes later, and wants the squares of the gradient that was used.
+            unit: The unit.
+            factor: One-element tensor that multiplies the gradient.
+            updates, rate, chosen: As for ``UnitOptimizers.step``.
+            early: NORM runs later and needs the squares of the gradient that was used.
+            gradient: Gradient on the device; None to read it from the home.
         """
         optimizers, storage, dtype = self._optimizers, self._storage, self._storage.master_dtype
         pieces, copies = self._pieces[unit], storage.compute_copy[unit]
@@ -200,14 +223,19 @@ class Streaming:
         step = optimizers.begin(unit, rate, chosen)
 
         def states_of(piece: int) -> dict[str, tuple[str, Tensor]]:
-            """The states of a piece that pass, each with its place in a room: pieces may have states of other names."""
+            """Return the elementwise states of a piece, each with the name of its tensor in the buffer.
+
+            Pieces may have states of different names, so the names are numbered.
+            """
             passing = [pair for pair in step.before[piece].items() if is_elementwise(pair[1], pieces[piece].value)]
             return {key: (f"state {number}", value) for number, (key, value) in enumerate(passing)}
 
-        # What an optimizer makes goes down on another stream than the one whose memory it is: kept until that is over.
+        # New states are copied back on a stream other than the one that allocated them, so they are kept until the copy
+        # is over.
         states_made: list[Any] = []
 
         def bring(load: Load, room: PassingRoom) -> None:
+            """Copy weights, gradient and states of a load to the device."""
             for part in load:
                 piece = pieces[part.place]
                 room.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
@@ -218,6 +246,7 @@ class Streaming:
                     room.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
 
         def work(load: Load, room: PassingRoom) -> None:
+            """Scale the gradient, let the optimizer step on the load, and write its part of the compute copy."""
             values = []
             for part in load:
                 piece = pieces[part.place]
@@ -227,7 +256,7 @@ class Streaming:
                     room.of(GRADIENT, part, dtype).copy_(part.of(self._same_place(unit, part.place, gradient)))
                 value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
                 passing = states_of(part.place)
-                # Every slice begins from what was before the step: a count that all changed would count slices.
+                # Every portion starts from the state before the step. Otherwise a step count would count portions.
                 others = {key: value for key, value in step.before[part.place].items() if key not in passing}
                 state = {key: self._here(value) for key, value in others.items()}
                 for key, (place, kept) in passing.items():
@@ -245,6 +274,7 @@ class Streaming:
                     part.of(self._same_place(unit, part.place, copies)).copy_(room.of(WEIGHT, part, dtype))
 
         def take(load: Load, room: PassingRoom) -> None:
+            """Copy weights and states of a load back to CPU memory, and the compute copy if it is there."""
             for part, (stand_in, state) in zip(load, states_made[-1], strict=True):
                 piece = pieces[part.place]
                 part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
@@ -259,7 +289,7 @@ class Streaming:
                     home = step.memory(part.place, key, value, storage.host_zeros, elementwise=elementwise)
                     if elementwise:
                         part.of(home).copy_(value.reshape(-1), non_blocking=True)
-                    else:  # of a matrix, which is a slice
+                    else:  # the portion is a whole matrix
                         home.copy_(value, non_blocking=True)
 
         self._pass(unit, bring, work, take)
@@ -267,21 +297,22 @@ class Streaming:
         storage.scales[unit].copy_(factor)
 
     def _here(self, value: Any) -> Any:
-        """Copy a state to the device. A number is written there: copying plain memory could block."""
+        """Copy a state to the device. A CPU number is filled in there, as copying unpinned memory could block."""
         if isinstance(value, Tensor) and not value.ndim and value.device.type == "cpu":
             return torch.full((), value.item(), dtype=value.dtype, device=self._device)
         return value.to(self._device, copy=True, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _square(self, unit: int, load: Load, room: PassingRoom) -> None:
+        """Store the sums of squares of the gradient of a load."""
         values = [room.of(GRADIENT, part, self._storage.master_dtype) for part in load]
         self.squares[unit][load[0].number : load[-1].number + 1] = squares_of(values)
 
     def _gradient(self, unit: int, place: int) -> Tensor:
-        """The gradient at home of a piece."""
+        """Return the home gradient of the piece with index ``place``."""
         return self._same_place(unit, place, self._storage.gradient[unit])
 
     def _same_place(self, unit: int, place: int, stripe: Tensor) -> Tensor:
-        """What of a stripe is where a piece is in the master's."""
+        """Return the slice of ``stripe`` with this piece's offset and length in the unit's master weights."""
         value = self._pieces[unit][place].value
         begin = value.storage_offset() - self._storage.master[unit].storage_offset()
         return stripe[begin : begin + value.numel()]
@@ -293,7 +324,14 @@ class Streaming:
         work: Callable[[Load, PassingRoom], None],
         take: Callable[[Load, PassingRoom], None],
     ) -> None:
-        """Bring every load of a unit into a room, work on it and take it away; the next one comes meanwhile."""
+        """Copy every load of a unit into a buffer, work on it, and copy it back; the next load is copied meanwhile.
+
+        Args:
+            unit: The unit.
+            bring: Copies a load into a buffer.
+            work: Computes on the load in a buffer.
+            take: Copies a load back to CPU memory.
+        """
         loads, streams = self._loads[unit], self._streams
         streams.begin()
         for number in range(len(loads) + 1):

@@ -1,6 +1,4 @@
-"""Optimizers on home stripes: one, or several that share the parameters, for each unit, so that a unit can be updated
-by itself.
-"""
+"""Optimizers of home shards: one or several for each unit, so that each unit can be updated alone."""
 
 from __future__ import annotations
 
@@ -33,14 +31,17 @@ from tawpipe.runtime.homes.storage import HomePiece, PlaceOfPiece, Storage, is_o
 from tawpipe.schedule.placement import Home
 
 States = dict[int, list[Mapping[str, Any]]]
-"""Unit to the optimizer's state of each of its pieces; empty where it has none."""
+"""Unit -> the optimizer's state of each of its pieces; an empty mapping for a piece without state."""
 
 
 def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, Tried]:
-    """The trial of a factory for every trainable unit, whoever has its home: all ranks refuse alike.
+    """Try a factory on every trainable unit, wherever its home is, so that all ranks raise equal errors.
+
+    Returns:
+        Unit index -> result of the trial; index -1 if no unit is trainable.
 
     Raises:
-        UserError: see ``check_elementwise`` and ``check_whole``.
+        UserError: See ``check_elementwise`` and ``check_whole``.
     """
     known: dict[str, int] = {}
     check = check_whole if isinstance(factory, WholeMatrices) else partial(check_elementwise, known=known)
@@ -53,12 +54,15 @@ def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, T
 
 
 def options_of(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[str, list[Any]]:
-    """Class and options of the group of every trainable parameter, by its name."""
+    """Return for every trainable parameter name the class of its optimizer and the options of its group."""
     return {name: said for trial in try_factory(factory, units).values() for name, said in trial.options.items()}
 
 
 def in_other_groups(factory: OptimizerFactory, groups: str, units: Sequence[Unit]) -> list[str]:
-    """Names of the parameters whose group is another one by the rule ``groups``; empty for a factory without a rule."""
+    """Return the names of parameters whose group would change under the rule ``groups``.
+
+    Returns an empty list for a factory without a rule, and for an unknown rule.
+    """
     if rule_of(factory) in ("", groups) or groups not in (ROLES, SHAPES):
         return []
     here, there = options_of(factory, units), options_of(with_groups(factory, groups), units)
@@ -66,7 +70,7 @@ def in_other_groups(factory: OptimizerFactory, groups: str, units: Sequence[Unit
 
 
 def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes: Sequence[Home], strategy: str) -> None:
-    """Raise UserError where a factory wants whole matrices and a trainable unit is cut over several devices."""
+    """Raise a UserError if a factory needs whole matrices and a trainable unit is split over several devices."""
     if not isinstance(factory, WholeMatrices):
         return
     for unit, home in zip(units, homes, strict=True):
@@ -80,31 +84,34 @@ def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes:
 
 
 def _begins_unset(optimizer: Optimizer) -> bool:
-    """torch's fused SGD makes its momentum in the first step with one, and leaves it unset if that one is left out."""
+    """Return True for an SGD with momentum that has no state yet.
+
+    torch's fused SGD creates its momentum in the first step, and leaves it uninitialised if that step is skipped.
+    """
     first = ((group["momentum"], group["params"][0]) for group in optimizer.param_groups if group["params"])
     return isinstance(optimizer, torch.optim.SGD) and any(m and not optimizer.state.get(p) for m, p in first)
 
 
 def is_elementwise(state: Any, value: Tensor) -> bool:
-    """True for a state that has an element for every one of its parameter."""
+    """Return True if a state is a tensor of its parameter's shape."""
     return isinstance(state, Tensor) and state.ndim > 0 and state.shape == value.shape
 
 
 def _copy(value: Any) -> Any:
+    """Return a clone of a tensor, or the value itself."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _counts(value: Any) -> bool:
-    """True for what an optimizer may count in: a number, or a tensor."""
+    """Return True for a value in which an optimizer may count steps: a number or a tensor."""
     return isinstance(value, (int, float, Tensor))
 
 
 class SlicedStep:
-    """An optimizer's step on one unit that is made slice by slice.
+    """One step of a unit's optimizers, made portion by portion.
 
-    Args:
-        before: the states of the unit's pieces as every slice finds them.
-        after: as they are from ``end`` on.
+    ``before`` holds the states of the unit's pieces that every portion starts from; ``after`` those that are valid
+    after ``end``.
     """
 
     def __init__(self, optimizers: UnitOptimizers, unit: int) -> None:
@@ -112,11 +119,19 @@ class SlicedStep:
         self.before = [dict(state) for state in optimizers.states_of(unit)]
         self.after = [dict(state) for state in self.before]
         self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Groups, and the options that a step has left in them, for optimizers that count there."""
+        """Groups, and the options that a step has left in them, for optimizers that count steps there."""
         self._numbers: dict[int, dict[str, Any]] = {}
 
     def memory(self, place: int, key: str, state: Tensor, make: Callable[..., Tensor], *, elementwise: bool) -> Tensor:
-        """Where the state of a piece is kept of which ``state`` is a slice, or the whole; made if it is new."""
+        """Return the tensor that keeps the state ``key`` of a piece; allocate it with ``make`` if it is new.
+
+        Args:
+            place: Index of the piece.
+            key: Name of the state.
+            state: The state of a portion, or the whole state.
+            make: Allocates a tensor from a shape and a dtype.
+            elementwise: The state has the shape of the piece, and ``state`` is a portion of it.
+        """
         shape = self._optimizers.pieces[self.unit][place].value.shape if elementwise else state.shape
         kept = self.after[place].get(key)
         if not isinstance(kept, Tensor) or kept.shape != shape:
@@ -124,13 +139,18 @@ class SlicedStep:
         return self.after[place][key]
 
     def rewind(self, optimizer: Any) -> None:
-        """Before a slice, make of an optimizer's own numbers what they were before the step: some count in them."""
+        """Reset an optimizer's own number and tensor attributes to their values before the step, as some count in them.
+
+        Call it before every portion.
+        """
         values = vars(optimizer)
         kept = self._numbers.setdefault(id(optimizer), {k: _copy(v) for k, v in values.items() if _counts(v)})
         values.update({key: _copy(value) for key, value in kept.items()})
 
     def end(self) -> None:
-        """Every slice has had its step."""
+        """Put the new states into the unit's optimizers, and the new options into their groups.
+
+        Call it after every portion has been updated."""
         self._optimizers.hold(self.unit, self.after)
         for group, options in self.options:
             for key, value in options.items():
@@ -141,10 +161,13 @@ class SlicedStep:
 
 
 class UnitOptimizers:
-    """The optimizers of one rank, for every trainable unit with a home here.
+    """Optimizers of one rank, for every trainable unit with a home here.
 
-    ``name`` is that of their classes; ``states_per_element`` says for every unit how many tensors of a parameter's size
-    they keep for it; ``groups`` are their options, which may be changed; ``pieces`` are what they update.
+    Attributes:
+        name: Names of the optimizers' classes.
+        states_per_element: For every unit, the number of tensors of a parameter's size that are kept for a parameter.
+        groups: Options of the optimizers, which may be changed.
+        pieces: Parts of parameters that are updated, by unit.
     """
 
     def __init__(self, storage: Storage, factory: OptimizerFactory) -> None:
@@ -164,10 +187,13 @@ class UnitOptimizers:
         self.factory, self._in_host, self._device = factory, storage.in_host, storage.device
         self._host_zeros = storage.host_zeros
         self._flag: tuple[Tensor | None, int, bool] = None, 0, True
-        """The flag that was read last, its version then, and its value."""
+        """The flag tensor that was read last, its version then, and its value."""
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Call the factory for some parameters, and return the optimizers.
+
+        Each of their groups gets two more entries: ``initial_lr``, and ``of``, its index in ``groups``."""
         optimizers = make_optimizers(self.factory, values)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
@@ -176,16 +202,17 @@ class UnitOptimizers:
         return optimizers
 
     def states(self) -> States:
-        """The states that the optimizers hold now."""
+        """Return the states that the optimizers hold now, by unit."""
         return {unit: self.states_of(unit) for unit in self.pieces}
 
     def states_of(self, unit: int) -> list[Mapping[str, Any]]:
-        """``states`` of one unit."""
+        """Return the states of the pieces of one unit."""
         return [state_of(self.optimizers[unit], piece.value) for piece in self.pieces[unit]]
 
     def full_states(self) -> States:
-        """The states, and for a unit that has none those that its optimizer would hold after a step: something to load
-        into, made by a stand-in.
+        """Return the states of all units, to load into; for units without state, states as after a step.
+
+        Those are made by stand-in optimizers and zero gradients.
         """
         states = self.states()
         for unit, pieces in self.pieces.items():
@@ -204,8 +231,9 @@ class UnitOptimizers:
         return states
 
     def _blank(self, piece: HomePiece) -> Mapping[str, Any]:
-        """The states of a piece in the host's memory, as a stand-in on the device has them after a step: a few elements
-        for a vector.
+        """Return zeroed states in CPU memory for a piece, in the form that its optimizer makes in a step.
+
+        A stand-in on the device, with a few elements for a vector, shows the form.
         """
         shape = tuple(piece.value.shape) if piece.value.ndim > 1 else (min(piece.value.numel(), 2),)
         value = piece.mark(torch.zeros(shape, dtype=piece.value.dtype, device=self._device))
@@ -221,14 +249,14 @@ class UnitOptimizers:
         return kept
 
     def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-        """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""
+        """Replace all states. The optimizer of a unit without given states starts as new."""
         for unit, optimizers in self.optimizers.items():
             for optimizer in optimizers:
                 optimizer.state.clear()
             self.hold(unit, states.get(unit, ()))
 
     def hold(self, unit: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Put states in the place of those of a unit's pieces; empty ones change nothing."""
+        """Replace the states of a unit's pieces; empty ones change nothing."""
         optimizers = self.optimizers[unit]
         whose = {
             id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
@@ -243,25 +271,28 @@ class UnitOptimizers:
         """Update the unit from its home gradients, unless ``updates`` is zero.
 
         Args:
-            updates: a one-element tensor on the device of the gradients; None for no such condition.
-            rate: multiplies every group's learning rate.
-            chosen: options of ``groups``, the learning rate among them; those from the beginning by default.
+            unit: The unit.
+            updates: One-element tensor on the device of the gradients; None to update without a condition.
+            rate: Factor that multiplies every group's learning rate.
+            chosen: Options of ``groups``, including the learning rate; None for the initial options.
         """
         self._choose(unit, rate, chosen)
         self._step(self.optimizers.get(unit, ()), updates)
 
     def begin(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None) -> SlicedStep:
-        """A step of a unit slice by slice, with the options of ``step``; ``step_on`` makes it."""
+        """Start a step of a unit that ``step_on`` makes portion by portion, with the options of ``step``."""
         self._choose(unit, rate, chosen)
         return SlicedStep(self, unit)
 
     def step_on(
         self, step: SlicedStep, slices: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], updates: Tensor | None
     ) -> list[Mapping[str, Any]]:
-        """Update some slices of a unit, unless ``updates`` is zero; returns the state of each.
+        """Update some portions of a unit, unless ``updates`` is zero; return the new state of each.
 
         Args:
-            slices: of every slice the number of its piece, a parameter that stands for it, and its state so far.
+            step: The step that ``begin`` started.
+            slices: For every portion the index of its piece, a parameter that stands for it, and its state so far.
+            updates: As for ``step``.
         """
         pieces, after = self.pieces[step.unit], dict[int, Mapping[str, Any]]()
         stands = [(pieces[place].value, value, state) for place, value, state in slices]
@@ -286,7 +317,9 @@ class UnitOptimizers:
         return [after[id(value)] for _, value, _ in slices]
 
     def _choose(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None) -> None:
-        """Give the groups of a unit's optimizers the options of a step."""
+        """Set the options of this step in the groups of a unit's optimizers, and multiply learning rates by ``rate``.
+
+        Without ``chosen``, the learning rate is the initial one times ``rate``, and other options stay."""
         for optimizer in self.optimizers.get(unit, ()):
             for group in optimizer.param_groups:
                 if "of" in group and chosen is not None:
@@ -296,7 +329,7 @@ class UnitOptimizers:
                     group["lr"] = group["initial_lr"] * rate
 
     def _value_of(self, updates: Tensor) -> bool:
-        """Read a flag of the device. The host waits for it once after every change, not once for every unit."""
+        """Return the value of a flag on the device. The host waits for it once per change, not once per unit."""
         known, version, value = self._flag
         if known is not updates or version != updates._version:
             version, value = updates._version, bool(updates)
@@ -304,13 +337,17 @@ class UnitOptimizers:
         return value
 
     def _step(self, optimizers: Sequence[Any], updates: Tensor | None) -> None:
+        """Step each optimizer, unless ``updates`` is zero.
+
+        Fused optimizers read this flag on the device, without a host sync.
+        """
         for optimizer in optimizers:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            # The fused step looks at a flag on the device: no host sync for the finite check.
+            # The fused step reads a flag on the device, so the finite check needs no host sync.
             on_device = fused and not _begins_unset(optimizer)
             if not on_device and updates is not None and not self._value_of(updates):
                 continue
-            if fused:  # always: what it was told of an earlier step holds until it is told anew
+            if fused:  # set always, as values of an earlier step stay until replaced
                 left_out = (updates == 0).to(torch.float32) if on_device and updates is not None else None
                 optimizer.grad_scale, optimizer.found_inf = None, left_out
             optimizer.step()

@@ -1,1 +1,1 @@
-"""How weights, gradients and activations move between processes."""
+"""Transport of weights, gradients and activations between ranks, plain or coded."""

@@ -1,8 +1,8 @@
-"""Messages of gloo that are under way before their lane comes to them.
+"""Early start of gloo messages: receives are posted, and rings begin, before their lane reaches the action.
 
-A send of gloo waits until its receive has been posted, and to tell so takes a latency of the link. So what a lane will
+A send of gloo waits until the receive has been posted, and the notice of that takes one latency of the link. So a
 receive is posted as soon as its buffer is free, and the first message of a ring is sent then, too. Tags pair the
-messages, by the number of what they belong to and by what they are about.
+messages. A tag is made from the number of the action and from the content of the message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from tawpipe.topology import Topology
 
 
 class TransportError(RuntimeError):
-    """A message that is not the one this rank expects."""
+    """Error of a message that is not the one this rank expects."""
 
 
 def compare_headers(mine: Tensor, theirs: Tensor, what: str) -> None:
-    """Compare the number and the checksum of a message on its two sides.
+    """Compare the sequence number and the checksum of a message on its two sides.
+
+    Args:
+        mine: Header of this rank: number and checksum.
+        theirs: Header of the other rank.
+        what: Description of the message for the error.
 
     Raises:
-        TransportError: they differ.
+        TransportError: If the headers differ.
     """
     if not torch.equal(mine, theirs):
         raise TransportError(
@@ -40,7 +45,7 @@ def compare_headers(mine: Tensor, theirs: Tensor, what: str) -> None:
 
 @dataclass
 class Message:
-    """A message under way; in strict mode behind its header."""
+    """Send or receive under way, with its header message in strict mode."""
 
     work: dist.Work
     tensor: Tensor
@@ -48,6 +53,7 @@ class Message:
     timeout: timedelta
 
     def wait(self) -> None:
+        """Wait for the header, compare it, and wait for the message."""
         if self.header is not None:
             work, mine, theirs, what = self.header
             work.wait(self.timeout)
@@ -57,7 +63,7 @@ class Message:
 
 @dataclass
 class Begun:
-    """What of an action is under way: its messages, and of an EXCHANGE what it receives."""
+    """Messages of one action that have been started; for an EXCHANGE also the tensors that it receives into."""
 
     number: int = 0
     leaving: list[Message] = field(default_factory=list)
@@ -66,46 +72,52 @@ class Begun:
 
 
 class Ahead:
-    """Exchanges, all-gathers and reduce-scatters of one rank, in two parts: ``begin`` and the rest.
+    """Exchanges, all-gathers and reduce-scatters of one rank over gloo, each in two parts: ``begin`` and the rest.
 
-    The latter two are rings: the least bytes there are, alike over every link between neighbours, in one order of
-    additions. gloo's own all_gather receives into a second buffer of the target's size and copies from there, its own
-    reduce_scatter is an all-reduce and a cut: twice the bytes.
+    All-gathers and reduce-scatters are rings. They send the fewest possible bytes, equally many over each link between
+    neighbours, and they add in a fixed order. gloo's own operations send twice the bytes or copy: its all_gather
+    receives into a second buffer of the target's size and copies from there, and its reduce_scatter is an all-reduce
+    and a cut.
 
     Args:
-        groups: by lane and name.
-        strict: check number and action of every message.
+        topology: Nodes and ranks.
+        rank: This rank.
+        groups: Process groups by lane and name.
+        strict: Check the number and the action of every message.
     """
 
     def __init__(
         self, topology: Topology, rank: int, groups: Mapping[tuple[Lane, str], dist.ProcessGroup], *, strict: bool
     ) -> None:
         self.timeout = timedelta(minutes=10)
-        """Time after which a message fails. Gloo itself takes that with which its group was made, whatever is set."""
+        """Time after which waiting for a message fails. Gloo itself keeps the timeout with which its group was made."""
         self._topology, self._rank, self._groups, self._strict = topology, rank, groups, strict
         self._begun: dict[Lane, deque[Begun]] = {lane: deque() for lane in Lane}
         self._numbers: dict[tuple, int] = {}
 
     def does(self, action: Action) -> bool:
-        """True for what is done here; what is compressed is not."""
+        """Return True if this class runs the action: an uncompressed EXCHANGE or ring collective of a known group."""
         if action.compression or (action.lane, action.group) not in self._groups:
             return False
         return action.op is Op.EXCHANGE or action.collective in ("all_gather", "reduce_scatter")
 
     def begins(self, action: Action) -> bool:
-        """True if ``begin`` is for this action."""
+        """Return True if ``begin`` may be called for this action before its lane reaches it."""
         return action.begins_ahead and self.does(action)
 
     def begin(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        """Post the receives of an EXCHANGE, or begin a ring; in the order in which the lane comes to those begun.
+        """Post the receives of an EXCHANGE, or start a ring.
 
-        Args:
-            buffers: may be used from now on.
+        Call it in the order in which the lane reaches the actions that are begun. It may write into ``buffers`` from
+        now on.
         """
         self._begun[action.lane].append(self._begin(action, buffers))
 
     def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
-        """Run an EXCHANGE; what it has received. ``buffers`` need not hold that if it was begun."""
+        """Run an EXCHANGE, or the rest of it if it was begun, wait for its messages, and return the received tensors.
+
+        If it was begun, ``buffers`` need only hold the tensors to send.
+        """
         begun = self._rest_of(action, buffers) if action.writes else Begun()
         for t in action.transfers:
             if t.send:
@@ -116,17 +128,19 @@ class Ahead:
         return begun.received
 
     def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        """Run an all-gather or a reduce-scatter."""
+        """Run an all_gather or a reduce_scatter, or the rest of it if it was begun, and wait for its end."""
         begun = self._rest_of(action, buffers)
         self._end_ring(action, begun, buffers[action.reads[0]], buffers[action.writes[0]])
 
     def ring(self, action: Action, source: Tensor, target: Tensor) -> None:
-        """An all-gather or a reduce-scatter from begin to end."""
+        """Run a whole all_gather or reduce_scatter from ``source`` to ``target``, and wait for its end."""
         self._end_ring(action, self._begin_ring(action, source, target), source, target)
 
     def every(self, action: Action, values: Tensor) -> Tensor:
-        """A few numbers of every member of the action's group, ``[members, *values.shape]``. Each goes straight to all
-        others: two latencies, where gloo's all-reduce takes several for each of its hops, and hops grow with the group.
+        """Gather a few numbers of every member of the action's group; return them as ``[members, *values.shape]``.
+
+        Each member sends straight to all others. This takes two latencies. gloo's all-reduce takes several latencies
+        for each hop, and its number of hops grows with the group.
         """
         members = self._topology.group(action.group, self._rank)
         here, begun = members.index(self._rank), Begun(self._number(action))
@@ -140,10 +154,12 @@ class Ahead:
         return numbers
 
     def _rest_of(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Begun:
+        """Remove and return the earliest begun action of this lane, or begin the given action if there is none."""
         begun = self._begun[action.lane]
         return begun.popleft() if begun else self._begin(action, buffers)
 
     def _begin(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Begun:
+        """Post the receives of an EXCHANGE, or start a ring; return the messages under way."""
         if action.op is not Op.EXCHANGE:
             return self._begin_ring(action, buffers[action.reads[0]], buffers[action.writes[0]])
         begun = Begun()
@@ -155,6 +171,7 @@ class Ahead:
         return begun
 
     def _begin_ring(self, action: Action, source: Tensor, target: Tensor) -> Begun:
+        """Post the receives of a ring that need no other buffers, and send its first message to the right neighbour."""
         size, here, left, right = self._neighbours(action)
         begun = Begun(self._number(action))
         if size == 1:
@@ -166,12 +183,13 @@ class Ahead:
             for hop in range(1, size):
                 self._hop(action, begun, left, pieces[(here - hop) % size], hop, send=False)
             self._hop(action, begun, right, pieces[here], 1, send=True)
-        else:  # partial sums go round
+        else:  # partial sums travel around the ring
             self._hop(action, begun, left, target if size == 2 else torch.empty_like(target), 1, send=False)
             self._hop(action, begun, right, source.view(size, -1)[here - 1], 1, send=True)
         return begun
 
     def _end_ring(self, action: Action, begun: Begun, source: Tensor, target: Tensor) -> None:
+        """Run the remaining hops of a ring: wait for each message, add to it in a reduce_scatter, and send it on."""
         size, here, left, right = self._neighbours(action)
         gathers = action.collective == "all_gather"
         for hop in range(1, size):
@@ -189,26 +207,28 @@ class Ahead:
             message.wait()
 
     def _neighbours(self, action: Action) -> tuple[int, int, int, int]:
-        """Size of the group, this rank's place, the ranks to the left and to the right."""
+        """Return the group's size, this rank's index in it, and the ranks of its left and right neighbours."""
         members = self._topology.group(action.group, self._rank)
         here = members.index(self._rank)
         return len(members), here, members[here - 1], members[(here + 1) % len(members)]
 
     def _hop(self, action: Action, begun: Begun, peer: int, piece: Tensor, hop: int, *, send: bool) -> None:
+        """Start the send or the receive of one hop of a collective, and add it to the messages in ``begun``."""
         about = f"{action.collective or action.op} b{action.block} m{action.micro_batch} u{action.unit} {hop}"
         message = self._message(action, peer, piece, begun.number, about, send=send)
         (begun.leaving if send else begun.coming).append(message)
 
     def _number(self, action: Action, *way: int) -> int:
-        """Count the messages of a counter, see ``Action.counter``."""
+        """Return the next number of the action's message counter, from 1, see ``Action.counter``."""
         key = action.counter(*way)
         self._numbers[key] = self._numbers.get(key, 0) + 1
         return self._numbers[key]
 
     def _message(self, action: Action, peer: int, tensor: Tensor, number: int, about: str, *, send: bool) -> Message:
-        """Begin a message."""
+        """Start one send or receive, in strict mode with its header before it, and return it."""
         checksum, group = zlib.crc32(about.encode()), self._groups[action.lane, action.group]
-        counted = 1 if action.op is Op.EXCHANGE else 2 + action.begins_ahead  # messages of two counters never pair
+        # messages of different counters must never pair
+        counted = 1 if action.op is Op.EXCHANGE else 2 + action.begins_ahead
         tag, move = counted << 29 | number % (1 << 8) << 21, dist.isend if send else dist.irecv
         header = None
         if self._strict:
@@ -228,4 +248,5 @@ class Ahead:
 
 
 def _about(transfer: Transfer) -> str:
+    """Return the name that identifies a transfer on both ranks: its activation buffer, or its unit."""
     return str(transfer.buffer) if transfer.buffer.is_activation else f"u{transfer.unit}"

@@ -1,10 +1,11 @@
-"""Changes of bf16 weights, coded without loss: what turns the bits of a copy into those of its owner.
+"""Lossless coding of changes of bf16 weights: a message turns the bits of a copy into the bits of its owner's weights.
 
-A change is the difference of two numbers' 16 bits as integers, which wrap, so that any bits, those of no number
-included, become any others; an update moves most of them by a few. It is a code of 2, 4 or 8 bits, of which one value
-means: the difference is in a list behind the codes, where it has 8 bits, of which again one means: it is in a last
-list, whole. Lengths of messages depend on numbers that all members know before one is made, and on a GPU shapes on
-nothing else: nothing waits for what is in a message.
+A change is the difference of the 16 bits of two numbers, as integers that wrap around. So any bit pattern can become
+any other, also patterns that are no numbers. An update changes most weights by a few units. Each difference is a code
+of 2, 4 or 8 bits. One code value means that the difference is in a list behind the codes, where it has 8 bits. One
+value in that list means that the difference is in a last list, in 16 bits. The length of a message depends only on
+numbers that all members know before it is made. On a GPU the shapes depend on nothing else, so the host never waits for
+the content of a message.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from torch import Tensor
 from tawpipe.runtime.transport.compression import Rooms
 
 NOTHING, WHOLE = 0, 16
-"""Bits of an element: of weights that have not changed; of weights that come as they are."""
+"""Bits per element of weights that have not changed, and of weights that are sent whole."""
 CODED = (2, 4, 8)
 ABSENT = 1 << 40
-"""In a place of ``changes`` of weights whose copy is not there: more than any count."""
+"""Count in ``changes`` of weights whose copy does not exist yet: more than any real count."""
 CPU_SLICE, GPU_SLICE = 1 << 18, 1 << 22
-"""Elements that are worked on at one time: so many that calls take little beside them, and so few that a core's caches
-hold them, or that temporary copies stay small."""
+"""Elements coded at one time.
+
+Large enough that the calls cost little, small enough for a CPU core's caches and for small temporary copies on a GPU.
+"""
 _HASH = (1 << 31) - 1
 _ROOMS = Rooms()
 _FIRST = -0x8000
-"""The least 16 bits: in the order of integers of 16 bits from here on, differences are compared as if without sign."""
+"""Smallest int16. Differences plus this offset can be compared as if they were unsigned."""
 
 
 class ChangeForm(NamedTuple):
-    """How the change of a stripe travels.
+    """Form in which the change of a shard is sent.
 
     Args:
-        bits: of an element.
-        listed: room for so many differences behind the codes that do not fit in these; none behind codes of 8 bits.
-        whole: room for so many that do not fit in 8 bits.
+        bits: Bits of each code: one of ``CODED``, ``NOTHING`` or ``WHOLE``.
+        listed: Number of 8-bit entries for differences that do not fit in a code; 0 with codes of 8 bits.
+        whole: Number of 16-bit entries for differences that do not fit in 8 bits.
     """
 
     bits: int
@@ -46,7 +49,7 @@ class ChangeForm(NamedTuple):
     whole: int = 0
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of a message, an even number.
+        """Return the bytes of a message for ``elements`` elements, an even number.
 
         >>> [form.message_bytes(1000) for form in (ChangeForm(NOTHING), ChangeForm(4, 10, 2), ChangeForm(WHOLE))]
         [0, 514, 2000]
@@ -56,23 +59,24 @@ class ChangeForm(NamedTuple):
         return sum(self._sizes(elements))
 
     def _sizes(self, elements: int) -> tuple[int, int, int]:
-        """Bytes of the codes, of the list and of the last list."""
+        """Return the bytes of the codes, of the 8-bit list and of the 16-bit list, each even."""
         return -(-elements * self.bits // 16) * 2, (self.listed + 1) // 2 * 2, 2 * self.whole
 
     def parts(self, message: Tensor, elements: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes (uint8), the list (uint8) and the last list (int16) of a message."""
+        """Return views of the codes (uint8), the 8-bit list (uint8) and the 16-bit list (int16) of a message."""
         codes, listed, whole = message.split(self._sizes(elements))
         return codes, listed[: self.listed], whole.view(torch.int16)
 
 
 def best_form(counts: Sequence[int], elements: int) -> ChangeForm:
-    """The form with the fewest bytes for a stripe of so many elements.
+    """Return the form with the fewest bytes for a shard of ``elements`` elements.
 
     >>> best_form([0, 0, 0, 0], 1000).bits, best_form([900, 300, 9, 0], 1000), best_form([1000] * 4, 1000).bits
     (0, ChangeForm(bits=4, listed=9, whole=0), 16)
 
     Args:
-        counts: of ``changes``, the most of all members.
+        counts: Result of ``changes``, with the largest value of all members.
+        elements: Number of elements of the shard.
     """
     changed, *beyond, far = counts
     if not changed:
@@ -83,13 +87,13 @@ def best_form(counts: Sequence[int], elements: int) -> ChangeForm:
 
 
 def changes(home: Tensor, copy: Tensor) -> Tensor:
-    """How many elements of a stripe have changed, and how many of these changes do not fit in each of ``CODED``.
+    """Count the elements of ``home`` that differ from ``copy``, and the differences too large for codes of each width.
 
     Args:
-        home, copy: bf16 [n].
+        home, copy: bf16 [n]: weights of a shard, and this rank's older copy of them.
 
     Returns:
-        int64 [4].
+        int64 [4]: differing elements, then the differences that do not fit in 2, 4 and 8 bits.
     """
     counts: list[Any] = [0] * (1 + len(CODED))
     for new, old in _slices(home, copy):
@@ -106,11 +110,11 @@ def changes(home: Tensor, copy: Tensor) -> Tensor:
 
 
 def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> None:
-    """Write the message that turns ``copy`` into ``home``.
+    """Write into ``out`` the message that turns ``copy`` into ``home``.
 
     Args:
         home, copy: bf16 [n].
-        form: one of ``CODED``, with room for all that does not fit.
+        form: Form with ``bits`` in ``CODED``, and enough list entries for all differences that do not fit.
         out: uint8 [form.message_bytes(n)].
     """
     listed, begin = _lists(form, out, home.numel()), 0
@@ -122,7 +126,7 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
 
 
 def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
-    """Turn ``copy`` (bf16 [n]) into what a message was made of."""
+    """Apply a message of ``encode_change`` to ``copy`` (bf16 [n]), in place: it becomes the sender's weights."""
     listed, begin = _lists(form, message, copy.numel()), 0
     for (old,) in _slices(copy):
         end = begin + -(-old.numel() * form.bits // 8)
@@ -131,7 +135,7 @@ def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
 
 
 def _lists(form: ChangeForm, message: Tensor, elements: int) -> _Counted | _Placed:
-    """What is behind the codes of a message."""
+    """Return the reader or writer of the lists behind the codes of a message."""
     _, listed, whole = form.parts(message, elements)
     if _waits_for_nobody(message):
         return _Counted(listed, _Counted(whole)) if form.listed else _Counted(whole)
@@ -139,8 +143,10 @@ def _lists(form: ChangeForm, message: Tensor, elements: int) -> _Counted | _Plac
 
 
 def _write(moved: Tensor, bits: int, out: Tensor) -> Any:
-    """Write codes of differences (int16 [n]) into bytes, each of which has codes that lie a part of n from each other;
-    which differences do not fit.
+    """Write differences (int16 [n]) as codes of ``bits`` bits into the bytes ``out``; return which do not fit.
+
+    With m bytes, byte i holds the codes of elements i, i + m, i + 2m and so on. Differences that do not fit are
+    returned as indices on a CPU, as a mask on a GPU.
     """
     beyond, each, count = _FIRST + (1 << bits) - 1, out.numel(), moved.numel()
     codes = _ROOMS.take(f"{bits} bits", 8 // bits * each, torch.int16, moved.device)
@@ -149,13 +155,13 @@ def _write(moved: Tensor, bits: int, out: Tensor) -> Any:
     far = _equal(code, beyond)
     *parts, packed = codes.split(each)
     for part in reversed(parts):
-        packed = part.add_(packed, alpha=1 << bits)  # _FIRST is 0 in the byte that is left
+        packed = part.add_(packed, alpha=1 << bits)  # _FIRST is 0 in the low byte, which is kept
     out.copy_(packed)
     return far
 
 
 def _read(packed: Tensor, bits: int, listed: _Counted | _Placed, old: Tensor) -> None:
-    """Add the differences that codes say to ``old`` (int16 [n])."""
+    """Decode the codes in ``packed`` and add the differences to ``old`` (int16 [n]); long ones are in ``listed``."""
     last, wide = (1 << bits) - 1, _room("packed", packed, torch.int16).copy_(packed)
     code = _ROOMS.take(f"{bits} bits", 8 // bits * wide.numel(), torch.int16, old.device)
     for place, part in enumerate(code.split(wide.numel())):
@@ -167,18 +173,20 @@ def _read(packed: Tensor, bits: int, listed: _Counted | _Placed, old: Tensor) ->
 
 
 class _Counted:
-    """A list of a message where shapes may depend on numbers.
+    """List of a message on a CPU, where the number of entries may be read from the data.
 
     Args:
-        values: its room; int16, or codes of 8 bits.
-        then: the list behind these.
+        values: Entries of the list in the message; int16, or codes of 8 bits.
+        then: The 16-bit list behind 8-bit codes.
     """
 
     def __init__(self, values: Tensor, then: _Counted | None = None) -> None:
         self._values, self._then, self.room, self._at = values, then, values.numel(), 0
 
     def append(self, moved: Tensor, far: Tensor) -> None:
-        """Write those differences whose places these are."""
+        """Write the differences ``moved`` at the indices ``far`` into the next entries of the list.
+
+        Differences that do not fit in an entry of 8 bits go to the 16-bit list."""
         some, part = moved.index_select(0, far), self._next(far)
         if self._then is None:
             part.copy_(some)
@@ -186,10 +194,10 @@ class _Counted:
             self._then.append(some, _write(some, 8, part))
 
     def finish(self) -> None:
-        """All that was appended is in the message."""
+        """Do nothing: ``append`` has already written all entries into the message."""
 
     def put(self, far: Tensor, code: Tensor) -> Tensor:
-        """``code`` with the next differences where they are far."""
+        """Return ``code`` with the next differences of the list written at the indices ``far``, in place."""
         if not far.numel():
             return code
         some = self._next(far)
@@ -199,12 +207,20 @@ class _Counted:
         return code.index_copy_(0, far, some)
 
     def _next(self, like: Tensor) -> Tensor:
+        """Return the next entries of the list, one for each index in ``like``."""
         begin, self._at = self._at, self._at + like.numel()
         return self._values[begin : self._at]
 
 
 class _Placed:
-    """The same where nothing may wait for numbers: places are counted, and ``far`` is a mask."""
+    """List of a message like ``_Counted``, but without a host sync, for GPUs: ``far`` is a mask.
+
+    A cumulative sum over the mask gives the position of each entry.
+
+    Args:
+        values: Entries of the list in the message; int16, or codes of 8 bits.
+        then: The 16-bit list behind 8-bit codes.
+    """
 
     def __init__(self, values: Tensor, then: _Placed | None = None) -> None:
         self._values, self._then, self.room = values, then, values.numel()
@@ -212,12 +228,14 @@ class _Placed:
         self._count: Any = 0
 
     def append(self, moved: Tensor, far: Tensor) -> None:
-        if self._wide is None:  # the first is a place for what is none
+        """Collect the differences ``moved`` where the mask ``far`` is True. ``finish`` writes them into the message."""
+        if self._wide is None:  # entry 0 receives the differences that are not in the list
             self._wide = torch.zeros(1 + self.room, dtype=torch.int16, device=moved.device)
         if self.room:
             self._wide.scatter_(0, self._places(far).mul_(far).long(), moved)
 
     def finish(self) -> None:
+        """Write all collected differences into the message; those that do not fit in 8 bits go to the 16-bit list."""
         assert self._wide is not None
         some = self._wide[1:]
         if self._then is None:
@@ -227,6 +245,7 @@ class _Placed:
             self._then.finish()
 
     def put(self, far: Tensor, code: Tensor) -> Tensor:
+        """Return ``code`` with the next differences of the list where the mask ``far`` is True."""
         if self._wide is None:
             self._wide = self._values
             if self._then is not None:
@@ -236,13 +255,14 @@ class _Placed:
         return torch.where(far, self._wide.index_select(0, places), code)
 
     def _places(self, far: Tensor) -> Tensor:
+        """Return the position in the list, from 1, of each True element of the mask, continuing from earlier calls."""
         places = far.cumsum(0, dtype=torch.int32).add_(self._count)
         self._count = places[-1].clone()
         return places
 
 
 def _equal(code: Tensor, value: int) -> Any:
-    """Which codes have a value: on a CPU their places, and a mask where nothing may wait for these."""
+    """Return which codes equal ``value``: their indices on a CPU, a mask on a GPU."""
     if _waits_for_nobody(code):
         mask = _room("mask", code, torch.bool).numpy()
         return torch.from_numpy(np.flatnonzero(np.equal(code.numpy(), value, out=mask)))
@@ -250,6 +270,7 @@ def _equal(code: Tensor, value: int) -> Any:
 
 
 def _moved(new: Tensor, old: Tensor) -> Tensor:
+    """Return the int16 differences ``new - old`` in a reused buffer."""
     return torch.sub(new, old, out=_room("moved", new, torch.int16))
 
 
@@ -258,7 +279,7 @@ def _room(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shift(wide: Tensor, places: int, out: Tensor) -> None:
-    """``wide`` shifted to the right."""
+    """Write ``wide`` shifted right by ``places`` bits into ``out``."""
     if _waits_for_nobody(wide):
         np.right_shift(wide.numpy(), places, out=out.numpy())
     else:
@@ -266,14 +287,18 @@ def _shift(wide: Tensor, places: int, out: Tensor) -> None:
 
 
 def _waits_for_nobody(values: Tensor) -> bool:
-    """True where shapes may depend on numbers: whoever works there has them. There numpy compares and finds ten times
-    as fast as torch.
+    """Return True if shapes may depend on values without a wait: on a CPU.
+
+    numpy compares and searches there ten times as fast as torch.
     """
     return values.device.type == "cpu"
 
 
 def checksum(copy: Tensor) -> Tensor:
-    """A number below 2^31 that no single element (bf16 [n]) changes without; int64, on its device."""
+    """Return a checksum below 2^31 of ``copy`` (bf16 [n]) as an int64 tensor on its device.
+
+    It changes if any single element changes.
+    """
     total = torch.zeros((), dtype=torch.int64, device=copy.device)
     odd = torch.arange(_slice(copy), device=copy.device).mul_(2 * 0x9E3779B1).add_(0x85EBCA6B).bitwise_and_(_HASH)
     for (bits,) in _slices(copy):
@@ -282,7 +307,7 @@ def checksum(copy: Tensor) -> Tensor:
 
 
 def _most(bits: int) -> int:
-    """The largest difference that a code of so many bits says."""
+    """Return the largest difference that a code of ``bits`` bits can hold."""
     return (1 << bits - 1) - 1
 
 
@@ -291,6 +316,6 @@ def _slice(values: Tensor) -> int:
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The bits (int16) of tensors of one length, slice by slice."""
+    """Return slices of the int16 bits of tensors of equal length: one tuple of views per slice."""
     size = _slice(tensors[0])
     return zip(*(tensor.view(torch.int16).split(size) for tensor in tensors), strict=True)

@@ -1,11 +1,11 @@
-"""Gradients, coded without loss: their exponents in 4 bits, and nothing of the zeros that sums of few numbers end in.
+"""Lossless coding of gradients: exponents in 4 bits, and no bytes for trailing zeros of sums of few numbers.
 
-Exponents of gradients lie near one another, and a sum of few bf16 numbers in fp32 ends in zeros. So a message gives
-every element its sign with its leading digits in one, two or three bytes, and in 4 bits its exponent: one of 14 that
-follow each other, or none, which is zero. What that does not say comes whole in a list behind. Where this is not
-shorter, all do. So the length of a message is known only when it is made, and depends on nothing else.
+Exponents of gradients lie close together, and a sum of few bf16 numbers in fp32 ends in zeros. So a message holds for
+every element its sign and leading mantissa digits in one, two or three bytes, and its exponent in 4 bits: one of 14
+consecutive exponents, or zero. Elements that do not fit follow whole, in a list. If this is not shorter, all elements
+are sent whole. The length of a message is known only after coding, and depends on nothing but its values.
 
-Nearly all is done with bytes, by numpy, whose operations on these take less than torch's.
+Most of the work is done on bytes with numpy, whose operations on bytes take less time than torch's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tawpipe.schedule.spec import CODED_HEADER
 Bytes = NDArray[np.uint8]
 Array = NDArray[np.integer[Any]]
 ESCAPE = 15
-"""The code of an exponent whose element is in the list."""
+"""Exponent code of an element that is in the list."""
 WINDOW = 14
 SLICE = 1 << 18
-"""Elements that are worked on at one time: what a core's caches hold."""
+"""Elements coded at one time: they fit in the caches of a CPU core."""
 SAMPLE = 1 << 11
-"""Elements by which the form of a message is chosen."""
+"""Elements sampled to choose the form of a message."""
 _ROOMS = Rooms()
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def encode_gradient(values: Tensor, out: Tensor) -> int:
-    """Write a message; how many bytes of ``out`` it has.
+    """Code ``values`` into ``out``, and return the number of bytes of the message.
 
     Args:
         values: bf16 or fp32 [n], on a CPU.
@@ -44,7 +44,7 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
     bits = values.view(_BITS[width]).numpy()
     kept, lowest = _form(bits)
     begin = _list_begins(count, kept)
-    if begin >= CODED_HEADER + count * width:  # of very few
+    if begin >= CODED_HEADER + count * width:  # too few values: coding would not make them smaller
         kept = 0
     codes, planes, rest = _parts(message, count, kept)
     room, used = rest[: rest.size // width * width].view(bits.dtype), 0
@@ -72,10 +72,11 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
 
 
 def decode_gradient(message: Tensor, out: Tensor) -> None:
-    """Read a message into ``out``, bf16 or fp32 [n].
+    """Decode a message into ``out``, bf16 or fp32 [n].
 
     Args:
-        message: of ``encode_gradient``; what is behind it is not looked at.
+        message: Written by ``encode_gradient``. Bytes behind its end are ignored.
+        out: Tensor with the sender's dtype and number of elements.
     """
     count, width = out.numel(), out.itemsize
     bits, whole = out.view(_BITS[width]).numpy(), message.numpy()
@@ -114,8 +115,14 @@ def decode_gradient(message: Tensor, out: Tensor) -> None:
 
 
 def _form(bits: Array) -> tuple[int, int]:
-    """How many bytes of an element's sign and digits are said, 0 where it comes whole; and the lowest exponent of the
-    window. By a sample.
+    """Choose the form of a message from a sample of its elements.
+
+    Args:
+        bits: Elements as integers of the same width.
+
+    Returns:
+        Number of bytes kept for sign and mantissa of each element, 0 to send elements whole; and the lowest exponent of
+        the window of 14.
     """
     some, width = np.ascontiguousarray(bits[:: bits.size // SAMPLE | 1]), bits.itemsize
     exponents = (some >> (8 * width - 9)).astype(np.uint8)
@@ -131,15 +138,21 @@ def _form(bits: Array) -> tuple[int, int]:
 
 
 def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
-    """Codes of exponents, uint8 [n]; and the bytes that are said of every element, sign and leading digits first."""
+    """Return the exponent codes, uint8 [n], and the kept bytes of every element, sign and leading digits first.
+
+    Args:
+        bits: Elements as integers.
+        lowest: Lowest exponent of the window.
+        kept: Bytes kept for sign and mantissa.
+    """
     width, count = bits.itemsize, bits.size
     top = bits if width == 2 else _into(_room("top", count, torch.int16), _shifted(bits, 16))
     high, low = _into(_room("high", count), _shifted(top, 8)), _into(_room("low", count), top)
     exponent, code, mask = _room("exponent", count), _room("code", count), _room("mask", count, torch.bool)
     np.add(high, high, out=exponent)
     exponent |= np.right_shift(low, 7, out=code)
-    np.subtract(exponent, np.uint8(lowest), out=code)  # what is below the lowest becomes large
-    torch.from_numpy(code).clamp_max_(WINDOW)  # numpy's takes ten times as long
+    np.subtract(exponent, np.uint8(lowest), out=code)  # uint8 wraps: exponents below the window become large
+    torch.from_numpy(code).clamp_max_(WINDOW)  # numpy's clip takes ten times as long
     code += np.uint8(1)
     code *= np.not_equal(exponent, 0, out=mask)
     if dropped := width - 1 - kept:
@@ -154,30 +167,34 @@ def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
 
 
 def _shifted(bits: Array, places: int) -> Array:
-    """To the right; good until the next call with this type."""
+    """Return ``bits`` shifted right by ``places`` bits, in a buffer valid until the next call with this dtype."""
     out = _room("shifted", bits.size, torch.int16 if bits.itemsize == 2 else torch.int32)
     return np.right_shift(bits, places, out=out)
 
 
 def _into(out: Any, values: Array) -> Any:
-    """``out`` with the values, of which it takes as many bits as it has."""
+    """Copy ``values`` into ``out``, keep only the low bits that its dtype holds, and return ``out``."""
     np.copyto(out, values, casting="unsafe")
     return out
 
 
 def _room(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
+    """Return a reused numpy array of ``count`` elements, valid until the next call with this name."""
     return _ROOMS.take(name, count, dtype).numpy()
 
 
 def _parts(message: Bytes, count: int, kept: int) -> tuple[Bytes, list[Bytes], Bytes]:
-    """Codes, planes of bytes and what is behind them; each begins at a multiple of four bytes."""
+    """Return views of a message: exponent codes, one plane for each kept byte, and the list behind them.
+
+    Each view starts at a multiple of four bytes.
+    """
     codes, end = message[CODED_HEADER:][: (count + 1) // 2], _list_begins(count, kept)
     begins = (end - place * _aligned(count) for place in range(kept, 0, -1))
     return codes, [message[begin : begin + count] for begin in begins], message[end:]
 
 
 def _list_begins(count: int, kept: int) -> int:
-    """Bytes before the list of a message."""
+    """Return the offset in bytes of the list in a message of ``count`` elements with ``kept`` bytes each."""
     return CODED_HEADER + (_aligned((count + 1) // 2) + kept * _aligned(count) if kept else 0)
 
 

@@ -1,11 +1,11 @@
-"""Copies of weights that stay on a rank from step to step, and are changed there by what their owners send.
+"""Copies of weights that stay on a rank from step to step, and are updated there from messages of their owners.
 
-In the beginning, after weights were replaced, and wherever that is shorter a copy comes whole; otherwise as its change
-(exact.py). Once a step all members of a group agree on the form for every unit, in one small exchange, the only one
-that the issuing thread waits for. What is frozen never comes again.
+A copy is sent whole at first, after weights were replaced, and whenever that is shorter. Otherwise its change is sent
+(exact.py). Once per step all members of a group agree on the form for every unit, in one small exchange. It is the only
+exchange for which the issuing thread waits. Frozen weights are sent only once.
 
-Every ``CHECK_EVERY`` of these exchanges carries a checksum of every copy. Where members differ (a bit has turned, or
-something here is wrong) they say so, and the unit comes whole before anybody reads it again.
+Every ``CHECK_EVERY``-th of these exchanges also carries a checksum of every copy. If members differ (a bit has flipped,
+or this code has a fault), they log it, and the unit is sent whole before it is read again.
 """
 
 from __future__ import annotations
@@ -25,37 +25,42 @@ from tawpipe.schedule.buffers import Buffer
 
 logger = logging.getLogger(__name__)
 CHECK_EVERY = 100
-"""Exchanges of sizes, of steps and evaluations, from one comparison of checksums to the next."""
+"""Exchanges of sizes, in steps and evaluations, between two comparisons of checksums."""
 _COUNTS = 1 + len(CODED)
 
 
 class Refresh:
-    """The copies of one rank.
+    """Copies of weights of one rank, and the messages that update them.
 
-    Its methods run in lanes; those of one step end before the next one's begin.
+    Its methods run in lanes. All methods of one step end before any method of the next step begins.
     """
 
     def __init__(self, units: Sequence[Unit], transport: Transport) -> None:
         self._units, self._transport = units, transport
         self._present: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
-        """Unit -> its copy, which is what owners have sent on all members of the group, and these."""
+        """Unit -> its copy, equal on all members of the group, and these members."""
         self._forms: dict[int, ChangeForm] = {}
         self._exchanges = 0
         self.check_every = CHECK_EVERY
         self.healed: list[int] = []
-        """Units whose copies were found to differ."""
+        """Units whose copies were found to differ between members."""
         self.sent = Sent()
-        """To each of the others."""
+        """Bytes sent to each of the other members."""
         self.change_bytes: float | None = None
-        """Of a trained weight, when something had last changed; None before."""
+        """Bytes per trained weight in the last step in which weights had changed; None before."""
 
     def forget(self) -> None:
-        """All copies come whole next time: weights were replaced. With nothing under way."""
+        """Mark all copies as absent, so that each is sent whole the next time. Call it after weights were replaced.
+
+        No action may be under way."""
         self._present.clear()
 
     @torch.no_grad()
     def size(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        """Run SIZE: agree on the form of every unit."""
+        """Run SIZE: count the changes of every unit, and agree with the group on the form in which each unit is sent.
+
+        The result is kept for ``gather``. The calling thread waits for the group. Every ``check_every`` calls it also
+        compares checksums. A unit whose copies differ is sent whole, and is added to ``healed``."""
         homes, copies = action.reads[::2], action.reads[1::2]
         self._exchanges += 1
         checks = self._exchanges % self.check_every == 0
@@ -82,7 +87,7 @@ class Refresh:
         self.change_bytes = trained.share() or self.change_bytes
 
     def gather(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        """Run the all_gather of a unit's changes."""
+        """Run the all_gather that updates this rank's copy of a unit, in the form chosen by ``size``."""
         home, copy = action.reads[:2]
         form, members = self._forms[action.unit], self._transport.topology.group(action.group, self._transport.rank)
         self._transport.refresh(action, buffers[home], buffers[copy], form)
@@ -90,16 +95,17 @@ class Refresh:
         self.sent.add(form.message_bytes(buffers[home].numel()), buffers[home].nbytes)
 
     def checksums(self) -> Iterator[tuple[int, int, str]]:
-        """Of every copy the first rank of its group, the unit and a checksum. With nothing under way."""
+        """Yield for every copy the first rank of its group, the unit and a checksum. Call with no action under way."""
         for unit, (copy, members) in self._present.items():
             yield members[0], unit, f"{int(checksum(copy)):08x}"
 
     def _own_part(self, action: Action, home: Tensor, copy: Tensor) -> Tensor:
-        """The part of a copy whose owner is this rank."""
+        """Return the part of a copy whose owner is this rank."""
         members = self._transport.topology.group(action.group, self._transport.rank)
         return copy.view(len(members), home.numel())[members.index(self._transport.rank)]
 
     def _say(self, action: Action, unit: int) -> None:
+        """Add ``unit`` to ``healed``; on the first rank of the group, log a warning."""
         self.healed.append(unit)
         members = self._transport.topology.group(action.group, self._transport.rank)
         if self._transport.rank == members[0]:

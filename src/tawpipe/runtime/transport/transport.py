@@ -1,18 +1,18 @@
 """Transport: moves buffers between ranks with torch.distributed.
 
-One process group per lane and group, made eagerly, because a communicator runs its operations in the order in which
-they were issued and two lanes must not share one; and warmed with every operation that a schedule will do on it
-(warm_up.py). The calls here block the calling
-lane thread on the CPU and order the current stream on CUDA; they are made inside a lane.
+Each pair of lane and group has its own process group, because a communicator runs its operations in the order in which
+they were issued, and two lanes must not share that order. All groups are made at the start, and are warmed up with
+every operation that a schedule will run on them (warm_up.py). The methods are called inside a lane: they block the
+lane's thread on the CPU, and order the current stream on CUDA.
 
-In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the
-other side compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here
-by name.
+In strict mode every message follows a header with its sequence number in the group and a checksum of its action. The
+receiver compares it with its own. So a schedule that runs on gloo only by luck, because tags or sizes match, fails with
+a clear error.
 
-Where an action says so, numbers travel in 8 bits (compression.py). A gathered unit is then the same on all ranks, the
-owner of a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
-Or gradients travel coded without loss (exact_gradients.py), on gloo, which takes a message that is shorter than the
-room for it: nobody has to know how long it is before it is there.
+An action may ask for 8-bit numbers (compression.py). A gathered unit is then equal on all ranks, also on the owner of a
+shard. A reduction rounds every rank's contribution once, and adds them in the order of the group. Gradients may also be
+coded without loss (exact_gradients.py). This needs gloo, which accepts a message shorter than its receive buffer, so
+that the receiver need not know the length before.
 """
 
 from __future__ import annotations
@@ -52,19 +52,23 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 FAR_BLOCKS, NEAR_BLOCKS = (2, 4), 16
-"""Blocks of a kernel of NCCL, each of which takes a multiprocessor, also while it waits for a peer: the least and the
-most where the link between nodes is the limit, or activations go from stage to stage; those of others inside a node."""
+"""Thread blocks of an NCCL kernel. Each occupies a multiprocessor, even while it waits for a peer.
+
+``FAR_BLOCKS`` is the least and the most if the link between nodes is the limit; activations between stages use the
+most. ``NEAR_BLOCKS`` is for other transfers inside a node.
+"""
 BLOCK_BYTES_PER_S = 10e9
-"""Rate at which one block fills a link between nodes."""
+"""Bytes per second with which one block fills a link between nodes."""
 BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
 UNUSED_TAG = 1 << 28
-"""Tag that no message has: those of ``Ahead`` begin at twice that."""
+"""Tag that no message has: tags of ``Ahead`` begin at twice this number."""
 
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
-    """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on. None of one
-    rank, which is its own sum.
+    """Return the (lane, group) pairs that any rank of any schedule uses, sorted, so that all ranks use one order.
+
+    Schedules for a single rank need no groups.
     """
     pairs = set()
     for schedule in schedules:
@@ -82,7 +86,9 @@ def uses_nccl(device: torch.device) -> bool:
 
 
 def far_blocks(bytes_per_s: float) -> int:
-    """Blocks that fill a device's share of a link between nodes; the most where its rate is not known (0).
+    """Return the number of NCCL blocks that fill a device's share of a link between nodes.
+
+    Returns the most blocks if the rate is unknown (0).
 
     >>> far_blocks(3e9), far_blocks(25e9), far_blocks(50e9), far_blocks(0)
     (2, 3, 4, 4)
@@ -92,12 +98,14 @@ def far_blocks(bytes_per_s: float) -> int:
 
 
 def nccl_options(timeout: timedelta, blocks: int) -> Any:
-    """Options of a group whose transfers run beside large kernels: a stream of high priority, so that they need not
-    wait for one to end, and few blocks, which keep multiprocessors from computing for as long as a transfer takes.
-    What a user has set for NCCL's blocks stays.
+    """Return options of an NCCL group whose transfers run beside large kernels.
+
+    Its stream has high priority, so that transfers need not wait for a kernel to end. It uses few blocks, as each keeps
+    a multiprocessor from computing during a transfer. Block limits that the user has set for NCCL stay.
 
     Args:
-        blocks: at most.
+        timeout: Time limit of operations.
+        blocks: Largest number of blocks.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
@@ -107,9 +115,10 @@ def nccl_options(timeout: timedelta, blocks: int) -> Any:
 
 
 def splits(device: torch.device) -> bool:
-    """True if torch makes all groups of a lane with one split of the communicator of all ranks. ``new_group`` takes one
-    for each of them, of all ranks. Earlier releases cannot say which backend of a group of two is split, and give the
-    options of the one to the other.
+    """Return True if torch can make all groups of a lane with one split of the communicator of all ranks.
+
+    ``new_group`` instead needs one split of all ranks for each group. Earlier releases of torch cannot name the backend
+    of a two-backend group to split, and give the options of one backend to the other.
     """
     split, everyone = getattr(dist, "split_group", None), dist.group.WORLD
     if split is None or "backend" not in inspect.signature(split).parameters or everyone is None:
@@ -120,11 +129,17 @@ def splits(device: torch.device) -> bool:
 def make_group(
     every: Sequence[Sequence[int]], rank: int, device: torch.device, *, timeout: timedelta, blocks: int, name: str
 ) -> dist.ProcessGroup:
-    """This rank's one of some groups, warmed with a sum. Call on all ranks, alike.
+    """Make the process groups in ``every``, run a first all-reduce, and return the group of this rank.
+
+    Call on all ranks.
 
     Args:
-        every: the members of each; every rank is in one.
-        blocks: of NCCL's kernels, at most.
+        every: Members of each group; every rank is in exactly one.
+        rank: This rank.
+        device: Device of this rank: NCCL for a GPU, else gloo.
+        timeout: Time limit of operations.
+        blocks: Largest number of NCCL blocks.
+        name: Description of the groups.
     """
     joined, nccl = None, uses_nccl(device)
     if nccl and splits(device):
@@ -151,14 +166,16 @@ def make_group(
 
 
 class Transport:
-    """The groups of one rank and the operations on them.
+    """Process groups of one rank, and the operations on them.
 
     Args:
-        schedules: all schedules that will run; their groups are made now.
-        device: where the buffers are. CUDA uses NCCL, everything else gloo.
-        strict: check sequence number and action of every message.
-        timeout: after which an operation fails.
-        far_bytes_per_s: of a device's share of the link between nodes; 0 where it was not measured.
+        topology: Nodes and ranks.
+        rank: This rank.
+        schedules: All schedules that will run. Their groups are made now.
+        device: Device of the buffers. CUDA uses NCCL, everything else gloo.
+        strict: Check the sequence number and the action of every message.
+        timeout: Time after which an operation fails.
+        far_bytes_per_s: Rate of a device's share of the link between nodes, in bytes per second; 0 if not measured.
     """
 
     def __init__(
@@ -175,14 +192,14 @@ class Transport:
         self.topology, self.rank, self.device, self.strict = topology, rank, device, strict
         self._nccl, self._far_blocks = uses_nccl(device), far_blocks(far_bytes_per_s)
         self.group_bytes: dict[tuple[Lane, str], int] = {}
-        """Of a GPU that NCCL has taken for each group, its first uses included; empty without one."""
+        """GPU bytes that NCCL has allocated for each group, including its first operations; empty without a GPU."""
         self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
         self._sequence: dict[tuple[Lane, str], int] = {}
         self._scratch = {lane: Scratch(device) for lane in Lane}
         self.ahead = None if self._nccl else Ahead(topology, rank, self._groups, strict=strict)
-        """What is done in two parts, the first before its lane comes to it; None where messages have no tags."""
+        """Runs operations in two parts, the first before the lane reaches the action; None with NCCL (no tags)."""
         self.gradients_sent = Sent()
-        """Those that travel coded without loss."""
+        """Bytes of gradients sent with lossless coding."""
         if topology.world_size == 1:
             return
         self.set_timeout(timeout)
@@ -199,16 +216,18 @@ class Transport:
             before = self._weigh(key, before)
 
     def _taken(self) -> int:
+        """Return the GPU bytes in use outside torch's allocator; 0 without NCCL."""
         return taken_outside_torch(self.device) if self._nccl else 0
 
     def _weigh(self, key: tuple[Lane, str], before: int) -> int:
-        """Note what a group has taken since there were ``before`` bytes in use; those that are now."""
+        """Add the GPU bytes in use now minus ``before`` to the group's bytes; return the bytes in use now."""
         now = self._taken()
         if self._nccl:
             self.group_bytes[key] = self.group_bytes.get(key, 0) + max(0, now - before)
         return now
 
     def _make(self, key: tuple[Lane, str], schedules: Sequence[Schedule], timeout: timedelta) -> dist.ProcessGroup:
+        """Make the group ``key`` on all ranks, with NCCL blocks that suit its transfers; return this rank's group."""
         lane, name = key
         mine = self.topology.group(name, self.rank)
         assert list(mine) == sorted(mine), "torch numbers the members of a group in the order of their ranks"
@@ -232,27 +251,27 @@ class Transport:
         return make_group(every, self.rank, self.device, timeout=timeout, blocks=blocks, name=f"{lane} {name}")
 
     def _far(self, group: str) -> bool:
-        """True if a group has members in several nodes."""
+        """Return True if the group has members in several nodes."""
         return len({self.topology.node_of(member) for member in self.topology.group(group, self.rank)}) > 1
 
     def close(self) -> None:
-        """Leave every group. Call on all ranks, with nothing under way."""
+        """Destroy every group. Call on all ranks, with no operation under way."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
 
     def abort(self) -> None:
-        """Break all connections: what waits for a message, here or at a peer, ends with an error."""
+        """Break all connections. Operations that wait for a message, here or on a peer, end with an error."""
         for group in self._groups.values():
             if self._nccl:
                 group.abort()
             elif (size := group.size()) > 1:
-                # gloo has no other way: it closes a group's connections when a wait has taken too long.
+                # gloo closes a group's connections only when a wait has timed out.
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], (group.rank() + 1) % size, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of every group: long for the first step, short after it."""
+        """Set the time limit of every group's operations: long for the first step, short afterwards."""
         if self.ahead is not None:
             self.ahead.timeout = timeout
         for group in self._groups.values():
@@ -261,7 +280,10 @@ class Transport:
     # operations, in the lane of their action
 
     def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        """Run a COLLECTIVE. ``buffers`` holds the tensors that the action names, cut to the sizes that travel."""
+        """Run a COLLECTIVE on the tensors in ``buffers`` that the action names, and wait for it.
+
+        With gloo the thread waits, with NCCL the current stream. The tensors have exactly the sizes to send and to
+        receive."""
         if self.ahead is not None and self.ahead.does(action):
             self.ahead.collective(action, buffers)
             return
@@ -286,7 +308,7 @@ class Transport:
                 self._wait(dist.broadcast(buffer, action.root, group=group, async_op=True))
 
     def together(self, action: Action, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Run an all_gather or a reduce_scatter of each of some (source, target) instead of on buffers."""
+        """Run an all_gather or a reduce_scatter for each (source, target) pair of tensors, instead of on buffers."""
         key = (action.lane, action.group)
         if self.strict:
             self._check_collective(key, action)
@@ -294,19 +316,21 @@ class Transport:
             self._whole(action, source, target)
 
     def _whole(self, action: Action, source: Tensor, target: Tensor) -> None:
-        """Run an all-gather or a reduce-scatter of which nothing has begun."""
+        """Run an uncompressed all_gather or reduce_scatter of which no part has begun, and wait for it."""
         if self.ahead is not None:
             self.ahead.ring(action, source, target)
         else:
             self._apart(action, source, target, self._groups[action.lane, action.group])
 
     def _apart(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        """Run torch's all_gather or reduce_scatter of the group, and wait for it."""
         run = _all_gather if action.collective == "all_gather" else _reduce_scatter
         self._wait(run(target, source, group=group, async_op=True))
 
     def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
-        """Run an EXCHANGE: all its parts at once; it ends with the slowest. What it has received is returned, which
-        ``buffers`` need not hold if the receives were posted ahead.
+        """Run an EXCHANGE: start all its sends and receives together, wait for them, and return the received tensors.
+
+        ``buffers`` need not hold the tensors to receive into if the receives were posted early.
         """
         if self.ahead is not None and self.ahead.does(action):
             return self.ahead.exchange(action, buffers)
@@ -341,10 +365,11 @@ class Transport:
             self._of_all(action, values, dist.ReduceOp.SUM)
 
     def largest(self, action: Action, values: Tensor) -> None:
-        """The largest of every number over the action's group, in place of a few ``values``."""
+        """Replace each of a few ``values`` by its maximum over the action's group, in place."""
         self._of_all(action, values, dist.ReduceOp.MAX)
 
     def _of_all(self, action: Action, values: Tensor, reduction: Any) -> None:
+        """Reduce a few ``values`` over the action's group, in place, with a sum or a maximum."""
         if self.ahead is not None:
             every = self.ahead.every(action, values)
             torch.sum(every, 0, out=values) if reduction == dist.ReduceOp.SUM else torch.amax(every, 0, out=values)
@@ -355,10 +380,13 @@ class Transport:
         self._wait(dist.all_reduce(values, reduction, group=self._groups[key], async_op=True))
 
     def refresh(self, action: Action, home: Tensor, copy: Tensor, form: ChangeForm) -> None:
-        """Run an all_gather of changes: every member's part of ``copy`` becomes its ``home``.
+        """Run an all_gather of changes: every member's part of ``copy`` becomes equal to that member's ``home``.
 
         Args:
-            form: alike on all members.
+            action: COLLECTIVE of the lane.
+            home: This rank's weights, bf16.
+            copy: Copy of the weights of all members.
+            form: Form of the messages, equal on all members. With ``NOTHING`` no message is sent.
         """
         key = (action.lane, action.group)
         if self.strict:
@@ -381,12 +409,15 @@ class Transport:
                 decode_change(message, form, piece)
 
     def _gather_messages(self, mine: Tensor, size: int, group: dist.ProcessGroup) -> None:
-        """An all_gather into the room behind a message."""
+        """Gather the messages ``mine`` of all members into the memory directly behind ``mine``."""
         together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
         self._wait(_all_gather(together, mine, group=group, async_op=True))
 
     def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
-        """An all-gather, or a reduce-scatter in which everyone sends every other its piece."""
+        """Run an all_gather or a reduce_scatter with numbers in 8 bits.
+
+        In a reduce_scatter, every member sends each other member its part, and adds the parts that it receives.
+        """
         members = self.topology.group(action.group, self.rank)
         size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
         stripe = min(source.numel(), target.numel())
@@ -415,8 +446,10 @@ class Transport:
                 decode(message, action.compression, target, add=True)
 
     def _coded_sum(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
-        """A reduce-scatter round a ring, in the order of additions of ``Ahead``'s. Its messages are coded part by part:
-        while some travel, the next are made.
+        """Run a reduce_scatter of losslessly coded gradients around a ring.
+
+        The order of additions is the order that ``Ahead`` uses. Messages are coded part by part: while some are sent,
+        the next are made.
         """
         members = self.topology.group(action.group, self.rank)
         size, here = len(members), members.index(self.rank)
@@ -445,19 +478,26 @@ class Transport:
             self._wait(work)
 
     def _wait(self, work: dist.Work | None) -> None:
+        """Wait for an operation: on gloo at most the timeout, on NCCL in the current stream."""
         assert work is not None
         if self.ahead is None:
-            work.wait()  # with a limit it would halt the issuing thread
+            work.wait()  # with a time limit this would block the issuing thread
         else:
             work.wait(self.ahead.timeout)
 
     # strict mode
 
     def _header(self, key: tuple[Lane, str], text: str) -> Tensor:
+        """Increase the sequence number of ``key``; return it with the checksum of ``text``, as int64 [2]."""
         self._sequence[key] += 1
         return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
 
     def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
+        """Exchange headers with all members of the action's group, and compare them.
+
+        Raises:
+            TransportError: If a header differs from this rank's.
+        """
         about = f"b{action.block} m{action.micro_batch} u{action.unit} r{action.root}"
         text = f"{action.op} {action.collective} {about} {action.compression}"
         mine = self._header(key, text)
@@ -468,6 +508,11 @@ class Transport:
             compare_headers(mine, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
 
     def _check_exchange(self, key: tuple[Lane, str], action: Action) -> None:
+        """Exchange headers with the peers of all transfers of the action, and compare them.
+
+        Raises:
+            TransportError: If a header differs from this rank's.
+        """
         group = self._groups[key]
         checks, works = [], []
         for t in action.transfers:

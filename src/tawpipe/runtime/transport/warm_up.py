@@ -1,10 +1,10 @@
-"""What a transport does before the first step, so that no operation of a step is the first of its kind.
+"""First use of every operation of a schedule, before the first step, so that no step pays for it.
 
-NCCL connects two ranks, and loads what an operation needs, when it is first used, and the host waits for that. One
-thread issues the actions of all lanes of a process, so such a wait in one lane would hold up the others, and the peers
-that it waits for may wait in turn. So every operation of a rank's programs is done once on a few numbers, in an order
-that all ranks have in common: group by group, collectives before pairs, pairs by their ranks. Of all that are not done
-yet the first one in that order can always be done, as all who take part in it have come to it: nobody waits for ever.
+At the first use of an operation, NCCL connects two ranks and loads what it needs, and the host waits for that. One
+thread issues the actions of all lanes of a process. So such a wait in one lane would delay the others, and the peers it
+waits for may wait in turn. Therefore every operation of a rank's programs is run once on a few numbers, in an order
+that all ranks share: group by group, collectives before pairs, pairs by their ranks. All ranks of the first unfinished
+operation in that order have reached it, so it can always run, and no deadlock is possible.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
 ELEMENTS = 8
-"""Of the stripe that a rank contributes."""
+"""Elements of the shard that a rank contributes."""
 HERE, THERE = pooled("W", 0), pooled("W", 1)
 
 
 def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
-    """One action for each kind of operation in a rank's programs: by lane, group, collective, root, peer and
-    compression. With every peer numbers go both ways.
-    """
+    """Yield one action for each kind of operation in a rank's programs, in the order that all ranks share.
+
+    Kinds differ by lane, group, collective, root, peer and compression. With every peer, numbers are sent both ways."""
     collectives: set[tuple[Lane, str, str, int, str]] = set()
     pairs: set[tuple[Lane, str, tuple[int, int], str]] = set()
     for schedule in schedules:
@@ -36,9 +36,10 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
                 for peer in {transfer.peer for transfer in action.transfers}:
                     pair = (min(rank, peer), max(rank, peer))
                     pairs.add((action.lane, action.group, pair, action.compression))
-            elif action.group:  # COUNT and NORM sum up over the world, SIZE looks for the largest
+            elif action.group:  # COUNT and NORM sum over all ranks, SIZE takes the maximum
                 collective = action.collective or "all_reduce"
-                compression = action.compression.replace("exact", "")  # whose messages go as others do
+                # exact coding uses the messages of the uncompressed operation
+                compression = action.compression.replace("exact", "")
                 collectives.add((action.lane, action.group, collective, action.root, compression))
     for lane, group in sorted({(use[0], use[1]) for use in (*collectives, *pairs)}):
         for *_, collective, root, compression in sorted(use for use in collectives if use[:2] == (lane, group)):
@@ -61,7 +62,7 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
 
 
 def few_numbers(action: Action, topology: Topology, rank: int, device: torch.device) -> dict[Buffer, Tensor]:
-    """Buffers for an action of ``first_uses``."""
+    """Return small zero tensors for the buffers of an action of ``first_uses``."""
     members = len(topology.group(action.group, rank)) if action.op is Op.COLLECTIVE else 1
     sizes = {
         "all_gather": (ELEMENTS, ELEMENTS * members),

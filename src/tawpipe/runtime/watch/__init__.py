@@ -1,1 +1,1 @@
-"""Time limits, stalled ranks, injected faults and recordings."""
+"""Supervision of a run: time limits, reports of stalls, recorded times, and injected faults."""

@@ -1,10 +1,10 @@
-"""Faults on purpose, so that what happens then is known before it happens.
+"""Fault injection: faults that are triggered on purpose, to test what a run does after them.
 
     tawpipe train --inject "rank=2,step=7,at=push:3,kind=kill"
 
-One fault happens on one rank in one step, before the first action there that ``at`` names, and once in the life of a
-run: after a restart it does not come again (``restart=N`` puts it into the Nth restart instead). A place that the
-rank's schedule does not have is an error, so that no test passes because nothing happened.
+One fault happens on one rank in one step, before the first action there that ``at`` names. It happens once in the life
+of a run: after a restart it is not repeated (``restart=N`` moves it to the Nth restart instead). If the rank's schedule
+has no such action, an error is raised, so that no test passes because nothing happened.
 """
 
 from __future__ import annotations
@@ -26,29 +26,36 @@ from tawpipe.schedule.step import Schedule
 
 SETTING = "injector"
 PLACES = ("pull", "gather", "forward", "backward", "reduce", "push", "update", "save", "load")
-"""Weights between nodes, and inside one; computing; gradients inside a node, and between them; the optimizer; a
-checkpoint being written, and being read.
+"""Values of ``at``.
+
+Weights between nodes, and inside a node; computing forward and backward; gradients inside a node, and between nodes;
+the optimizer; a checkpoint being written, and being read.
 """
 KINDS = ("kill", "exit", "hang", "slow", "error", "nan", "bitflip", "disk-full")
-"""SIGKILL; an exit with code 3; an action that never ends; one that takes ``seconds`` longer; one that raises; numbers
-that are none in what the action writes; one bit of it, or of a checkpoint's file, turned over; no space left on a disk.
+"""Kinds of faults.
+
+SIGKILL; an exit with code 3; an action that never ends; an action that takes ``seconds`` longer; an action that raises
+an error; nan in the values that the action writes; one flipped bit in these values, or in a checkpoint's file; no space
+left on a disk.
 """
 BUFFERS = ("pull", "gather", "backward", "reduce", "push", "update")
 ONLY = {"disk-full": ("save",), "nan": BUFFERS, "bitflip": (*BUFFERS, "save")}
-"""Places that a kind is limited to."""
+"""Kind of fault -> places that it is limited to."""
 EXIT_CODE = 3
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault on purpose.
+    """A fault to inject.
 
     Args:
-        step: as the log counts, from 1; for ``save`` the step that is saved, for ``load`` of no meaning.
-        place: see ``PLACES``.
-        number: of the unit, or of the block for computing; None for the first there is.
-        seconds: for ``slow``.
-        restart: in which start of the run, 0 for the first.
+        rank: Rank on which it happens.
+        step: Step as the log counts, from 1. For ``save``, the step that is saved; ignored for ``load``.
+        place: One of ``PLACES``.
+        kind: One of ``KINDS``.
+        number: Unit of the action, or block for computing; None for the first action.
+        seconds: Delay of ``slow``.
+        restart: Start of the run in which it happens, 0 for the first.
     """
 
     rank: int
@@ -61,13 +68,13 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """A fault from ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
+        """Parse a fault such as ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
 
         >>> Fault.parse("rank=2,step=7,at=PUSH:3,kind=kill")
         Fault(rank=2, step=7, place='push', kind='kill', number=3, seconds=1.0, restart=0)
 
         Raises:
-            UserError: anything else.
+            UserError: If the text has another form or a value is not allowed.
         """
         form = "for example rank=2,step=7,at=push:3,kind=kill"
         words: dict[str, str] = {}
@@ -104,16 +111,16 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Faults, separated by semicolons.
+    """Parse faults that are separated by semicolons.
 
     Raises:
-        UserError: see ``Fault.parse``.
+        UserError: See ``Fault.parse``.
     """
     return tuple(Fault.parse(part) for part in text.split(";") if part.strip())
 
 
 def place_of(action: Action) -> str:
-    """The action's name among ``PLACES``; empty for an action that is none of them."""
+    """Return the name in ``PLACES`` of an action, or ``""`` if it has none."""
     computing = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.UPDATE: "update"}
     moving = {Lane.INTER_W: "pull", Lane.GATHER: "gather", Lane.REDUCE: "reduce", Lane.INTER_G: "push"}
     if action.op in computing:
@@ -122,10 +129,12 @@ def place_of(action: Action) -> str:
 
 
 class Injector:
-    """Makes the faults of one rank happen.
+    """Triggers the faults of one rank.
 
     Args:
-        restart: how often the run has been started again.
+        faults: Faults of all ranks.
+        rank: This rank.
+        restart: Number of restarts of the run so far; read from the environment if None.
     """
 
     def __init__(self, faults: Sequence[Fault], rank: int, *, restart: int | None = None) -> None:
@@ -133,10 +142,10 @@ class Injector:
         self._waiting = [fault for fault in faults if fault.rank == rank and fault.restart == restart]
 
     def check(self, schedule: Schedule, rank: int) -> None:
-        """Refuse faults that cannot happen.
+        """Check that every waiting fault can happen in the schedule of ``rank``.
 
         Raises:
-            UserError: the rank's schedule has no such action.
+            UserError: If the rank's schedule has no action that a fault names.
         """
         program = schedule.programs[rank]
         for fault in self._waiting:
@@ -149,11 +158,15 @@ class Injector:
     def around(
         self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[Buffer, Any]
     ) -> Callable[[], None]:
-        """``run``, or with a fault around it.
+        """Return ``run``, or a function that runs it with a fault if a waiting fault names this action and step.
+
+        The fault is then no longer waiting.
 
         Args:
-            step: from 1.
-            buffers: what an action writes, looked at after it has run.
+            action: The action that ``run`` executes.
+            step: Step, from 1.
+            run: Executes the action.
+            buffers: Tensors of the buffers, which ``nan`` and ``bitflip`` change.
         """
         fault = next((waiting for waiting in self._waiting if waiting.step == step and _matches(waiting, action)), None)
         if fault is None:
@@ -164,6 +177,7 @@ class Injector:
         only_sends = bool(action.transfers) and all(transfer.send for transfer in action.transfers)
 
         def faulty() -> None:
+            """Trigger the fault and run the action. Values to send are changed before it runs, all others after it."""
             strike(fault)
             if spoils and only_sends:
                 spoil(fault.kind, action, buffers)
@@ -174,21 +188,26 @@ class Injector:
         return faulty
 
     def before_save(self, step: int) -> None:
-        """A checkpoint of a step is about to be written by this rank."""
+        """Trigger faults of ``save`` in ``step``, except ``bitflip``.
+
+        Call it before this rank writes the checkpoint of ``step``."""
         self._strike_at("save", step)
 
     def before_load(self) -> None:
-        """A checkpoint is about to be read by this rank."""
+        """Trigger faults of ``load`` of any step; call it before this rank reads a checkpoint."""
         self._strike_at("load", None)
 
     def after_save(self, step: int, path: Path) -> None:
-        """A checkpoint of a step is complete, with this rank's file at ``path``."""
+        """Flip a bit of ``path``, this rank's file of the complete checkpoint of ``step``, if a fault asks for it."""
         for fault in list(self._waiting):
             if (fault.place, fault.kind, fault.step) == ("save", "bitflip", step):
                 self._waiting.remove(fault)
                 flip_a_bit(path)
 
     def _strike_at(self, place: str, step: int | None) -> None:
+        """Trigger the waiting faults of ``place`` and ``step``, except ``bitflip``, and remove them.
+
+        If ``step`` is None, faults of any step are triggered."""
         for fault in list(self._waiting):
             if fault.place == place and step in (None, fault.step) and fault.kind != "bitflip":
                 self._waiting.remove(fault)
@@ -196,6 +215,7 @@ class Injector:
 
 
 def _matches(fault: Fault, action: Action) -> bool:
+    """Return True if the fault names this action: its place, and its unit or block if given."""
     if place_of(action) != fault.place:
         return False
     if fault.number is None:
@@ -205,7 +225,7 @@ def _matches(fault: Fault, action: Action) -> bool:
 
 
 def strike(fault: Fault) -> None:
-    """Carry out the part of a fault that comes before its action."""
+    """Carry out a fault that acts before its action: end, block or delay this process, or raise an error."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "exit":
@@ -222,10 +242,21 @@ def strike(fault: Fault) -> None:
 
 
 def spoil(kind: str, action: Action, buffers: Mapping[Buffer, Any]) -> None:
-    """Change what an action writes: all to numbers that are none, or one of the highest bits of the first."""
+    """Change the values of an action: fill them with nan, or flip a high bit of the first value.
+
+    The tensor is the first that exists of: written buffers, received and sent buffers, read buffers, the home weight.
+
+    Args:
+        kind: ``nan`` or ``bitflip``.
+        action: The action.
+        buffers: Tensors of the buffers.
+
+    Raises:
+        UserError: If the action has no tensor.
+    """
     import torch
 
-    moved = sorted(action.transfers, key=lambda transfer: transfer.send)  # what is received first
+    moved = sorted(action.transfers, key=lambda transfer: transfer.send)  # received buffers before sent ones
     used = (*action.writes, *(transfer.buffer for transfer in moved), *action.reads, home_weight(action.unit))
     tensors = [buffers[buffer] for buffer in used if isinstance(buffers.get(buffer), torch.Tensor)]
     if not tensors:
@@ -239,7 +270,7 @@ def spoil(kind: str, action: Action, buffers: Mapping[Buffer, Any]) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Turn over one bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)

@@ -1,7 +1,7 @@
-"""The times at which the actions of a step really ran.
+"""Recorded times of the actions of a step.
 
-On the CPU a lane's thread notes the time around an action. On CUDA a pair of events is recorded around its kernels, so
-that the time is the device's, and recording costs no wait; the times are read when the step has been drained.
+On the CPU, a lane's thread reads the clock before and after an action. On CUDA, a pair of events is recorded around its
+kernels: the times are the device's, and recording never waits. They are read after the step has been drained.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ FORMAT = 1
 
 
 class Recording:
-    """One step of one rank.
+    """Times of the actions of one step of one rank.
 
     Args:
-        device: what the lanes run on.
-        step: its number, for the file.
+        device: Device of the lanes.
+        step: Number of the step, for the file.
     """
 
     def __init__(self, device: torch.device, step: int) -> None:
@@ -36,7 +36,7 @@ class Recording:
             self._zero_s = time.time()
 
     def around(self, index: int, text: str, run: Callable[[], None]) -> Callable[[], None]:
-        """``run`` with its times noted as those of action ``index``."""
+        """Return a function that calls ``run`` and records its times under action ``index``."""
         self._texts[index] = text
 
         def on_cpu() -> None:
@@ -54,7 +54,10 @@ class Recording:
         return on_cuda if self._cuda else on_cpu
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """(action, begin, end) in the order of the program, in seconds of the machine's clock. After the step."""
+        """Return (action, begin, end) in program order, with times in seconds of the system clock.
+
+        Call it after the step has been drained.
+        """
         spans = []
         for index, (begin, end) in sorted(self._spans.items()):
             if self._cuda:
@@ -63,7 +66,7 @@ class Recording:
         return spans
 
     def write(self, folder: Path, *, rank: int, node: int) -> None:
-        """The file of this rank, see ``report.bars``."""
+        """Write the file of this rank into ``folder``, in the form that ``report.bars`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "rank": rank, "node": node, "step": self.step, "spans": self.spans()}
         (folder / f"rank-{rank:05}.json").write_text(json.dumps(content), encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Stalls: every rank says what it does in a step that takes too long, and all conclude which rank they wait for.
+"""Stalls: in a step that takes too long, every rank reports its state, and all derive which rank the others wait for.
 
-Ranks tell each other through the store in which they met, as the lanes wait. The first rank whose step is late asks;
-the others look now and then, and answer also if they are in no step. A rank waits for the peers of a message that is
-under way on its side and not on theirs.
+Ranks exchange reports through the store in which they met, because the lanes are blocked. The first rank whose step is
+late asks. The others check regularly whether one has asked, and answer even if they are in no step. A rank waits for
+the peers of a message that is under way on its side and not on theirs.
 
-Ranks do not answer at the same time. So each looks twice, and for as long between the looks that all ranks have looked
-once by then: if nothing has moved anywhere, what they say was all true at one time.
+Ranks do not answer at one time. So each looks twice, with a pause in which all other ranks look for the first time. If
+nothing has moved on any rank between its looks, all reports were true at one common time.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from tawpipe.schedule.actions import Action
 from tawpipe.topology import Topology
 
 ASKED = "asked"
-"""Key of the number of reports that were asked for."""
+"""Store key of the number of reports that ranks have asked for."""
 SETTLE_S = 1.5
-"""Seconds between a rank's two looks, after which all ranks have seen that one asks."""
+"""Seconds between a rank's two looks, in which all ranks notice that one asks."""
 ANSWERS_S = 2.5
-"""Seconds that a rank waits for the other ranks' answers."""
+"""Seconds to wait for the answers of the other ranks."""
 BEGINNING = "the beginning of a step"
-"""Name of what all ranks come to before they issue a step of a form that is new."""
+"""Name of the point that all ranks must reach before they issue a step of a new form."""
 MOST_NAMED = 4
-"""Ranks that a conclusion describes."""
+"""Largest number of ranks that a conclusion describes."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """State of one rank.
+    """State of one rank in a report.
 
     Args:
-        text: what it does, as a verb and its objects.
-        late: the step that takes too long here and its limit; empty on a rank that was asked before its own is late.
-        waits: whether it can go on only when other ranks do.
-        messages: for the name of every message under way, which is the same on all its ends, the ranks at the others.
-        failure: error of an action, or "".
-        held: the debugger or interactive session that the process is in, or "".
-        moves: whether anything has begun or ended here between the two looks.
+        text: What the rank does, as a verb and its objects.
+        late: Step that takes too long here, with its limit; ``""`` on a rank whose own step is not late.
+        waits: True if it can continue only when other ranks do.
+        messages: Name of each message under way, equal on all its ends -> the ranks at the other ends.
+        failure: Error of an action, or ``""``.
+        held: Debugger or interactive session that the process is in, or ``""``.
+        moves: True if any action has begun or ended on this rank between its two looks.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Standing:
 
 
 def messages_of(label: object, topology: Topology, rank: int) -> dict[str, list[int]]:
-    """Names of the messages of an action, each with the ranks at its other ends."""
+    """Return the names of an action's messages, each with the ranks at its other ends; empty for other labels."""
     if not isinstance(label, Action) or not label.group:
         return {}
     members = topology.group(label.group, rank)
@@ -69,7 +69,11 @@ def messages_of(label: object, topology: Topology, rank: int) -> dict[str, list[
 
 
 def conclusion(standings: Mapping[int, Standing | None]) -> str:
-    """The verdict on all ranks, of which those that did not answer are None."""
+    """Return the verdict on all ranks as text: failures, the late step, and the ranks that the others wait for.
+
+    Args:
+        standings: Rank -> its state, or None if it did not answer.
+    """
     known = {rank: it for rank, it in standings.items() if it is not None}
     waiting = {rank: it.messages for rank, it in known.items() if it.waits}
     ahead = {
@@ -97,10 +101,12 @@ def conclusion(standings: Mapping[int, Standing | None]) -> str:
 
 
 class Others:
-    """The other ranks, asked and told through the store.
+    """Exchange of states with the other ranks through the store.
 
     Args:
-        connect: gives a connection of its own to the store, for the keys of one pipeline.
+        connect: Returns a new connection to the store, with keys for one pipeline.
+        rank: This rank.
+        size: Number of ranks.
     """
 
     def __init__(self, connect: Callable[[], Any], rank: int, size: int) -> None:
@@ -109,15 +115,17 @@ class Others:
 
     @property
     def ask(self) -> bool:
-        """True if some rank has asked since this one answered last."""
+        """True if any rank has asked since this one last answered. Reads the store."""
         return self._store().add(ASKED, 0) > self._answered
 
     def gather(self, look: Callable[[], Standing], *, ask: bool) -> dict[int, Standing | None]:
-        """The standings of all ranks, None for those that do not answer.
+        """Answer with this rank's state, and return the states of all ranks; None for a rank that does not answer.
+
+        Waits ``SETTLE_S`` seconds before its answer and at most ``ANSWERS_S`` seconds after it.
 
         Args:
-            look: gives this rank's, at the second look.
-            ask: whether this rank asks for them unless another has.
+            look: Returns this rank's state at the second look.
+            ask: Ask the other ranks for their states, unless another rank has.
         """
         store = self._store()
         if ask and not self.ask:

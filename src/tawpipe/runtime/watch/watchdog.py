@@ -1,20 +1,20 @@
-"""The watchdog: in a step that takes too long every rank says what it waits for; where asked for, its process ends.
+"""Watchdog: in a step that takes too long, every rank reports what it waits for; if configured, its process ends.
 
-A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
-schedule tells. So every rank prints its own, and what follows from those of all (stalls.py). Lines begin with
-``environment.STUCK``, by which a launcher finds them. No process is ended from within a debugger or a notebook, nor
-while a rank that answers is in one.
+A rank that hangs makes all others wait, each for its neighbour. Only the positions of all ranks in the schedule show
+the cause. So every rank prints its own position, and a conclusion from all positions (stalls.py). The lines begin with
+``environment.STUCK``, by which a launcher finds them. No process is ended inside a debugger or a notebook, nor while a
+rank that answers is in one.
 
-Torch's flight recorder says the same of NCCL's communicators: group, sequence number, sizes, and whether an operation
-was begun or only issued. Torch would write its record when its own time limit is over, which the watchdog does not wait
-for. ``torchfrtrace FOLDER --prefix rank_`` compares those of all ranks.
+Torch's flight recorder holds the state of NCCL's communicators: group, sequence number, sizes, and whether an operation
+was started or only issued. Torch writes this record after its own time limit, for which the watchdog does not wait.
+``torchfrtrace FOLDER --prefix rank_`` compares the records of all ranks.
 
-The watchdog is Python, which stands still while another thread keeps the interpreter's lock in a call that does not
-return, and it asks CUDA, which may not answer. So where it may end the process, it keeps putting off a timer of C,
-which does so if that stops (``faulthandler``, of which a process has one).
+The watchdog is a Python thread. It stalls while another thread holds the interpreter's lock in a call that does not
+return. It also calls CUDA, which may not answer. So if it may end the process, it repeatedly postpones a timer in C,
+which ends the process if the watchdog stops (``faulthandler``, one timer per process).
 
-The store may not answer either: the process that has it may have stopped, and a call waits as long as it does. So no
-thread asks it on which a report or an end depends.
+The store may not answer either: if the process that owns it has stopped, a call to it blocks. So no thread that a
+report or an end depends on calls the store.
 """
 
 from __future__ import annotations
@@ -43,33 +43,36 @@ from tawpipe.runtime.watch.stalls import BEGINNING, Others, Standing, conclusion
 from tawpipe.schedule.actions import Lane
 
 LOOK_S = 0.25
-"""Seconds between two looks at the steps. Whether others ask is asked a fourth as often, so within ``SETTLE_S``."""
+"""Seconds between two checks of the steps. Questions of other ranks are checked every fourth time.
+
+So they are noticed within ``SETTLE_S`` seconds.
+"""
 LAST_WORDS_S = 5.0
-"""Seconds after the report, so that every rank has printed its own, and its verdict, before connections break."""
+"""Seconds between the report and the end, so that every rank prints its conclusion before connections break."""
 DEAF_S = 30.0
-"""Seconds beyond a step's limit for which the watchdog may fail to run before the timer of C ends the process."""
+"""Seconds beyond a step's limit for which the watchdog may fail to run before the C timer ends the process."""
 MOST_LETTERS = 160
-"""Most letters of an action in a report."""
+"""Largest number of characters of an action in a report."""
 STDERR = 2
-"""Where the timer of C writes: the descriptor, as ``sys.stderr`` has none in a notebook."""
+"""File descriptor to which the C timer writes; ``sys.stderr`` has none in a notebook."""
 EXIT_CODE = 1
 RECORDED = 4000
-"""Operations that a rank remembers: some steps of a few hundred each."""
+"""Operations that a rank's flight record keeps: some steps of a few hundred each."""
 RECORD_PREFIX = "rank_"
 
 
 class StepView(Protocol):
-    """A view of a step that tells when it is over."""
+    """Interface of an object that shows whether a step has ended."""
 
     @property
     def done(self) -> bool: ...
 
 
 class LastEvents:
-    """The last events of a step in all lanes.
+    """Last events of a step in all lanes, to see whether the step has ended.
 
     Args:
-        last: the last event of every lane, while the step is being issued.
+        last: Lane -> its last event; filled while the step is being issued.
     """
 
     def __init__(self, last: Mapping[Lane, Event]) -> None:
@@ -78,21 +81,23 @@ class LastEvents:
 
     @property
     def done(self) -> bool:
+        """True if the whole step has been issued and its last events have ended."""
         return self.issued and all(event.done for event in self._last.values())
 
 
 class Watchdog:
-    """Watches the steps of one rank in a thread.
+    """Thread that watches the steps of one rank.
 
     Args:
-        doing: gives the action that every lane is at.
-        where: this rank, in words.
-        limit_s: of a step, from the end of the one before it; 0 for none.
-        ends: whether the process ends after the report. If not, there is another report at twice the time, and so on.
-        messages: names of an action's messages, each with the ranks at its other ends.
-        failure: gives the first error of any action.
-        end: is called instead of ending the process.
-        device: of this rank; the watchdog's threads ask CUDA about its events.
+        doing: Returns the action that every lane is at.
+        where: Description of this rank.
+        limit_s: Time limit of a step in seconds, from the end of the step before; 0 for none.
+        ends: End the process after the report. Otherwise it reports again at twice the time, and so on.
+        messages: Returns the names of an action's messages, each with the ranks at its other ends.
+        failure: Returns the first error of any action, or None.
+        stream: Receives the report; standard error if None.
+        end: Called instead of ending the process.
+        device: Device of this rank, for the threads that ask CUDA about its events.
     """
 
     def __init__(
@@ -113,14 +118,14 @@ class Watchdog:
         self._messages, self._failure, self._own_end = messages, failure, end
         self.limit_s, self.ends = limit_s, ends
         self._others: Others | None = None
-        """The other ranks, which are asked for their standings, as long as the store is there."""
+        """The other ranks, which are asked for their states while the store answers."""
         self.last_words: Callable[[str], str] = lambda step: ""
-        """Called with the step after the report, for at most ``LAST_WORDS_S``; what it returns is said, too."""
+        """Called with the step after the report, for at most ``LAST_WORDS_S``; its result is printed, too."""
         self.leave_words: Callable[[str], object] = lambda verdict: None
-        """Called with the verdict on all ranks before the process ends."""
+        """Called with the conclusion about all ranks before the process ends."""
         self._steps: list[tuple[str, StepView]] = []
         self._since, self._reports = time.monotonic(), 0
-        """Time at which the step before the present one ended, and reports since then."""
+        """Time at which the step before the present one ended, and number of reports since then."""
         self._armed = self._asked = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -128,7 +133,7 @@ class Watchdog:
         self._listener = threading.Thread(target=self._listen, name="questions", daemon=True)
 
     def watch(self, step: str, ended: StepView) -> None:
-        """A step, or ``BEGINNING``, begins, which is over when ``ended`` is."""
+        """Start to watch a step, or ``BEGINNING``, until ``ended.done`` is True. Does nothing without a time limit."""
         if not self.limit_s:
             return
         with self._lock:
@@ -138,23 +143,30 @@ class Watchdog:
         self._begin()
 
     def hear(self, others: Others) -> None:
-        """Answer from now on when one of ``others`` asks, and ask them when a step is late."""
+        """Start to answer the questions of ``others``, in a thread, and let late steps ask them for their states."""
         self._others = others
         self._listener.start()
         self._begin()
 
     def close(self) -> None:
+        """Make the threads stop. Waits up to one second for the thread that reads the store."""
         self._closed.set()
-        if self._listener.is_alive():  # an interpreter must not go down under a thread that is inside the store
+        if self._listener.is_alive():  # the interpreter must not exit while a thread is inside the store
             self._listener.join(4 * LOOK_S)
 
     def _listen(self) -> None:
-        with suppress(Exception):  # the store has gone with its process
+        """Read from the store every second whether another rank asks, and keep the answer in ``_asked``.
+
+        Runs in a thread until the watchdog is closed or the store fails."""
+        with suppress(Exception):  # the process of the store has ended
             while self._others is not None and not self._closed.wait(4 * LOOK_S):
                 self._asked = self._others.ask
         self._others = None
 
     def _run(self) -> None:
+        """Check the steps every ``LOOK_S`` seconds until the watchdog is closed. Runs in a thread.
+
+        Removes ended steps, reports a late step, answers questions of other ranks, and postpones the C timer."""
         use_device(self._device)
         put_off = -math.inf
         while not self._closed.wait(LOOK_S):
@@ -169,14 +181,18 @@ class Watchdog:
                 step = self._steps[0][0] if self._steps else ""
             seconds, limit = now - self._since, self.limit_s * 2**self._reports
             asked, self._asked = self._asked, False
-            late = bool(step) and seconds + LAST_WORDS_S * asked > limit  # so that ranks report, and end, together
+            # earlier after a question, so that ranks report and end together
+            late = bool(step) and seconds + LAST_WORDS_S * asked > limit
             if late or asked:
                 self._reports += late
                 self._tell(step, seconds, late=late)
         self._arm(0.0)
 
     def _arm(self, seconds: float) -> None:
-        """Let the timer of C end the process after so many seconds; never for 0, and where nothing is to end it."""
+        """Set the C timer to end the process after ``seconds``, replacing an earlier setting.
+
+        Only cancels it for 0 seconds, and if the process must not be ended (by setting, test, debugger or notebook).
+        """
         if self._armed:
             faulthandler.cancel_dump_traceback_later()
         self._armed = bool(seconds) and self.ends and self._own_end is None and not held_by()
@@ -184,13 +200,16 @@ class Watchdog:
             faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
     def _tell(self, step: str, seconds: float, *, late: bool) -> None:
-        """Report, and end the process where it is to end."""
+        """Print this rank's report, and let a thread ask the other ranks and print the conclusion.
+
+        That thread has ``LAST_WORDS_S`` seconds. Then the process is ended if the step is ``late``, the watchdog is set
+        to end processes and was not closed meanwhile, and no rank is in a debugger or an interactive session."""
         standing, held = (look := partial(self.standing, step, late=late, before=self._at()))(), threading.Event()
         ends = late and self.ends and not standing.held
         options = "--timeouts.step-s, for the first step --timeouts.first-step-s" if self.ends else "timeout"
         limit = f", the limit is {self.limit_s:.0f} s ({options}, or ten times a step)" if late else ""
         self._say(f"{self._where}: {step or 'no step'}, {seconds:.0f} s{limit}{ENDS * ends}; {standing.text}")
-        if ends:  # by a thread of C, should the last words hang and keep Python's lock
+        if ends:  # the C timer ends the process if the last words hang and hold Python's lock
             self._arm(LAST_WORDS_S + 2)
         threading.Thread(target=self._conclude, args=(step, look, held, late), name="last report", daemon=True).start()
         if not self._closed.wait(LAST_WORDS_S) and ends and not held.is_set():
@@ -199,7 +218,10 @@ class Watchdog:
         self._arm(self.limit_s + DEAF_S)
 
     def _conclude(self, step: str, look: Callable[[], Standing], held: threading.Event, late: bool) -> None:
-        """Say what follows from the standings of all ranks, then the last words; note whether a debugger holds one."""
+        """Collect the states of all ranks, print the conclusion from them, then the result of ``last_words``.
+
+        Sets ``held`` if a debugger or an interactive session holds any rank. If the process is to be ended, passes the
+        conclusion to ``leave_words`` first."""
         use_device(self._device)
         try:
             standings = others.gather(look, ask=late) if (others := self._others) is not None else {}
@@ -216,18 +238,21 @@ class Watchdog:
             self._say(f"{self._where}: {words}")
 
     def _say(self, line: str) -> None:
+        """Print a line that begins with ``STUCK``."""
         print(STUCK + line, file=self._stream or sys.stderr, flush=True)
 
     def _at(self) -> object:
-        """What is under way, to see whether it is still the same later."""
+        """Return the step and the actions under way, to see later whether they have changed."""
         return self._steps[:1], [work and (lane, work.label, work.waits) for lane, work in self._doing().items()]
 
     def standing(self, step: str, *, late: bool, before: object = None) -> Standing:
-        """Describe what this rank does, for itself and for others.
+        """Return the state of this rank: what every lane does, for how long, and with which ranks.
 
         Args:
-            step: under way, or "".
-            before: what ``_at`` gave at the first look.
+            step: Step under way, or ``""``.
+            late: True if the step is late, which the state then says.
+            before: Result of ``_at`` from an earlier look, or None at the first look. If the present result differs,
+                the state's ``moves`` is True.
         """
         doing = {lane: work for lane, work in self._doing().items() if work is not None}
         messages = {str(lane): self._messages(work.label) for lane, work in doing.items() if not work.waits}
@@ -259,8 +284,8 @@ class Watchdog:
 
 
 def held_by() -> str:
-    """The debugger or interactive session that this process is in, in words, or ""."""
-    if hasattr(sys, "ps1") or sys.flags.interactive:  # IPython sets it, too, and so do notebooks
+    """Return the debugger or interactive session that this process is in, as text, or ``""``."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:  # also set by IPython and in notebooks
         return "an interactive session"
     debugpy, monitoring = sys.modules.get("debugpy"), getattr(sys, "monitoring", None)
     debugs = debugpy.is_client_connected() if debugpy is not None else "pydevd" in sys.modules
@@ -270,26 +295,28 @@ def held_by() -> str:
 
 
 def _main_frame() -> FrameType | None:
+    """Return the present stack frame of the main thread, or None."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def place_of_script() -> str:
-    """Where the main thread is: the innermost place outside of installed packages."""
+    """Return where the main thread is, as text: the innermost frame outside installed packages."""
     stack = traceback.extract_stack(_main_frame()) if _main_frame() else []
     ours = [at for at in stack if not at.filename.startswith((sys.base_prefix, "<")) and "-packages" not in at.filename]
     return next((f"at {at.filename}:{at.lineno} in {at.name}" for at in reversed(ours)), "at an unknown place")
 
 
 def keep_record() -> None:
-    """Let NCCL's operations be remembered from now on. Before the first group is made; what a user has set stays."""
-    if os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # the name before torch 2.9, which still counts
+    """Enable NCCL's flight recorder, unless the user has set its size. Call it before the first group is made."""
+    if os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # name before torch 2.9, which is still read
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 
 
 def write_record(folder: Path, rank: int) -> str:
-    """Write this rank's flight record; how to read it, or why there is none, or nothing where no NCCL is.
+    """Write this rank's flight record into ``folder``; return text that says how to read it, or why it failed.
 
-    Stacks of Python are left out, as the watchdog cannot know whether they could be walked.
+    Returns ``""`` if torch has no NCCL. Python stacks are left out, as the watchdog cannot know whether walking them is
+    safe.
     """
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
     if dump is None:
