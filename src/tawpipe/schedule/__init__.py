@@ -1,1 +1,1 @@
-"""The schedule: what every rank does in one step, as data."""
+"""Schedule: the actions of every rank in one step, as data."""

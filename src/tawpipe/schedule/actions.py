@@ -1,4 +1,4 @@
-"""Actions: the words of a schedule, each with an exact text form that parses back."""
+"""Actions of a schedule: each is one operation of one rank, with an exact text form that parses back."""
 
 from __future__ import annotations
 
@@ -9,91 +9,96 @@ from tawpipe.schedule.buffers import Buffer
 
 
 class Lane(StrEnum):
-    """What runs in order: a CUDA stream, a CPU worker thread, a resource of the simulator, a row of the picture."""
+    """Lane of an action: actions on one lane of a rank run one after another, in order.
+
+    A lane is a CUDA stream, a CPU worker thread, a resource of the simulator, or a line of a picture.
+    """
 
     COMPUTE = "COMPUTE"
-    """Forward, backward and update."""
+    """Forward passes, backward passes and optimizer updates."""
     GATHER = "GATHER"
-    """Weights inside a node. In pipelines, here and in the three that follow, activations as well: those of one
-    direction between two positions share a lane."""
+    """All-gathers of weights inside a node. In pipelines this lane and the next three also carry activations: all
+    activations that one position sends to one other position share a lane."""
     REDUCE = "REDUCE"
-    """Gradients inside a node."""
+    """Reductions of gradients inside a node."""
     INTER_W = "INTER_W"
-    """Weights between nodes."""
+    """Transfers of weights between nodes."""
     INTER_G = "INTER_G"
-    """Gradients between nodes."""
+    """Transfers of gradients between nodes."""
     HOST = "HOST"
-    """Activations between the device and its host's memory."""
+    """Copies of activations between the device and CPU memory."""
     HOME = "HOME"
-    """Between the device and homes in its host's memory: gradients that arrive, updates."""
+    """Traffic between the device and homes in CPU memory: gradients that arrive there, and optimizer updates."""
     RAISE = "RAISE"
-    """Weights from homes in the host's memory to the device."""
+    """Copies of weights from homes in CPU memory to the device."""
     SEQ = "SEQ"
-    """Keys and values, and their gradients, between the ranks that compute a row together."""
+    """Transfers of keys, values and their gradients inside a context-parallel group."""
 
-    __hash__ = str.__hash__  # an enum's own is Python code
+    __hash__ = str.__hash__  # the __hash__ of StrEnum is slower Python code
 
 
 class Op(StrEnum):
-    """What an action does."""
+    """Operation of an action."""
 
     FORWARD = "FORWARD"
-    """One block on one micro-batch; without a graph, unless it writes one (the embedding may keep its own)."""
+    """Run the forward pass of one block on one micro-batch. Keeps no autograd graph, unless the action writes one (the
+    embedding may keep its own)."""
     BACKWARD = "BACKWARD"
-    """Propagate through one block on one micro-batch, recomputing what it did not keep; for the head: the loss and its
-    gradient at once.
-    """
+    """Run the backward pass of one block on one micro-batch. Activations that were not kept are recomputed first. For
+    the head it computes the loss and its gradient together."""
     KEYS = "KEYS"
-    """A layer's keys and values of this rank's tokens, where several ranks compute a row together (sets.py)."""
+    """Compute a layer's keys and values for this rank's tokens, for a row of a context-parallel group (sets.py)."""
     KEYS_BACKWARD = "KEYS_BACKWARD"
-    """Propagate the gradients of these keys and values, to which all those ranks have added."""
+    """Backpropagate the gradients of this rank's keys and values, which are already summed over the context-parallel
+    group."""
     PREPARE = "PREPARE"
-    """What the layers of a micro-batch are called with besides its activations, on a rank that does not embed it."""
+    """Make the extra arguments of a micro-batch's layers (masks, positions, rotary tables), on a rank without the
+    embedding."""
     BACKWARD_INPUT = "BACKWARD_INPUT"
-    """A layer's backward pass, recomputation included, but for the weights of its linear maps."""
+    """Run a layer's backward pass, recomputation included, except for the weight gradients of its linear maps."""
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
-    """The gradients of these."""
+    """Compute the weight gradients that ``BACKWARD_INPUT`` left out."""
     ZERO = "ZERO"
-    """Clear a gradient buffer on a rank that has no micro-batch in this visit."""
+    """Set a gradient buffer to zero, on a rank that has no micro-batch in this visit."""
     EXCHANGE = "EXCHANGE"
-    """A batch of sends and receives that become ready together."""
+    """Run a batch of point-to-point sends and receives. All its buffers become ready together."""
     COLLECTIVE = "COLLECTIVE"
-    """An operation of all members of a group."""
+    """Run one collective operation of all members of a group (see ``COLLECTIVES``)."""
     ADD = "ADD"
-    """Into a home gradient, in the schedule's order."""
+    """Add a gradient to another gradient buffer, usually the one at home, in the schedule's order."""
     COUNT = "COUNT"
-    """Tokens of the step over the world, for updates that do not wait for NORM."""
+    """Sum the number of tokens of the step over all ranks, for updates that do not wait for NORM."""
     SIZE = "SIZE"
-    """How the weights of all members have changed since their copies came, the most of a group."""
+    """Agree in a group on how to code the weight changes of this step: the maximum over the members is used."""
     NORM = "NORM"
-    """Gradient norm, loss and token count over the world."""
+    """Compute the gradient norm, the loss and the number of tokens over all ranks."""
     RAISE = "RAISE"
-    """A unit's weights at home in the host's memory to the device."""
+    """Copy a unit's weights from its home in CPU memory to the device."""
     OFFLOAD = "OFFLOAD"
-    """An activation from the device to its host's memory."""
+    """Copy an activation from the device to CPU memory."""
     RELOAD = "RELOAD"
-    """The same activation back."""
+    """Copy an offloaded activation back to the device."""
     UPDATE = "UPDATE"
-    """The optimizer on the home stripe of one unit."""
+    """Run the optimizer on this rank's shard of one unit."""
 
     __hash__ = str.__hash__
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_reduce")
-"""What a COLLECTIVE may be. ``reduce`` and ``all_reduce`` work in place, the others from one buffer into another; on
-keys and values all of them do.
-"""
+"""Names of the collective operations that a COLLECTIVE action may run. ``reduce`` and ``all_reduce`` work in place, the
+others read one buffer and write another. On keys and values all of them work in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One send or receive of an exchange.
+    """One send or receive of an EXCHANGE action.
 
     Args:
         send: True for a send to ``peer``, False for a receive from it.
         peer: global rank of the other side.
-        unit: what travels: a unit's weights or gradients, or with an activation the block at whose border it is.
-        buffer: where it is read, or written.
+        unit: index of the unit whose weights or gradient travel. For an activation: index of the block whose input it
+            is.
+        buffer: buffer that a send reads or a receive writes.
     """
 
     send: bool
@@ -106,31 +111,37 @@ class Transfer:
 
     @classmethod
     def parse(cls, text: str) -> Transfer:
+        """Return the transfer whose text form (``str(transfer)``) is ``text``."""
         peer, unit, buffer = text[5:].split(":")
         return cls(text.startswith("SEND>"), int(peer), int(unit[1:]), Buffer.parse(buffer))
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that one rank does.
+    """One operation of one rank in a schedule.
 
     Args:
-        op, lane: what, and on which lane.
-        reads, writes: buffers. One that is both is updated in place.
-        frees: those of ``reads`` that nobody reads afterwards (activations).
-        block, micro_batch, unit: what it is about, -1 where that does not apply.
-        collective: what a COLLECTIVE does.
-        group: of a COLLECTIVE, of SIZE, of COUNT and NORM (``world``), and of an EXCHANGE: all its peers are in it, and
-            it is the communicator whose order its transfers share.
-        root: global rank, of a broadcast or reduce.
-        transfers: of an EXCHANGE.
-        compression: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits
-            (runtime/transport/compression.py), ``exact`` where it sends how weights have changed
+        op: the operation.
+        lane: the lane on which the operation runs.
+        reads: buffers that the operation reads.
+        writes: buffers that the operation writes. A buffer in both ``reads`` and ``writes`` is updated in place.
+        frees: buffers of ``reads`` that hold nothing afterwards (activations).
+        block: index of the block, or -1 if there is none.
+        micro_batch: index of the micro-batch, or -1 if there is none.
+        unit: index of the unit, or -1 if there is none.
+        collective: name of the collective operation of a COLLECTIVE, one of ``COLLECTIVES``.
+        group: name of the process group of a COLLECTIVE, SIZE, COUNT or NORM (the last two: ``world``). For an
+            EXCHANGE: the group that contains all its peers, and whose communicator orders its transfers.
+        root: global rank of the root of a broadcast or reduce, else -1.
+        transfers: sends and receives of an EXCHANGE.
+        compression: ``int8`` or ``fp8`` if an EXCHANGE or COLLECTIVE sends its numbers in 8 bits
+            (runtime/transport/compression.py). ``exact`` if it sends the changes of weights
             (runtime/transport/exact.py) or gradients coded without loss (runtime/transport/exact_gradients.py).
 
-    BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
-    weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes
-    in the order of its trainable units. A broadcast reads on its root and writes on the others.
+    BACKWARD and ADD add to a gradient buffer that they read and write, and overwrite one that they only write. The
+    weights that FORWARD and BACKWARD read are in the order of the block's units. The gradients that BACKWARD writes are
+    in the order of the block's trainable units. A broadcast reads its buffer on the root and writes it on the other
+    ranks.
 
     >>> action = Action.parse("COMPUTE FORWARD b2 m3 | W0.1 x.3.2 -> x.3.3")
     >>> action.block, action.micro_batch, action.weights
@@ -155,23 +166,25 @@ class Action:
 
     @property
     def weights(self) -> tuple[Buffer, ...]:
-        """The weight buffers among ``reads``."""
+        """Weight buffers among ``reads``, in order."""
         return tuple(buffer for buffer in self.reads if buffer.is_weight)
 
     @property
     def gradients(self) -> tuple[Buffer, ...]:
-        """The gradient buffers among ``writes``."""
+        """Gradient buffers among ``writes``, in order."""
         return tuple(buffer for buffer in self.writes if buffer.is_gradient)
 
     @property
     def refreshes(self) -> bool:
-        """True if it changes copies of weights that stay as their owners have changed."""
+        """True if the action applies weight changes to copies that stay on the device from step to step."""
         return self.compression == "exact" and self.collective == "all_gather"
 
     @property
     def begins_ahead(self) -> bool:
-        """True if some of it needs nothing but its buffers: receives that can be posted, and the first message of a
-        ring sent, while its lane, on which nothing is computed, waits for what is before it.
+        """True if a first part of the action may start while its lane is still busy with earlier actions.
+
+        Receives of an EXCHANGE can be posted early, and the first message of a ring (all-gather or reduce-scatter) can
+        be sent early. Both need only their buffers to be free. Not on lanes that compute, and not with compression.
         """
         apart = self.lane not in (Lane.COMPUTE, Lane.SEQ) and not self.compression
         ring = self.collective in ("all_gather", "reduce_scatter")
@@ -179,17 +192,24 @@ class Action:
 
     @property
     def needs_ahead(self) -> dict[str, tuple[Buffer, ...]]:
-        """What it reads and writes from then on."""
+        """Buffers that the early part (see ``begins_ahead``) needs: keys ``reads`` and ``writes``.
+
+        An EXCHANGE reads nothing early, because only its receives are posted.
+        """
         return {"reads": () if self.op is Op.EXCHANGE else self.reads, "writes": self.writes}
 
     def counter(self, *way: int) -> tuple:
-        """Return the counter that numbers a message of this action, on gloo, which pairs messages by their numbers.
+        """Return the key of the counter that numbers this action's messages on gloo.
 
-        The thread beside a lane numbers what begins ahead, the lane numbers the rest. How far one is before the other
-        differs from rank to rank. So no counter serves both, and a number follows from the schedule alone.
+        On gloo, equal numbers pair a send with a receive.
+
+        A lane and the thread beside it (which sends the messages that begin ahead) use different counters. How far one
+        is before the other differs from rank to rank, but each counts its own messages in the order of the schedule, so
+        that numbers are equal on both sides.
 
         Args:
-            way: sender and receiver of a transfer, whose two sides count apart.
+            way: sender and receiver (global ranks) of a transfer, which has a counter for each direction. Empty for a
+                collective, whose counter depends on ``begins_ahead``.
         """
         return (self.lane, self.group, *(way or (self.begins_ahead,)))
 
@@ -218,10 +238,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of ``str``.
+        """Return the action whose text form (``str(action)``) is ``text``.
 
         Raises:
-            ValueError: the text is not the text form of an action.
+            ValueError: ``text`` is not the text form of an action.
         """
         try:
             head, tail = text.split(" | ", 1) if " | " in text else (text.removesuffix(" |"), "")
@@ -250,8 +270,9 @@ class Action:
 
 
 def exchange(lane: Lane, transfers: tuple[Transfer, ...], group: str = "rail", *, compression: str = "") -> Action:
-    """An EXCHANGE whose reads and writes are those of its transfers. An activation that is sent is free afterwards. The
-    text form leaves out ``rail``.
+    """Return an EXCHANGE action of ``transfers``, with ``reads``, ``writes`` and ``frees`` derived from them.
+
+    Every activation that is sent is freed afterwards. The text form omits the group if it is ``rail``.
     """
     reads = tuple(dict.fromkeys(t.buffer for t in transfers if t.send))
     writes = tuple(t.buffer for t in transfers if not t.send)

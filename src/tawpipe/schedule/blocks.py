@@ -1,15 +1,16 @@
-"""What a rank computes, as actions: a block on its micro-batches, and what waits in the host's memory.
+"""Actions of one block: forward, backward, and the offload and reload of what it keeps.
 
-Rows that are computed in chunks come from there and go there within FORWARD and BACKWARD (``StepSpec.streams``): no
-other rank waits for a chunk, and an action for each would make programs hundreds of times as long.
+Rows computed in chunks move between device and CPU memory inside FORWARD and BACKWARD (``StepSpec.streams``). No other
+rank waits for a chunk, and one action for each chunk would make programs hundreds of times longer.
 
-Otherwise they have actions of their own. A device's copy of what waits in the host's memory goes two blocks
-later, with the action that then computes: a device waits for its link to the host rather than pile up what should have
-left. And what comes back waits for its buffer, which is free when the block two before it is done.
+Whole rows are moved by actions of their own, OFFLOAD and RELOAD. The device frees its copy of an offloaded activation
+two blocks later, in the action that computes then: so a device waits for its link to the host before activations pile
+up. A reload waits for its buffer, which is free when the block two before it is done.
 
-A layer reads the keys and values of earlier slices of a document, which their forward passes leave, until backward
-passes in reverse have used them; each adds to the gradients of those before its own, and finds those of its own
-complete. Of a layer without a backward pass the last slice frees them.
+If a document is cut into slices, a layer reads the keys and values of the earlier slices. Their forward passes keep
+them until the backward passes, in reverse order, have used them. Each backward pass adds to the key gradients of the
+earlier slices, and finds the key gradients of its own slice complete. For a layer without a backward pass, the last
+slice frees the keys and values.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from tawpipe.schedule.step import StepSpec
 def forward(
     step: StepSpec, block: int, m: int, weights: Sequence[Buffer], *, place: int = 0, training: bool = True
 ) -> Action:
-    """FORWARD of one block on one micro-batch.
+    """Return the FORWARD action of one block on one micro-batch.
 
     Args:
-        place: of the micro-batch in its round.
-        weights: buffers of the block's units, in their order.
-        training: a backward pass follows.
+        step: the step to be scheduled.
+        block: index of the block.
+        m: index of the micro-batch.
+        weights: buffers of the block's units, in the order of the units.
+        place: position of the micro-batch in its round.
+        training: True if a backward pass follows.
     """
     model = step.model
     if block == 0:
@@ -68,35 +72,60 @@ def forward(
 
 
 def boundary(step: StepSpec, block: int, m: int, place: int, *, training: bool) -> Buffer:
-    """The input of a block, as FORWARD finds it and as the block before leaves it."""
+    """Return the buffer of the input of ``block``, which is also the output of the block before.
+
+    With chunked rows in training (``StepSpec.streams``) it is in CPU memory, else on the device.
+
+    Args:
+        m: index of the micro-batch.
+        place: position of the micro-batch in its round.
+        training: True if a backward pass follows.
+    """
     return offloaded(place, block) if training and step.streams(block) else block_input(m, block)
 
 
 def kept(step: StepSpec, saved: Kind, block: int, m: int, place: int) -> Buffer:
-    """What a block keeps for its backward pass besides its input, or in its place."""
+    """Return the buffer of an activation of kind ``saved`` that a block keeps for its backward pass.
+
+    Args:
+        m: index of the micro-batch.
+        place: position of the micro-batch in its round.
+    """
     return Buffer(Kind.OFFLOADED_ATTENTION, (place, block)) if step.streams(block) else Buffer(saved, (m, block))
 
 
 def offload(block: int, m: int, place: int, kind: Kind = Kind.INPUT) -> Action:
-    """OFFLOAD of what a block keeps, once its forward pass is over.
+    """Return the OFFLOAD action of an activation that a block keeps, for use after its forward pass.
 
     Args:
-        place: of the micro-batch in its round.
-        kind: of what it keeps.
+        m: index of the micro-batch.
+        place: position of the micro-batch in its round.
+        kind: kind of the activation.
     """
     reads, writes = (Buffer(kind, (m, block)),), (offloaded(place, block, kind),)
     return Action(Op.OFFLOAD, Lane.HOST, reads, writes, block=block, micro_batch=m)
 
 
 def reload(block: int, m: int, place: int, kind: Kind = Kind.INPUT) -> Action:
-    """RELOAD of what a block keeps for its backward pass."""
+    """Return the RELOAD action that copies an offloaded activation back before the backward pass of ``block``.
+
+    Args:
+        m: index of the micro-batch.
+        place: position of the micro-batch in its round.
+        kind: kind of the activation.
+    """
     there, back = (offloaded(place, block, kind),), (reloaded(place, block, kind),)
     return Action(Op.RELOAD, Lane.HOST, there, back, there, block=block, micro_batch=m)
 
 
 def left_behind(step: StepSpec, block: int, m: int) -> tuple[Buffer, ...]:
-    """What is in the host's memory by then, and whose place on the device is given up when ``block`` computes:
-    in its forward pass, or in the backward pass of the head, which has no other.
+    """Return the device buffers of offloaded activations that ``block`` frees when it computes.
+
+    These are activations of the block two before, which are in CPU memory by then. The head frees the activations of
+    the last two layers. Empty with chunked rows or without offloading.
+
+    Args:
+        m: index of the micro-batch.
     """
     last = len(step.model.blocks) - 1
     if step.settings.sequence_chunk or not step.settings.offloaded_layers:
@@ -112,12 +141,14 @@ def backward(
     weights: Sequence[Buffer],
     gradients: Mapping[int, tuple[Buffer, bool]],
 ) -> Iterator[Action]:
-    """BACKWARD of one block on every micro-batch of a visit, or, without micro-batches, ZERO of its gradients.
+    """Yield a BACKWARD action of one block for each micro-batch of a visit.
+
+    Without micro-batches, yields a ZERO action for every gradient that has no value to add to.
 
     Args:
-        micro_batches: the micro-batches, in the order in which they are computed.
-        weights: buffers of the block's units, in their order; none where its backward reads none.
-        gradients: for every trainable unit the buffer to fill, and whether it holds something to add to.
+        micro_batches: indices of the micro-batches, in the order in which they are computed.
+        weights: buffers of the block's units, in order; empty if the backward pass reads no weights.
+        gradients: for every trainable unit, the buffer to fill and True if the buffer already holds a value to add to.
     """
     model = step.model
     head = model.blocks[block].kind == "head"
@@ -160,7 +191,15 @@ def backward(
 
 
 def _sources(step: StepSpec, block: int, m: int, place: int) -> list[Buffer]:
-    """What a layer's backward pass starts from."""
+    """Return the buffers of a layer's kept activations from which its backward pass starts.
+
+    Usually one: the layer's input, or the activation that is kept instead (``StepSpec.keeps``), in its reloaded copy if
+    it was offloaded. With chunked rows: the input, and the kept activation if there is one.
+
+    Args:
+        m: index of the micro-batch.
+        place: position of the micro-batch in its round.
+    """
     saved = step.saves(block, m)
     if step.settings.sequence_chunk:
         sources = [boundary(step, block, m, place, training=True)]

@@ -1,10 +1,10 @@
-"""Buffers: what actions read and write, as values with a kind. Two players that mean the same bytes say the same value.
+"""Buffers that actions read and write: values with a kind and index numbers.
 
-A buffer's text is exact and parses back: ``home.w.3`` is unit 3 at home, ``W0.1`` buffer 1 of pool ``W0``, ``x.2.5``
-the input of block 5 for micro-batch 2. Who needs to know what a buffer is asks for its kind and numbers; nobody takes
-the text apart.
+Equal values mean the same memory. The text of a buffer is exact and parses back: ``home.w.3`` is the shard of unit 3 at
+home, ``W0.1`` is buffer 1 of pool ``W0``, ``x.2.5`` is the input of block 5 for micro-batch 2. Code uses ``kind`` and
+``at`` of a buffer and never takes its text apart.
 
-Schedules name the same few buffers again and again, so each is made once: the functions below remember what they made.
+Schedules name few distinct buffers, many times. So the functions below cache the buffers that they make.
 """
 
 from __future__ import annotations
@@ -16,68 +16,70 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What a buffer holds; the value begins its text."""
+    """Kind of content of a buffer.
+
+    The value is the first part of the buffer's text. ``Buffer.at`` holds the numbers that are named in brackets below.
+    """
 
     HOME_WEIGHT = "home.w"
-    """The stripe of a unit that lives here (unit)."""
+    """This rank's shard of a unit's weights (unit)."""
     HOME_GRADIENT = "home.g"
-    """The gradient of that stripe (unit)."""
+    """Gradient of this rank's shard of a unit (unit)."""
     WEIGHT = "weight"
-    """A buffer of a pool, for a unit or a slice of one on its way (number in the pool)."""
+    """A pool buffer for the weights of a unit, or a shard of them, that travel (number in the pool)."""
     GRADIENT = "gradient"
-    """A buffer of a pool, for a gradient or a slice of one (number in the pool)."""
+    """A pool buffer for the gradient of a unit, or a shard of one (number in the pool)."""
     LANDING = "landing"
-    """A buffer of a pool, for the gradient of a unit whose home is in the host's memory (number in the pool)."""
+    """A pool buffer for the gradient of a unit whose home is in CPU memory (number in the pool)."""
     COPY = "copy"
-    """A slice of a unit's weights, or all of it, that stays here from step to step (0, in a pool of its own)."""
+    """A unit's weights, or a shard of them, that stay on the device from step to step (0, in a pool of its own)."""
     INPUT = "x"
-    """The input of a block (micro-batch, block)."""
+    """Input of a block (micro-batch, block)."""
     INPUT_GRADIENT = "dx"
-    """The gradient of a block's input (micro-batch, block)."""
+    """Gradient of a block's input (micro-batch, block)."""
     CONTEXT = "ctx"
-    """What every layer is called with besides its input (micro-batch)."""
+    """Extra arguments of every layer, in addition to its input: masks, positions, rotary tables (micro-batch)."""
     GRAPH = "graph"
     """A block's whole autograd graph, kept for its backward pass (micro-batch, block)."""
     ATTENTION = "kept"
     """A block's attention output, kept for its backward pass (micro-batch, block)."""
     LINEAR = "lin"
-    """Inputs of a layer's matrix products and gradients of their outputs, between the two parts of its backward pass
-    (micro-batch, block).
-    """
+    """Inputs of a layer's matrix products and gradients of their outputs, kept between the two parts of its backward
+    pass (micro-batch, block)."""
     OFFLOADED = "host"
-    """A block's input in the host's memory or a file (micro-batch's place in its round, block)."""
+    """A block's input in CPU memory or in a file (micro-batch's position in its round, block)."""
     OFFLOADED_ATTENTION = "hostkept"
-    """A block's attention output outside of the device (micro-batch's place in its round, block)."""
+    """A block's attention output in CPU memory or in a file (micro-batch's position in its round, block)."""
     OFFLOADED_GRAPH = "hostgraph"
-    """What a block's autograd graph saves, in the host's memory (place among those that wait, block)."""
+    """Tensors that a block's autograd graph saves, in CPU memory (slot among the offloaded ones, block)."""
     RELOADED = "reload"
-    """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
+    """Device buffer for a reloaded block input (block number modulo 2, micro-batch's position in its round)."""
     RELOADED_ATTENTION = "reloadkept"
-    """The same of attention's output, on whole rows."""
+    """Device buffer for a reloaded attention output, on whole rows (block number modulo 2, position in the round)."""
     RELOADED_GRAPH = "reloadgraph"
-    """The same of a graph."""
+    """Device buffer for the reloaded tensors of an autograd graph (block number modulo 2, position in the round)."""
     KEYS = "kv"
-    """A layer's keys and values: of this rank's tokens until they are gathered, then of all (micro-batch, block)."""
+    """A layer's keys and values: of this rank's tokens until they are gathered, then of all tokens (micro-batch,
+    block)."""
     KEY_GRADIENTS = "dkv"
-    """Gradients of keys and values: what this rank adds to those of all tokens until they are summed up, then the sums
-    of its own (micro-batch, block).
-    """
+    """Gradients of a layer's keys and values: this rank's contribution for all tokens until they are reduced, then the
+    sums for its own tokens (micro-batch, block)."""
     TURN = "turn"
-    """No bytes: what reads it comes after what wrote it (number in the program)."""
+    """No data: an action that reads the buffer runs after the action that wrote it (number in the program)."""
     IDS = "ids"
-    """Tokens that were drawn for a group, in laps (group)."""
+    """Sampled tokens of a group of requests, in decode steps (group)."""
     CACHE = "cache"
-    """Keys and values of a layer for all slots of all groups, in laps (block)."""
+    """KV cache of a layer, for all slots of all groups, in decode steps (block)."""
     LOSS = "loss"
-    """The summed loss of a micro-batch (micro-batch)."""
+    """Summed loss of a micro-batch (micro-batch)."""
     NORM = "norm"
-    """The step's gradient norm, and whether all numbers were finite."""
+    """Gradient norm of the step, and a flag that all numbers were finite."""
     COUNT = "count"
-    """The step's number of tokens."""
+    """Number of tokens of the step."""
     SIZE = "size"
-    """How the changes of weights since their copies came are coded in this step."""
+    """Coding of this step's weight changes: how the changes since the copies were received are sent."""
 
-    __hash__ = str.__hash__  # an enum's own is Python code, and buffers are keys of every dictionary
+    __hash__ = str.__hash__  # the __hash__ of StrEnum is slow, and buffers are dictionary keys
 
 
 WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT, Kind.COPY})
@@ -85,24 +87,27 @@ GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT, Kind.LANDING})
 HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
 ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT, Kind.SIZE, Kind.CACHE}
 TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT, Kind.IDS})
-"""Activations that may go to another rank."""
+"""Kinds of activations that may be sent to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
-"""Activations of a boundary's size: tokens x hidden size."""
+"""Kinds of activations of the size of a block's input: tokens x hidden size."""
 AWAY = {Kind.INPUT: Kind.OFFLOADED, Kind.ATTENTION: Kind.OFFLOADED_ATTENTION, Kind.GRAPH: Kind.OFFLOADED_GRAPH}
-"""What a layer keeps for its backward pass -> the same in the host's memory."""
+"""Kind of an activation kept for a backward pass -> kind of its offloaded copy in CPU memory."""
 BACK = {Kind.INPUT: Kind.RELOADED, Kind.ATTENTION: Kind.RELOADED_ATTENTION, Kind.GRAPH: Kind.RELOADED_GRAPH}
-"""The same -> what it is where it has come back, under strategies whose blocks take turns in two places."""
+"""Kind of an activation kept for a backward pass -> kind of its reloaded copy on the device. Used by strategies whose
+blocks alternate between two reload buffers."""
 OUTSIDE = frozenset(AWAY.values())
-"""Activations that are not on the device."""
+"""Kinds of activations that are in CPU memory or in files, not on the device."""
 KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
-"""What selective recomputation keeps of a layer, wherever it is."""
+"""Kinds of activations that selective recomputation keeps, on the device or offloaded."""
 STAYING = OUTSIDE | {Kind.RELOADED}
-"""Activations whose places are there for the whole run, see blocks.py."""
+"""Kinds of activations whose memory is allocated once for the whole run, see blocks.py."""
 _POOLS = dict.fromkeys("WSB", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT)
 _POOLS |= {"L": Kind.LANDING, "C": Kind.COPY}
-"""First letter of a pool's name -> kind: whole units ``W``, slices ``S``, what comes from homes in the host's memory
-``B``; whole gradients ``G``, slices ``H``, sums in the node ``A``, what arrives on the way home ``R``, and what a
-backward pass fills instead of a home ``L``; and ``C3`` is what stays of unit 3.
+"""First letter of a pool's name -> kind of its buffers.
+
+Weights: ``W`` whole units, ``S`` shards, ``B`` copies from homes in CPU memory, ``C`` weights that stay from step to
+step (``C3``: of unit 3). Gradients: ``G`` whole units, ``H`` shards, ``A`` sums inside the node, ``R`` received on the
+way home, ``L`` buffers that a backward pass fills in place of a home in CPU memory.
 """
 
 
@@ -110,8 +115,9 @@ class Buffer(NamedTuple):
     """One buffer of one rank.
 
     Args:
-        at: the numbers that the kind says.
-        pool: the name of its pool, for kinds WEIGHT, GRADIENT and LANDING.
+        kind: content of the buffer.
+        at: the numbers that ``kind`` documents in brackets.
+        pool: name of its pool, for the kinds WEIGHT, GRADIENT, LANDING and COPY.
 
     >>> Buffer.parse("x.2.5")
     Buffer(kind=<Kind.INPUT: 'x'>, at=(2, 5), pool='')
@@ -128,10 +134,10 @@ class Buffer(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Buffer:
-        """The inverse of ``str``.
+        """Return the buffer whose text form (``str(buffer)``) is ``text``.
 
         Raises:
-            ValueError: the text is not a buffer's.
+            ValueError: ``text`` is not the text of a buffer.
         """
         words = text.split(".")
         name = ".".join(words[:2]) if words[0] == "home" else words[0]
@@ -163,10 +169,10 @@ SIZE = Buffer(Kind.SIZE)
 
 
 def pool_kind(pool: str) -> Kind:
-    """The kind of a pool's buffers, from the first letter of its name.
+    """Return the kind of the buffers of the pool named ``pool``, from the first letter of its name.
 
     Raises:
-        ValueError: no such letter.
+        ValueError: no kind has this letter.
     """
     if pool[:1] not in _POOLS:
         raise ValueError(
@@ -177,85 +183,109 @@ def pool_kind(pool: str) -> Kind:
 
 @cache
 def pooled(pool: str, number: int) -> Buffer:
-    """Buffer ``number`` of a pool."""
+    """Return buffer ``number`` of the pool named ``pool``."""
     return Buffer(pool_kind(pool), (number,), pool)
 
 
 @cache
 def home_weight(unit: int) -> Buffer:
+    """Return the buffer with this rank's shard of the weights of ``unit``."""
     return Buffer(Kind.HOME_WEIGHT, (unit,))
 
 
 @cache
 def home_gradient(unit: int) -> Buffer:
+    """Return the buffer with the gradient of this rank's shard of ``unit``."""
     return Buffer(Kind.HOME_GRADIENT, (unit,))
 
 
 @cache
 def weight_copy(unit: int) -> Buffer:
-    """Named by its unit, so that it is the same in all schedules."""
+    """Return the buffer that keeps weights of ``unit`` from step to step. Its name is the same in all schedules."""
     return pooled(f"C{unit}", 0)
 
 
 @cache
 def block_input(micro_batch: int, block: int) -> Buffer:
+    """Return the buffer of the input of ``block`` for ``micro_batch``."""
     return Buffer(Kind.INPUT, (micro_batch, block))
 
 
 @cache
 def input_gradient(micro_batch: int, block: int) -> Buffer:
+    """Return the buffer of the gradient of the input of ``block`` for ``micro_batch``."""
     return Buffer(Kind.INPUT_GRADIENT, (micro_batch, block))
 
 
 @cache
 def keys(micro_batch: int, block: int) -> Buffer:
+    """Return the buffer of the keys and values of ``block`` for ``micro_batch``."""
     return Buffer(Kind.KEYS, (micro_batch, block))
 
 
 @cache
 def key_gradients(micro_batch: int, block: int) -> Buffer:
+    """Return the buffer of the gradients of the keys and values of ``block`` for ``micro_batch``."""
     return Buffer(Kind.KEY_GRADIENTS, (micro_batch, block))
 
 
 @cache
 def ids(group: int) -> Buffer:
+    """Return the buffer of the sampled tokens of ``group``."""
     return Buffer(Kind.IDS, (group,))
 
 
 @cache
 def layer_cache(block: int) -> Buffer:
+    """Return the buffer of the KV cache of ``block``."""
     return Buffer(Kind.CACHE, (block,))
 
 
 @cache
 def turn(number: int) -> Buffer:
+    """Return the buffer without data that orders two actions on different lanes."""
     return Buffer(Kind.TURN, (number,))
 
 
 @cache
 def context(micro_batch: int) -> Buffer:
+    """Return the buffer of the extra arguments (masks, positions, rotary tables) of the layers for ``micro_batch``."""
     return Buffer(Kind.CONTEXT, (micro_batch,))
 
 
 @cache
 def linear(micro_batch: int, block: int) -> Buffer:
+    """Return the buffer that passes data of ``block`` from BACKWARD_INPUT to BACKWARD_WEIGHT for ``micro_batch``."""
     return Buffer(Kind.LINEAR, (micro_batch, block))
 
 
 @cache
 def loss(micro_batch: int) -> Buffer:
+    """Return the buffer of the summed loss of ``micro_batch``."""
     return Buffer(Kind.LOSS, (micro_batch,))
 
 
 @cache
 def offloaded(place: int, block: int, kind: Kind = Kind.INPUT) -> Buffer:
-    """Where what a block keeps waits in the host's memory, for the micro-batch at this place of its round."""
+    """Return the buffer outside the device for an activation that ``block`` keeps.
+
+    Args:
+        place: position of the micro-batch in its round.
+        kind: kind of the activation on the device, a key of ``AWAY``.
+    """
     return Buffer(AWAY[kind], (place, block))
 
 
 @cache
 def reloaded(place: int, block: int, kind: Kind = Kind.INPUT) -> Buffer:
-    """Where it comes back: blocks take turns in two buffers a micro-batch."""
+    """Return the device buffer into which an offloaded activation of ``block`` is reloaded.
+
+    Blocks with even and with odd numbers use two different buffers for each micro-batch.
+
+    Args:
+        place: position of the micro-batch in its round.
+        kind: kind of the activation on the device, a key of ``BACK``.
+    """
     return Buffer(BACK[kind], (block % 2, place))
 
 
@@ -264,9 +294,10 @@ class Pool:
     """Equally large buffers of one kind on one rank.
 
     Args:
-        name: begins the text of its buffers, see ``buffers.pool_kind``.
-        kind: WEIGHT or COPY (compute dtype), GRADIENT (reduce dtype) or LANDING (dtype of the masters).
-        elements: of one buffer.
+        name: name of the pool, with which the text of its buffers begins, see ``pool_kind``.
+        kind: WEIGHT or COPY (compute dtype), GRADIENT (reduce dtype) or LANDING (dtype of the master weights).
+        count: number of buffers.
+        elements: elements of each buffer.
     """
 
     name: str
@@ -276,4 +307,5 @@ class Pool:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
+        """All buffers of the pool."""
         return tuple(pooled(self.name, number) for number in range(self.count))

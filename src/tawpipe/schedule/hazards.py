@@ -1,4 +1,4 @@
-"""Which earlier actions an action waits for, from its buffers alone; for all players of a schedule."""
+"""Dependencies of actions: which earlier actions an action must wait for, from its buffers alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Event = TypeVar("Event")
 
 
 class Hazards(Generic[Event]):
-    """Tracks the last writer and the readers since, of every buffer, over any number of steps.
+    """Track the last writer of every buffer and its readers since then, over any number of steps.
 
     >>> hazards = Hazards()
     >>> hazards.add("recv", reads=[], writes=["W0"])
@@ -23,9 +23,9 @@ class Hazards(Generic[Event]):
     def __init__(self) -> None:
         self._writer: dict[Hashable, Event] = {}
         self._readers: dict[Hashable, dict[object, Event]] = {}
-        """Buffer -> lane -> its last reader there; readers without a lane stand for themselves."""
+        """Buffer -> lane -> event of the last reader on that lane. A reader without a lane is its own key."""
         self._freed: dict[Hashable, Hashable | None] = {}
-        """Buffers that hold nothing, with the lane of what has freed them, which counts as their last writer."""
+        """Freed buffers -> lane of the action that freed them. This action counts as their last writer."""
 
     def before(
         self,
@@ -35,11 +35,18 @@ class Hazards(Generic[Event]):
         frees: Iterable[Hashable] = (),
         lane: Hashable | None = None,
     ) -> list[Event]:
-        """The events that an action must wait for: writers of what it reads, writers and readers of what it writes,
-        readers of what it frees.
+        """Return the events that an action must wait for, without duplicates. Records nothing.
+
+        These are the writers of the buffers that it reads, the writers and readers of the buffers that it writes, and
+        the readers of the buffers that it frees. A buffer that was freed has the freeing action as its writer.
 
         Args:
-            lane: what the action runs on, as for ``record``: what reads or frees there ends before it begins.
+            reads: buffers that the action reads.
+            writes: buffers that the action writes.
+            frees: buffers that the action frees.
+            lane: lane of the action, as for ``record``. Two kinds of events are left out if they are on this lane,
+                because they end before the action begins: the freeing of a buffer that it writes, and reads of a buffer
+                that it frees.
         """
         events: list[Event] = []
         for name in reads:
@@ -64,12 +71,17 @@ class Hazards(Generic[Event]):
         frees: Iterable[Hashable] = (),
         lane: Hashable | None = None,
     ) -> None:
-        """Note an action's event.
+        """Record the event of an action as writer or reader of its buffers.
 
         Args:
-            frees: hold nothing afterwards. What makes an activation of the same name in the next step waits for this.
-            lane: what the action runs on, if actions end there in the order in which they are recorded: then its last
-                reader of a buffer stands for all, and what is read in every step but never written piles up no events.
+            event: event that marks the end of the action.
+            reads: buffers that the action reads.
+            writes: buffers that the action writes.
+            frees: buffers that hold nothing afterwards. The action that next writes a buffer of this name waits for
+                ``event``.
+            lane: lane of the action, if actions on it end in the order in which they are recorded. Then only the last
+                reader of a buffer on each lane is stored, so that buffers that are read in every step but never written
+                collect no events. None if there is no such order.
         """
         for name in reads:
             self._readers.setdefault(name, {})[event if lane is None else lane] = event
@@ -85,13 +97,20 @@ class Hazards(Generic[Event]):
     def add(
         self, event: Event, *, reads: Iterable[Hashable], writes: Iterable[Hashable], frees: Iterable[Hashable] = ()
     ) -> list[Event]:
-        """``before`` and ``record`` in one."""
+        """Return the events that an action must wait for (``before``), and record its own event (``record``).
+
+        Args:
+            event: event that marks the end of the action.
+            reads: buffers that the action reads.
+            writes: buffers that the action writes.
+            frees: buffers that hold nothing after the action.
+        """
         events = self.before(reads=reads, writes=writes, frees=frees)
         self.record(event, reads=reads, writes=writes, frees=frees)
         return events
 
     def last_events(self) -> list[Event]:
-        """Every event that something could still wait for."""
+        """Return every recorded event that a later action could still wait for, without duplicates."""
         events = list(self._writer.values())
         for readers in self._readers.values():
             events.extend(readers.values())

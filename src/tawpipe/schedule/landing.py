@@ -1,13 +1,17 @@
-"""Gradients on their way to homes in the host's memory, and weights on their way from there.
+"""Transfers between the device and homes in CPU memory: gradients on the way there, weights on the way back.
 
-What a device adds to a gradient at home passes through it in slices, on the lane HOME (runtime/homes/streaming.py).
-Where a backward pass would fill the home's gradient itself, as one process does and a pipeline whose stages nobody
-shares, it fills a buffer on the device instead: of a pool ``L`` with ``gradient_buffers`` places. From there the
-gradient goes home when nothing more comes to it, or when another unit's backward pass needs the place; then it is
-fetched back before the next micro-batch adds to it, while the backward pass before that one computes. It is fetched,
-and not added at home, because a backward pass may add several parts one by one: every sum has the order, and the bits,
-of a home on the device. One process whose updates are early updates a unit from that place, if its gradient is complete
-there: then it never goes home, and home has no memory for it (``StepSpec.passes_gradients``).
+Gradients that a device adds to a home pass through the device in portions, on the lane HOME
+(runtime/homes/streaming.py). In one process, and in a pipeline whose stages are not shared, a backward pass would fill
+the gradient at home directly. With homes in CPU memory it fills a device buffer instead, from the pool ``L`` of
+``gradient_buffers`` buffers.
+
+A gradient moves from its buffer to its home after its last backward pass, or when another unit needs the buffer. In the
+second case it is copied back before the next micro-batch adds to it, while the backward pass before that one computes.
+It is copied back, and not added at home, because a backward pass may add several parts one by one. So every sum has the
+order, and the bits, of a home on the device.
+
+One process with early updates updates a unit directly from this buffer, if its gradient is complete there. Then the
+gradient is never stored at home, and home needs no memory for it (``StepSpec.passes_gradients``).
 """
 
 from __future__ import annotations
@@ -23,31 +27,38 @@ from tawpipe.schedule.buffers import COUNT, Buffer, Kind, Pool, home_gradient, h
 from tawpipe.schedule.step import StepSpec
 
 SLICE = 1 << 22
-"""Elements of the largest slice of a home's vector that passes through a device; a multiple of 64. What is brought at
-once is 64 MiB, which takes a few milliseconds; at each end of a unit one slice is on its way and nothing else."""
+"""Elements of the largest portion of a home's vector that passes through a device; a multiple of 64. One portion is 64
+MiB with its state and takes a few milliseconds to copy."""
 ROOMS = 2
-"""Slices that have memory on the device at one time."""
+"""Number of portions that have buffers on the device at one time."""
 
 
 class Landing:
-    """The gradients of one rank in one step."""
+    """Transfers of the gradients of one rank to and from homes in CPU memory, in one step."""
 
     def __init__(self, step: StepSpec) -> None:
         self._homes, self._at_once, self._passes = step.homes, step.settings.gradient_buffers, step.passes_gradients
         self._sizes = sorted({home.padded for home in step.homes})
         self._free: dict[str, list[Buffer]] = {}
         self._held: dict[int, Buffer] = {}
-        """Unit -> the place of its gradient on the device."""
+        """Unit -> device buffer of its gradient."""
         self._filled: set[int] = set()
-        """Those of them that hold what their home does not."""
+        """Units of ``_held`` whose buffer holds values that are not at home."""
         self._home: set[int] = set()
-        """Units whose home holds something of this step."""
+        """Units whose home holds a gradient of this step."""
         self._uses: dict[int, deque[int]] = {}
-        """Unit -> the actions to come whose backward passes add to its gradient."""
+        """Unit -> indices of the later actions whose backward passes add to its gradient."""
         self.pools: tuple[Pool, ...] = ()
 
     def through(self, program: Sequence[Action]) -> Iterator[Action]:
-        """A program but for its end, as homes in the host's memory have it; fills ``pools``."""
+        """Yield the actions of ``program`` changed for homes in CPU memory, and set ``pools``.
+
+        Backward passes fill device buffers instead of homes. ADD and UPDATE actions that move gradients between these
+        buffers and their homes are inserted.
+
+        Args:
+            program: one rank's actions without the end of the step.
+        """
         fills = {i: units for i, action in enumerate(program) if (units := _fills(action))}
         self._open(fills.values())
         for index, units in fills.items():
@@ -75,7 +86,11 @@ class Landing:
                     yield from self._leave(unit)
 
     def _open(self, fills: Iterable[tuple[int, ...]]) -> None:
-        """As many places of every size as ``gradient_buffers`` backward passes fill."""
+        """Set the lists of free buffers: each pool has ``gradient_buffers`` times the largest backward pass.
+
+        Args:
+            fills: for each backward pass, the units whose gradients it fills.
+        """
         most: Counter[str] = Counter()
         for units in fills:
             most |= Counter(map(self._pool, units))
@@ -88,7 +103,17 @@ class Landing:
     def _bring(
         self, units: Sequence[int], needed: Sequence[int] | set[int], *, may_fail: bool = False
     ) -> Iterator[Action]:
-        """Places for the gradients of units, with what their homes hold; others leave for them."""
+        """Assign a device buffer to each of ``units`` that has none.
+
+        If the home of the unit holds a gradient, an ADD that copies it into the buffer is yielded.
+
+        If no buffer of the size is free, the gradient that is needed last gives up its buffer first (``_leave``, whose
+        actions are yielded, too).
+
+        Args:
+            needed: units that must keep their buffers.
+            may_fail: True to skip a unit for which no buffer can be freed.
+        """
         for unit in units:
             if unit in self._held:
                 continue
@@ -108,9 +133,14 @@ class Landing:
                 yield Action(Op.ADD, Lane.HOME, (home_gradient(unit),), (place,), unit=unit)
 
     def _leave(self, unit: int) -> Iterator[Action]:
-        """Take a gradient home, if its home does not hold all of it."""
+        """Free the device buffer of a gradient.
+
+        If the buffer holds values that are not at home yet, an ADD to the home is yielded.
+
+        Yields an UPDATE instead, which reads the device buffer, if the gradient is complete, none of it is at home, and
+        ``StepSpec.passes_gradients`` is True."""
         place = self._held.pop(unit)
-        self._free[self._pool(unit)].append(place)  # others first: this one is still being read
+        self._free[self._pool(unit)].append(place)  # appended last: this buffer is still being read
         if unit in self._filled:
             self._filled.discard(unit)
             if self._passes and unit not in self._home and not self._uses[unit]:
@@ -121,7 +151,9 @@ class Landing:
             yield Action(Op.ADD, Lane.HOME, (place,), (home_gradient(unit),), unit=unit)
 
     def _added(self, action: Action) -> Iterator[Action]:
-        """An ADD: on the lane HOME where it is one to a home."""
+        """Yield an ADD action, on the lane HOME if it adds to a home.
+
+        If it does, and the unit has a device buffer, the actions of ``_leave`` come first."""
         if action.writes != (home_gradient(action.unit),):
             yield action
             return
@@ -131,19 +163,20 @@ class Landing:
 
 
 def _fills(action: Action) -> tuple[int, ...]:
-    """The units at home here whose gradients an action that computes fills."""
+    """Return the units with a home on this rank whose gradients an action writes; empty for an ADD."""
     at_home = () if action.op is Op.ADD else (buffer for buffer in action.writes if buffer.kind is Kind.HOME_GRADIENT)
     return tuple(buffer.at[0] for buffer in at_home)
 
 
 class Raising:
-    """The weights at home of one rank in one step.
+    """Copies of weights from homes in CPU memory to the device, for one rank in one step.
 
-    Under ``schedule.host_homes: all`` what travels lives in the host's memory, too. Whatever reads a unit's weights at
-    home, a transfer or the device that computes with them, reads a place on the device instead: of a pool ``B`` of
-    stripes, to which RAISE has brought them on a lane of its own. Two places of a size are enough for one to be read
-    while the next one comes. What is needed again last gives way, and of that what was read first, so that nothing
-    waits for what is being read.
+    Under ``schedule.host_homes: all`` the weights that travel are in CPU memory, too. An action that reads a unit's
+    weights at home (a transfer, or a computation) reads a device buffer instead. The buffers are in pools ``B``, one
+    shard each. RAISE fills them on a lane of its own.
+
+    Two buffers of a size are enough for one to be read while the next one is filled. The buffer whose unit is needed
+    again last is reused first, and among these the one that was read first, so that a RAISE does not wait for a reader.
     """
 
     def __init__(self, step: StepSpec) -> None:
@@ -152,7 +185,14 @@ class Raising:
         self.pools: tuple[Pool, ...] = ()
 
     def through(self, program: Sequence[Action]) -> Iterator[Action]:
-        """A program but for its end, as homes in the host's memory have it; fills ``pools``."""
+        """Yield the actions of ``program`` changed for homes in CPU memory, and set ``pools``.
+
+        A RAISE is inserted before a read of weights that are not on the device, and reads of homes become reads of
+        buffers.
+
+        Args:
+            program: one rank's actions without the end of the step.
+        """
         reads = {i: units for i, action in enumerate(program) if (units := _read(action))}
         places = self._places([units for units, _ in groupby(reads.values())])
         self.pools = tuple(
@@ -166,6 +206,9 @@ class Raising:
                 uses.setdefault(unit, deque()).append(index)
 
         def goes(unit: int) -> tuple[float, int]:
+            """Return a sort key; the buffer of the unit with the largest key is reused first.
+
+            The key is largest for the latest next use, and then for the earliest last use."""
             return uses[unit][0] if uses[unit] else inf, -last[unit]
 
         for index, action in enumerate(program):
@@ -186,7 +229,11 @@ class Raising:
         return f"B{self._sizes.index(self._homes[unit].stripe)}"
 
     def _places(self, reads: Sequence[tuple[int, ...]]) -> Counter[str]:
-        """As many places of every size as two actions after one another read that read different units."""
+        """Return the number of buffers of each pool: the most that two consecutive entries of ``reads`` need.
+
+        Args:
+            reads: units that each action reads, with equal neighbours merged.
+        """
         most: Counter[str] = Counter()
         for before, after in pairwise(((), *reads)):
             most |= Counter(map(self._pool, {*before, *after}))
@@ -194,12 +241,12 @@ class Raising:
 
 
 def _read(action: Action) -> tuple[int, ...]:
-    """The units whose weights an action reads at home."""
+    """Return the units whose weights an action reads at home."""
     return tuple(buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_WEIGHT)
 
 
 def _reading(action: Action, places: dict[Buffer, Buffer]) -> Action:
-    """An action with places instead of homes."""
+    """Return ``action`` with the buffers that are keys of ``places`` replaced by their values."""
     if action.op is Op.EXCHANGE:
         moved = tuple(replace(part, buffer=places.get(part.buffer, part.buffer)) for part in action.transfers)
         return exchange(action.lane, moved, action.group, compression=action.compression)

@@ -1,24 +1,26 @@
-"""Laps: tokens travel through stages whose weights stay, in a schedule that is looped without a barrier.
+"""Decoding: tokens travel through stages whose weights stay, in a schedule that is repeated without a barrier.
 
-A *group* of requests is to a lap what a micro-batch is to a step, and passes all stages once in it. Nothing of the
-schedule depends on the requests: what a pass computes is in its header, the first part of ``x.g.b``.
+One *decode step* (a lap) passes every *group* of requests once through all stages. A group is to a decode step what a
+micro-batch is to a training step. The schedule does not depend on the requests: what a pass computes is in its header,
+the first part of ``x.g.b``.
 
     first    FORWARD b0 | ids.g -> x.g.1 ctx.g    FORWARD b1 | x.g.1 ctx.g cache.1 -> x.g.2 cache.1    SEND x.g.2
     others   RECV x.g.2    PREPARE | x.g.2 -> ctx.g    FORWARD b2 | x.g.2 ctx.g cache.2 -> x.g.3 cache.2    SEND x.g.3
     last     ...    FORWARD head | x.g.N ctx.g -> ids.g    SEND ids.g, which the first one receives
 
-``ids.g`` is what the last stage has drawn. It is there before the first lap on the first rank, and holds nothing then.
-``cache.b`` are the keys and values of layer ``b`` for all slots of all groups, changed in place: the proof says that
-pass n finds n passes in it, on every rank, so that all stages see the passes in one order.
+``ids.g`` are the tokens that the last stage has sampled. It exists on the first rank before the first decode step, and
+is empty then. ``cache.b`` is the KV cache of layer ``b`` for all slots of all groups, changed in place. The proof shows
+that pass n finds n passes in it, on every rank, so that all stages see the passes in one order.
 
-What an executor's compute is asked for, with the number of the group as ``action.micro_batch``, and a ``LapInput`` as
-what is given: ``forward`` (of block 0: take ``ids.g``, feed the next pass), ``prepare``, ``travel`` and ``room_for``.
-Receives are posted before what comes is known: ``room_for`` gives room for the largest pass, and gloo fills only as
-much of it as is sent. ``LapInput.last`` is set where a header says that a pass is the last. ``Executor.loop`` has
-always two laps issued, so that one more lap follows that in which such a pass was, and ends with it.
+An executor's compute object needs the methods ``forward`` (for block 0: take ``ids.g`` and start the next pass),
+``prepare``, ``travel`` and ``room_for``. They get the number of the group as ``action.micro_batch``, and a ``LapInput``
+as the step's input. Receives are posted before the size of a message is known: ``room_for`` allocates the largest pass,
+and gloo fills only the part that is sent. ``LapInput.last`` is set when a header marks a pass as the last one.
+``Executor.loop`` always has two decode steps issued. So one more decode step follows the one with the last pass, and
+then the loop ends.
 
-The programs are those of one sequence of events: in its d-th part rank r computes group d - r, and then what was
-computed goes on, the last rank's ids first. So a thread that blocks in each of its actions waits for nobody for ever.
+All programs follow one sequence of events. In part d, rank r computes group d - r, and then the results are sent, the
+last rank's ids first. So a thread that blocks in each of its actions never deadlocks.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.topology import Topology
 
 LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G)
-"""Of transfers: what comes to a rank and what leaves it are on two of them."""
+"""Lanes of transfers. What a rank receives and what it sends are on two different lanes."""
 
 
 @dataclass(eq=False)
 class Laps(Strategy):
-    """Weights stay on stages: each unit is whole on every rank that computes with it, and nothing is trained.
+    """Strategy of decoding: each unit is whole on every rank that computes with it, and nothing is trained.
 
     Args:
-        stages: one for each rank, in their order.
+        stages: one stage for each rank, in the order of the ranks.
     """
 
     stages: Layout
@@ -59,6 +61,7 @@ class Laps(Strategy):
     one_order = True
 
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
+        """Return the home of every unit: whole on the first rank that uses it, with replicas on the others."""
         ranks, placed = topology.group("world", 0), list[Home]()
         for unit in model.units:
             first, *others = ((ranks[place],) for place in self.stages.positions_of(unit.blocks))
@@ -73,6 +76,7 @@ class Laps(Strategy):
         return (LinkTraffic(),) * step.topology.num_nodes
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        """Return the schedule of a decode step; ``training`` must be False."""
         assert not training, "nothing is trained in laps"
         world = range(step.topology.world_size)
         programs = tuple(tuple(_program(self, step, rank)) if ranks is None or rank in ranks else () for rank in world)
@@ -80,14 +84,18 @@ class Laps(Strategy):
 
 
 def build_laps(model: ModelSpec, topology: Topology, groups: int, stages: Layout | None = None) -> Schedule:
-    """One lap of ``groups`` groups.
+    """Return the schedule of one decode step, in which each of ``groups`` groups of requests passes all stages once.
 
     Args:
-        topology: every rank of it is a stage.
-        stages: equally many layers in each by default; the embedding joins the first one and the head the last.
+        model: sizes of the model.
+        topology: the ranks; each is one stage.
+        groups: number of groups.
+        stages: blocks of every stage. By default all have nearly equal numbers of layers, the embedding is in the first
+            stage, and the head is in the last.
 
     Raises:
-        UserError: fewer layers than ranks, no group, or stages that are not one for each rank in their order.
+        UserError: the model has fewer layers than ranks, ``groups`` is 0, or ``stages`` are not one for each rank in
+            order.
     """
     world = topology.world_size
     stages = stages or Layout.even(len(model.blocks), world)
@@ -105,6 +113,9 @@ def build_laps(model: ModelSpec, topology: Topology, groups: int, stages: Layout
 
 
 def _program(strategy: Laps, step: StepSpec, rank: int) -> Iterator[Action]:
+    """Yield the actions of ``rank`` in a decode step: it computes each group and passes it to the next stage.
+
+    The last stage sends sampled tokens to the first stage, which receives them at the end of the step."""
     order, groups = step.topology.group("world", 0), len(step.micro_batches[rank])
     place, size = order.index(rank), len(order)
     before, after = order[place - 1], order[(place + 1) % size]
@@ -125,13 +136,22 @@ def _program(strategy: Laps, step: StepSpec, rank: int) -> Iterator[Action]:
 
 
 def _move(buffer: Buffer, border: int, peer: int, source: int, size: int, *, send: bool) -> Action:
-    """An EXCHANGE from the place ``source`` to the next of ``size``."""
+    """Return the EXCHANGE action that sends or receives ``buffer`` between two neighbouring stages.
+
+    Args:
+        border: index of the block whose input is in the buffer; the number of blocks for sampled tokens.
+        peer: global rank of the other side.
+        source: stage that sends, out of ``size`` stages; the last one sends to the first. It determines the lane.
+        send: True for the sender's side.
+    """
     lane = LANES[2] if source == size - 1 and size % 2 else LANES[source % 2]
     return exchange(lane, (Transfer(send, peer, border, buffer),), "world")
 
 
 def _compute(model: ModelSpec, blocks: Sequence[int], group: int) -> Iterator[Action]:
-    """What a stage does for a pass."""
+    """Yield a FORWARD of ``group`` for each of a stage's ``blocks``.
+
+    A PREPARE comes first if the embedding is not among the blocks."""
     first, last = blocks[0], blocks[-1]
     if first:
         yield Action(Op.PREPARE, Lane.COMPUTE, (block_input(group, first),), (context(group),), micro_batch=group)

@@ -1,4 +1,4 @@
-"""What a link between nodes carries in a step, in elements: what a strategy's formula says of it."""
+"""Traffic of a link between nodes in a step, in elements, as a strategy's formula predicts it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ class LinkTraffic:
     """Elements that one node's link to the other nodes carries in one step.
 
     Args:
-        weights_sent, weights_received: in the compute dtype.
-        gradients_sent, gradients_received: in the reduce dtype.
+        weights_sent: weights that the node sends, in the compute dtype.
+        weights_received: weights that the node receives.
+        gradients_sent: gradients that the node sends, in the reduce dtype.
+        gradients_received: gradients that the node receives.
     """
 
     weights_sent: int = 0
@@ -20,7 +22,9 @@ class LinkTraffic:
     gradients_received: int = 0
 
     def bytes_sent(self, weight_bytes: float, gradient_bytes: float) -> int:
+        """Return the bytes that the node sends, from the bytes of one weight and of one gradient element."""
         return round(self.weights_sent * weight_bytes + self.gradients_sent * gradient_bytes)
 
     def bytes_received(self, weight_bytes: float, gradient_bytes: float) -> int:
+        """Return the bytes that the node receives, from the bytes of one weight and of one gradient element."""
         return round(self.weights_received * weight_bytes + self.gradients_received * gradient_bytes)

@@ -1,4 +1,4 @@
-"""Homes: a unit is cut in equal stripes, and each stripe has its home on a rank. Strategies say on which."""
+"""Homes: a unit is cut into equal shards, and each shard has its home on a rank that the strategy chooses."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from functools import cached_property
 from typing import Any
 
 STRIPE_ALIGNMENT = 8
-"""Elements: stripes start at multiples of 16 bytes in every dtype, which collectives and vector loads want."""
+"""Elements of which a shard's length is a multiple. Shards then start at multiples of 16 bytes in every dtype, as
+collectives and vector loads need."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where the stripes of one unit live.
+    """Ranks that own the shards of one unit.
 
     Args:
-        ranks: global rank of stripe 0, 1, ...; all stripes are equally long and lie in this order in the unit.
-        stripe: elements in a stripe, the padding of the unit's end included.
-        replicas: the ranks, in the same order, of further copies of everything: weights, gradient and optimizer state.
-            Every copy is updated by itself with the same numbers. No rank is in two copies.
+        ranks: global rank of shard 0, 1, ... All shards are equally long and are in this order in the unit.
+        stripe: elements of a shard, including the padding at the unit's end.
+        replicas: ranks of further copies of the weights, gradient and optimizer state, in the same order. Each copy is
+            updated separately with equal numbers. No rank is in two copies.
     """
 
     ranks: tuple[int, ...]
@@ -28,7 +29,14 @@ class Home:
 
     @classmethod
     def over(cls, ranks: tuple[int, ...], numel: int, *, multiple: int = 1, **others: Any) -> Home:
-        """The home of ``numel`` elements in stripes over some ranks, each a multiple of ``multiple`` alignments."""
+        """Return the home of a unit of ``numel`` elements, cut into one shard for each of ``ranks``.
+
+        Args:
+            ranks: global rank of each shard.
+            numel: elements of the unit without padding.
+            multiple: a shard's length is a multiple of this many alignments (``STRIPE_ALIGNMENT``).
+            others: further fields of ``Home``.
+        """
         return cls(ranks, padded_stripe(numel, len(ranks), STRIPE_ALIGNMENT * multiple), **others)
 
     @property
@@ -38,7 +46,9 @@ class Home:
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every copy. What is read once (a checkpoint, the gradient's norm) is read from the first."""
+        """Ranks of every copy of the unit, the first copy (``ranks``) first.
+
+        Values that are read once (a checkpoint, the gradient norm) are read from the first copy."""
         return (self.ranks, *self.replicas)
 
     @cached_property
@@ -46,12 +56,12 @@ class Home:
         return {rank: index for ranks in self.copies for index, rank in enumerate(ranks)}
 
     def index(self, rank: int) -> int | None:
-        """Which stripe lives on ``rank``, in whichever copy, or None."""
+        """Return the index of the shard that ``rank`` owns, in any copy, or None."""
         return self._indices.get(rank)
 
 
 def padded_stripe(numel: int, parts: int, multiple: int = STRIPE_ALIGNMENT) -> int:
-    """Elements of each of ``parts`` equal stripes that hold ``numel`` elements, a multiple of ``multiple``.
+    """Return the elements of each of ``parts`` equal shards that hold ``numel`` elements, rounded up to ``multiple``.
 
     >>> padded_stripe(100, 3)
     40
@@ -61,13 +71,12 @@ def padded_stripe(numel: int, parts: int, multiple: int = STRIPE_ALIGNMENT) -> i
 
 
 ALIKE = 0.01
-"""Units whose sizes differ by less than this share are padded to one size: an embedding and a head with the final norm
-then share their buffers.
-"""
+"""Units whose sizes differ by less than this share are padded to one size. An embedding and a head with the final norm
+then share their buffers."""
 
 
 def alike_sizes(sizes: Sequence[int]) -> list[int]:
-    """The elements that homes are made for, in place of ``sizes``.
+    """Return ``sizes`` with every value replaced by the largest one that it nearly equals (see ``ALIKE``).
 
     >>> alike_sizes([1000, 400, 1004, 402, 999])
     [1004, 402, 1004, 402, 1004]

@@ -1,6 +1,6 @@
-"""What a refused strategy would need, as data: a plan tries settings that nobody has set, and says it in its own words.
+"""Needs of a refused strategy as data: values for ``UserError.need``.
 
-Each of them is the ``need`` of a ``UserError``.
+A plan tries settings that the user did not set, and reports their refusals in its own sentences.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LeastLayers:
-    """A model of at least ``number`` layers."""
+    """Need for a model of at least ``number`` layers."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class MemoryOfPosition:
-    """More memory than there is for a micro-batch of a pipeline.
+    """Need for more memory than a micro-batch of a pipeline can have on its device.
 
     Args:
-        device_bytes: memory of a device; None where it is not known.
+        device_bytes: memory of a device; None if unknown.
     """
 
     device_bytes: int | None = None
@@ -28,7 +28,12 @@ class MemoryOfPosition:
 
 @dataclass(frozen=True)
 class MicroBatchCount:
-    """``fewer`` or ``more`` micro-batches."""
+    """Need for ``fewer`` or ``more`` micro-batches than there are.
+
+    Args:
+        fewer: nearest smaller number that works.
+        more: nearest larger number that works.
+    """
 
     fewer: int
     more: int

@@ -1,15 +1,16 @@
-"""Rows that several ranks of a node compute together: a set of them has the same micro-batches, and each of its ranks
-computes some tokens of every row (pieces.py).
+"""Context parallelism: several ranks of a node compute one row together.
 
-All that ties the tokens of a row together in a layer are keys and values. So a layer's visit becomes: every rank runs
-its own tokens as far as their keys and values (KEYS), these are gathered, and the layer attends to all of them. Its
-backward pass adds to the gradients of all keys and values; these are summed up over the set, and every rank propagates
-the sums of its own to the weights and to the layer's input (KEYS_BACKWARD). What is gathered and summed up travels on a
-lane of its own, so that nothing that computes waits inside for another rank.
+The ranks of a context-parallel group have the same micro-batches, and each computes some tokens of every row
+(pieces.py). Tokens of a row depend on each other in a layer only through keys and values. So a layer's visit has more
+steps: every rank computes keys and values of its own tokens (KEYS), these are gathered, and the layer attends to all of
+them. Its backward pass adds to the gradients of all keys and values. These are summed over the group, and every rank
+backpropagates the sums of its own tokens to the weights and the layer's input (KEYS_BACKWARD). The collectives run on a
+lane of their own, so that no computing action waits inside for another rank.
 
-It is done to a finished schedule, for every strategy whose ranks visit the layers in one order. Keys and values of the
-next micro-batch of a visit come before the layer computes this one, and gradients of the one before go on after it, so
-that both travel meanwhile; two micro-batches at most have keys and values at one time.
+The change is applied to a finished schedule, for every strategy whose ranks visit the layers in one order. Keys and
+values of a visit's next micro-batch are computed before the layer computes the present one. Key gradients of the
+previous micro-batch are used after it. So both travel while the layer computes, and at most two micro-batches have keys
+and values at one time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from tawpipe.topology import set_group
 
 
 def in_sets(schedule: Schedule) -> Schedule:
-    """The same schedule for sets of as many ranks as its settings say, which compute some or all micro-batches."""
+    """Return ``schedule`` changed for context-parallel groups: keys and values are computed first and gathered.
+
+    KEYS, KEYS_BACKWARD and collectives of keys and their gradients are added to layers. Returns ``schedule`` itself if
+    every micro-batch is computed by one rank."""
     ranks, blocks = schedule.step.sequence_ranks, schedule.model.blocks
     if ranks == 1 or schedule.step.shared == 0:
         return schedule
@@ -43,10 +47,15 @@ def in_sets(schedule: Schedule) -> Schedule:
 
 
 def _visit(actions: Sequence[Action], shared: Sequence[bool], group: str) -> Iterable[list[Action]]:
-    """What takes the place of every action of a layer's visit.
+    """Return for each action of a layer's visit the list of actions that replace it.
+
+    Keys of the next micro-batch are computed and gathered before the present one computes, so that the transfer
+    overlaps. KEYS_BACKWARD follows one action later, for the same reason.
 
     Args:
-        shared: whether a set computes its micro-batch.
+        actions: FORWARD or BACKWARD actions of the visit, one for each micro-batch.
+        shared: for each action, True if a context-parallel group computes its micro-batch.
+        group: name of the context-parallel group.
     """
     for place, action in enumerate(actions):
         instead = [] if place or not shared[0] else _gathered(action, group)
@@ -70,7 +79,7 @@ def _visit(actions: Sequence[Action], shared: Sequence[bool], group: str) -> Ite
 
 
 def _gathered(action: Action, group: str) -> list[Action]:
-    """The keys and values of all tokens, for a layer's action."""
+    """Return a KEYS and an all-gather of its result, which make the keys and values for the layer's ``action``."""
     m, block = action.micro_batch, action.block
     needed = tuple(
         buffer for buffer in action.reads if buffer.is_weight or buffer == context(m) or _is_input(buffer, block)
@@ -81,17 +90,21 @@ def _gathered(action: Action, group: str) -> list[Action]:
 
 
 def _is_input(buffer: Buffer, block: int) -> bool:
-    """True for a block's input; what its actions read of other blocks, they only free."""
+    """Return True if ``buffer`` is the input of ``block``.
+
+    Inputs of other blocks among the reads of a layer's action are only freed by it.
+    """
     of_block = buffer.kind in (Kind.INPUT, Kind.OFFLOADED) and buffer.at[1] == block
     return of_block or buffer.kind is Kind.RELOADED
 
 
 def _ends(buffer: Buffer, action: Action) -> bool:
-    """True for what a layer's BACKWARD reads and KEYS_BACKWARD does not."""
+    """Return True if a layer's BACKWARD ``action`` frees ``buffer`` itself, because KEYS_BACKWARD does not need it."""
     return buffer == input_gradient(action.micro_batch, action.block + 1) or buffer.kind in KEPT
 
 
 def _collective(which: str, buffer: Buffer, group: str) -> Action:
+    """Return an in-place COLLECTIVE of ``buffer`` (keys or their gradients) on the lane SEQ."""
     m, block = buffer.at
     return Action(
         Op.COLLECTIVE, Lane.SEQ, (buffer,), (buffer,), collective=which, group=group, block=block, micro_batch=m
@@ -99,8 +112,9 @@ def _collective(which: str, buffer: Buffer, group: str) -> Action:
 
 
 def _keys_backward(action: Action) -> Action:
-    """KEYS_BACKWARD after a layer's BACKWARD, as that was without sets: it adds to the same gradients, and frees what
-    that would have freed.
+    """Return the KEYS_BACKWARD that follows a layer's BACKWARD ``action`` and its reduction of key gradients.
+
+    It adds to the gradients that BACKWARD writes, and frees the buffers that BACKWARD would otherwise free at its end.
     """
     dkv = key_gradients(action.micro_batch, action.block)
     needed = (buffer for buffer in action.reads if not buffer.is_gradient and not _ends(buffer, action))

@@ -1,4 +1,4 @@
-"""Which ranks compute which micro-batches of a step."""
+"""Distribution of a step's micro-batches over the ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.topology import Topology
 
 MOST_APART = 20
-"""So many times as fast as the slowest device is the fastest at most: a step has a micro-batch for every one."""
+"""Largest ratio between the speeds of two devices. Every device has a micro-batch in each step."""
 
 
 def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches 0..count-1 for every rank, the same for all ranks of a set.
+    """Return for every rank its micro-batches, out of 0..count-1, in proportion to the speeds of ``settings``.
+
+    All ranks of a context-parallel group have equal lists.
 
     Raises:
-        UserError: sets of this size cannot be on these nodes, or there are more or fewer speeds than ranks.
+        UserError: ``sequence_ranks`` does not divide the ranks of a node, or the speeds are not valid (``speeds_of``).
     """
     ranks, local = 1 if settings.sequence_ranks is None else settings.sequence_ranks, topology.local_size
     if not isinstance(ranks, int) or ranks < 1 or local % ranks:
@@ -29,10 +31,10 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
 
 
 def speeds_of(settings: ScheduleSettings, topology: Topology) -> tuple[float, ...]:
-    """Speeds of all ranks, that of the fastest being 1; empty where they are alike.
+    """Return the relative speed per rank (fastest = 1) from ``device_speeds``; empty if all are equal.
 
     Raises:
-        UserError: they are not as many as there are ranks, or too far apart.
+        UserError: the number of speeds is not the number of ranks, or they differ too much.
     """
     speeds = parse_speeds(settings.device_speeds)
     if len(speeds) not in (0, topology.world_size):

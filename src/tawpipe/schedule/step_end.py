@@ -1,11 +1,12 @@
-"""How a step ends: the norm of all gradients, and the updates.
+"""End of a step: the norm of all gradients, and the optimizer updates.
 
-With clipping or the check for finite numbers every UPDATE waits for NORM, and so for the last gradient of all. Without
-them a unit is updated as soon as its own gradient is complete, scaled by the number of tokens, which COUNT has found at
-the step's beginning. Either way the next step's first weights travel as soon as they are updated.
+With clipping or the check for finite numbers, every UPDATE waits for NORM, and so for the last gradient of all. Without
+them, a unit is updated as soon as its own gradient is complete. The update is scaled by the number of tokens, which
+COUNT computes at the beginning of the step. In both cases the next step's first weights travel as soon as they are
+updated.
 
-Where homes are in the host's memory updates run on a lane of their own, HOME, which brings the state of a unit to the
-device and back (landing.py).
+If homes are in CPU memory, updates run on a lane of their own, HOME, which copies the state of a unit to the device and
+back (landing.py).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tawpipe.schedule.step import StepSpec
 
 
 class StepEnd:
-    """What closes a step on one rank: NORM, and in training UPDATE of every trainable unit at home here.
+    """Actions that end a step on one rank: NORM, and in training UPDATE of every trainable unit with a home here.
 
-    NORM reads the gradients of first copies only: the sum over the world counts every gradient once. In training it
-    adds to what ``norm`` holds, so that a number that was not finite is not forgotten.
+    NORM reads gradients of the first copy of each home only, so that the sum over all ranks counts every gradient once.
+    In training it adds to the present content of ``norm``, so that the flag of non-finite numbers stays set.
     """
 
     def __init__(self, rank: int, step: StepSpec, *, training: bool) -> None:
@@ -36,8 +37,8 @@ class StepEnd:
         self._losses = tuple(map(loss, step.losses_of(rank)))
         self._lane = Lane.INTER_G if several else Lane.COMPUTE
         self._training, self._early = training, training and step.settings.early_updates
-        # A push still under way must not stop the device, nor a lane of homes on which others' gradients come next, so
-        # updates stay behind by as many visits as gradients can be on their way home.
+        # An update waits for its gradient to arrive at home. It is issued `_lag` visits later, the time in which
+        # gradients can be under way, so that it does not block the device or the lane HOME.
         self._lag = 2 * step.settings.gradient_buffers if several else 0
         self._landing = Landing(step) if training and step.homes_in_host else None
         self._raising = Raising(step) if step.copies_in_host else None
@@ -45,11 +46,15 @@ class StepEnd:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The buffers that a closed program uses besides its own."""
+        """Pools of the device buffers that ``close`` has added to the program; read it after ``close``."""
         return tuple(pool for passing in (self._landing, self._raising) if passing for pool in passing.pools)
 
     def close(self, program: Sequence[Action]) -> Iterator[Action]:
-        """The actions of a step with its end."""
+        """Yield the actions of ``program`` followed by the end of the step: NORM, and in training the updates.
+
+        With early updates a COUNT comes first, and UPDATE actions are inserted between the program's actions, soon
+        after their gradients are complete. With homes in CPU memory, the program is rewritten to pass through buffers
+        on the device."""
         for passing in filter(None, (self._raising, self._landing)):
             program = tuple(passing.through(program))
         if not self._early:
@@ -69,7 +74,10 @@ class StepEnd:
         yield self._norm(NORM, COUNT)
 
     def _due(self, program: Sequence[Action]) -> dict[int, list[int]]:
-        """The units that are updated after the action with an index, or, under the program's length, at its end."""
+        """Return for early updates: index of an action of ``program`` -> units that are updated after it.
+
+        A unit is updated ``_lag`` visits after its gradient is complete. The key is ``len(program)`` for units that are
+        updated at the end."""
         computing = [(i, action) for i, action in enumerate(program) if action.lane is Lane.COMPUTE]
         visits = [i for (i, a), (_, b) in pairwise(computing) if (a.op, a.block, a.unit) != (b.op, b.block, b.unit)]
         complete = {buffer: i for i, action in enumerate(program) for buffer in action.writes}
@@ -80,9 +88,11 @@ class StepEnd:
         return due
 
     def _norm(self, *before: Buffer) -> Action:
+        """Return the NORM action; ``before`` are buffers that it reads in addition to gradients and losses."""
         reads = (*self._gradients, *self._losses, *before)
         return Action(Op.NORM, self._lane, reads, (NORM,), self._losses, group="world")
 
     def _update(self, unit: int, after: Buffer) -> Action:
+        """Return the UPDATE action of ``unit``, which waits for the writer of ``after``."""
         home = (home_weight(unit), home_gradient(unit))
         return Action(Op.UPDATE, self._updates, (after, *home), home, unit=unit)

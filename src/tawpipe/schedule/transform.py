@@ -1,4 +1,4 @@
-"""Transforms: pure functions from a schedule to another one."""
+"""Transforms: pure functions from one schedule to another."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tawpipe.schedule.step import Schedule
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
-    """The same actions with everything on the lane COMPUTE: a rank computes, or takes part in one transfer, never both.
+    """Return a schedule of the same actions, all on the lane COMPUTE, so that computation and transfers never overlap.
 
-    The order is that of one global sequence of events in which all ranks that an event concerns take part at once, so
-    that one lane a rank is enough: nobody waits in one transfer for a rank that waits in another. It keeps to the
-    programs' own order as closely as that allows; build the schedule with the least look-ahead, which now buys nothing.
+    A rank computes, or takes part in one transfer, never both. The programs follow one global sequence of events, in
+    which all ranks of an event take part at one time. So one lane per rank is enough: no rank waits in one transfer for
+    a rank that waits in another. The order follows the original programs as closely as possible. Build ``schedule``
+    with the least prefetch depth, because prefetching gains nothing here.
 
     Raises:
-        ScheduleError: the schedule cannot be put in such a sequence.
+        ScheduleError: the actions cannot be put into one such sequence.
     """
     programs = tuple(
         tuple(replace(action, lane=Lane.COMPUTE) for action in program) for program in _Sequence(schedule).programs()
@@ -28,13 +29,13 @@ def without_overlap(schedule: Schedule) -> Schedule:
 
 
 def for_one_thread(schedule: Schedule) -> Schedule:
-    """The same actions on the same lanes, in programs that one thread can issue which may block at any of them.
+    """Return a schedule of the same actions on the same lanes, ordered for one thread that may block in any action.
 
-    Lanes keep their order, and buffers theirs, so that what waits for what, and every time, stays as it was. Strategies
-    whose ranks all go through one order (``Strategy.one_order``) are left as they are.
+    Lanes and buffers keep their order, so that all dependencies and times stay the same. Returns ``schedule`` itself if
+    its strategy already has one order for all ranks (``Strategy.one_order``).
 
     Raises:
-        ScheduleError: there is no such order.
+        ScheduleError: no such order exists.
     """
     if schedule.step.strategy.one_order:
         return schedule
@@ -43,7 +44,16 @@ def for_one_thread(schedule: Schedule) -> Schedule:
 
 @dataclass(eq=False)
 class _Waiting:
-    """An action that has not had its turn."""
+    """An action that is not yet in the sequence of events.
+
+    Args:
+        rank: the rank that runs it.
+        index: index in the rank's program.
+        action: the action.
+        waits: number of actions that it still waits for.
+        waiters: actions that wait for it.
+        done: True once it is in the sequence.
+    """
 
     rank: int
     index: int
@@ -54,13 +64,14 @@ class _Waiting:
 
 
 class _Sequence:
-    """Plays a step event by event. An event is one action, or all actions that meet in a collective or exchanges."""
+    """Order a step event by event. An event is one action, or all actions of a collective or of matching exchanges."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.topology = schedule.topology
         self.heads: dict[tuple[int, Lane], deque[_Waiting]] = {}
         self.left: list[deque[_Waiting]] = []
-        """The actions of every rank that have not had their turn, and some that have, in the program's order."""
+        """Actions of every rank from the first one that is not done, in the order of its program. Some later ones may
+        be done."""
         for rank, program in enumerate(schedule.programs):
             hazards: Hazards[_Waiting] = Hazards()
             self.left.append(deque())
@@ -74,7 +85,11 @@ class _Sequence:
                 self.left[rank].append(waiting)
 
     def programs(self) -> list[list[Action]]:
-        """The actions of every rank in the order of the events."""
+        """Put all actions into one sequence of events, and return the actions of every rank in this order.
+
+        Raises:
+            ScheduleError: no event can be next.
+        """
         programs: list[list[Action]] = [[] for _ in range(self.topology.world_size)]
         while any(self.left):
             event = self._next()
@@ -90,7 +105,11 @@ class _Sequence:
         return programs
 
     def _next(self) -> list[_Waiting]:
-        """The event that is closest to the programs' order: whose members overtake the fewest actions of their rank."""
+        """Return the next event: the one whose actions overtake the fewest earlier actions of their ranks.
+
+        Raises:
+            ScheduleError: no event is ready.
+        """
         best: list[_Waiting] = []
         fewest = -1
         for (rank, lane), queue in self.heads.items():
@@ -106,11 +125,12 @@ class _Sequence:
         return best
 
     def _head(self, rank: int, lane: Lane) -> _Waiting | None:
+        """Return the first action of a lane that is not in the sequence, if it waits for nothing; else None."""
         queue = self.heads.get((rank, lane))
         return queue[0] if queue and queue[0].waits == 0 else None
 
     def _event(self, rank: int, lane: Lane) -> list[_Waiting]:
-        """What would happen together with the head of a lane, or nothing if somebody is not ready for it."""
+        """Return all actions of the event that begins with the first action of a lane; empty if one is not ready."""
         head = self._head(rank, lane)
         if head is None:
             return []
@@ -127,7 +147,10 @@ class _Sequence:
         return met if len(met) == len(heads) else []
 
     def _exchanges(self, head: _Waiting) -> list[_Waiting]:
-        """All exchanges that have to be under way for this one to end, and for those to end."""
+        """Return all EXCHANGE actions that must run at one time so that ``head`` and each of them can end.
+
+        Empty if one of them is not ready, or if sends and receives do not match.
+        """
         met, open_ranks = {head.rank: head}, [head.rank]
         while open_ranks:
             for transfer in met[open_ranks.pop()].action.transfers:

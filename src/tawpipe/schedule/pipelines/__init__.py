@@ -1,16 +1,16 @@
 """Activation pipelines: weights stay with a stage, activations travel.
 
-    strategy     the strategies, with those of published orders
-    made         those whose orders, or stages, are made for costs
-    layout       which blocks make a stage, and where the stages are
-    positions    where the positions of a pipeline are
-    work         what a position of the pipeline does, and when, by a clock of its own
-    times        costs as text, and from sizes
-    orders       the published orders: 1F1B, interleaved 1F1B
-    periodic     orders of any length, from one whose middle goes on
-    memory       what an order keeps in memory in the worst of all timings, and what makes that safe
-    program      from all of these to the actions of every rank
-    search       orders and stages for given costs; no run imports it that needs none
+    strategy     the strategies with published orders
+    made         the strategies whose orders, or stages, are made for given costs
+    layout       which blocks form a stage, and on which position each stage is
+    positions    which rank is which position of which pipeline
+    work         work items of a position, and a simple clock for them
+    times        costs as text, and estimated from sizes
+    orders       published orders: 1F1B, interleaved 1F1B
+    periodic     orders of any length, made by repeating the middle of a short one
+    memory       most memory that an order needs under all timings, and waits that limit it
+    program      actions of every rank, made from all of these
 
-A *position* is a rank's place in its pipeline; several pipelines can run side by side, each on its own micro-batches.
+The search for orders and stages is in ``tawpipe.orders``; a run that needs no search does not import it. A *position*
+is the index of a rank in its pipeline. Several pipelines can run side by side, each with its own micro-batches.
 """

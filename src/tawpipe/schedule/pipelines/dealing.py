@@ -1,18 +1,19 @@
-"""Documents of uneven lengths dealt to pipelines: a bin is a micro-batch, which passes all stages of one pipeline.
+"""Assignment of documents of uneven lengths to pipelines, as packed micro-batches that pass all stages of one pipeline.
 
-What has to be equal is the time of all bins (balance.py): none makes others wait. There are several for every position,
-so that positions wait little as a step begins and ends, and more where bins are then still long. A document that is
-longer than a bin may be, or that would take much longer than the mean bin, is cut into *slices* of about equal time:
-each is a bin of its own, all go to one pipeline one behind the other, and they come first, those of
-the document with most slices ahead or at the end, so that steps are of few forms. How much longer is tried: slices are
-even, but hold up what is behind them. Documents go to pipelines so that these compute equally long.
+All packed micro-batches should take equal time (balance.py), so that none delays others. There are several for every
+position, so that positions wait little at the beginning and the end of a step, and more if they would still be long. A
+document is cut into *slices* of about equal time if it is longer than a packed micro-batch may be, or would take much
+longer than the mean one. Each slice is a packed micro-batch. All slices of a document go to one pipeline, in order, and
+come first. The document with the most slices is the first or the last of them, so that steps have few forms. Several
+limits for cutting are tried: slices are even, but delay later micro-batches. Documents are assigned so that all
+pipelines compute for equally long.
 
-A schedule is made and proved for a form of bins, as one of rounds is for weights that travel, and its buffers are those
-of full bins. Where documents are cut, an order is made for the bins of the step (search/slicing.py), and is of their
-form. Else what each step has of its own is which bin goes when. That is looked for by playing the pipeline's order with
-the step's bins: long ones first, last or in the middle, then pairs that change places. Either way as much is tried as a
-bound on the work allows and not as a clock does, so that all ranks find the same. It runs where documents are dealt, in
-a worker beside the run.
+A schedule is made and proved for the numbers of packed micro-batches and slices (the form), and its buffers are for
+full packed micro-batches. If documents are cut, an order is made for the step's packed micro-batches
+(orders/slicing.py), and is part of the form. Otherwise a step only differs in which packed micro-batch runs when. To
+choose this, the pipeline's order is simulated with the step's packed micro-batches: long ones first, last or in the
+middle, then pairs are exchanged. The number of tries is limited by a bound on the work and not by a clock, so that all
+ranks find the same result. This runs where documents are assigned, in a worker process beside the run.
 """
 
 from __future__ import annotations
@@ -32,30 +33,38 @@ from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
 BINS, MOST_BINS = 4, 12
-"""Bins of a pipeline for each of its positions, at least, where a step has as many documents; and at most, unless the
-cap asks for more.
-"""
+"""Limits (BINS, MOST_BINS) of the packed micro-batches of a pipeline, for each of its positions. BINS is the least, if
+a step has enough documents. MOST_BINS is the most, unless the token limit needs more."""
 OVERHEAD = 128
-"""Tokens that take as long as what a bin costs besides its own: calls, and messages."""
+"""Number of tokens that take as long as the fixed cost of a packed micro-batch: calls and messages."""
 LONG = 3 / 2
-"""Time of a document that is cut though a bin holds it, in that of the mean bin."""
+"""A document is cut if it takes longer than this multiple of the mean packed micro-batch, even if one can hold it."""
 TRIED = (1, 2, 2 / 3)
-"""Multiples of that limit that are tried."""
+"""Multiples of the limit ``cuts`` that are tried."""
 MOST_PLAYED, FEW_LISTED = 30_000, 3_000
-"""Works that are played to find a place for every bin, or an order, over all pipelines: some tenths of a second. And of
-a pipeline, to see which way of cutting documents is best.
-"""
+"""Limits (MOST_PLAYED, FEW_LISTED) of the work items that are simulated. MOST_PLAYED is for placing packed
+micro-batches or making an order, over all pipelines: some tenths of a second. FEW_LISTED is for one pipeline, to
+compare ways of cutting documents."""
 
 
 def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
-    """Bins of a pipeline in a step that has so many tokens for it, and needs so many bins at least: those with which
-    waiting at both ends and what bins cost besides are least together. They are always the same few numbers.
+    """Return the number of packed micro-batches of a pipeline that wastes the least time; at least ``needed``.
+
+    Time is wasted by waiting at both ends of the step, and by the fixed cost of each packed micro-batch. The result is
+    a multiple of ``positions``. It has at least ``BINS`` for each position, and at most ``MOST_BINS`` unless ``needed``
+    is more.
+
+    Args:
+        needed: least number.
+        positions: number of positions of the pipeline.
+        tokens: tokens of the step for this pipeline.
 
     >>> bins_of_a_pipeline(3, 4, 1000), bins_of_a_pipeline(17, 4, 1000), bins_of_a_pipeline(17, 4, 100_000)
     (16, 20, 48)
     """
 
     def beside_even(times: int) -> float:
+        """Return the time of a step of ``times * positions`` packed micro-batches, relative to no waste."""
         count = times * positions
         return (1 + (positions - 1) / count) * (1 + count * OVERHEAD / tokens)
 
@@ -63,18 +72,20 @@ def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
 
 
 class LaneBins(NamedTuple):
-    """What one pipeline is dealt.
+    """Packed micro-batches of one pipeline.
 
     Args:
-        bins: as they come, slices of documents first.
-        slices: of every document that is cut how many.
+        bins: packed micro-batches in order, document slices first.
+        slices: number of slices of every document that is cut.
     """
 
     bins: list[Bin]
     slices: tuple[int, ...]
 
     def filled(self, count: int) -> list[Bin]:
-        """So many bins, empty ones before whole documents: with an empty last one gradients would wait for nothing."""
+        """Return the list filled up to ``count`` with empty packed micro-batches, after the slices.
+
+        Empty ones at the end would only delay the gradients."""
         cut = sum(self.slices)
         return [*self.bins[:cut], *[Bin(())] * (count - len(self.bins)), *self.bins[cut:]]
 
@@ -82,15 +93,17 @@ class LaneBins(NamedTuple):
 def lanes_of(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
 ) -> tuple[list[LaneBins], int]:
-    """What every pipeline of so many positions is dealt, and the bins that each has room for, of which some may be left
-    empty; arguments as of ``deal_to_pipelines``.
+    """Cut and pack the documents of a step for each pipeline, before orders are considered.
+
+    Returns the packed micro-batches of every pipeline, and the number to which each list must be filled up with empty
+    ones (``LaneBins.filled``). For the arguments see ``deal_to_pipelines``.
 
     Raises:
-        UserError: as of ``deal``.
+        UserError: see ``deal``.
     """
     of = work.of
     if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
-        deal(lengths, world_size=pipelines, cap=cap, work=work)  # which says what is wrong
+        deal(lengths, world_size=pipelines, cap=cap, work=work)  # raises the UserError that explains the refusal
     tokens = sum(lengths) / pipelines
     least = bins_of_a_pipeline(0, positions, tokens)
     mean = sum(map(of, lengths)) / least / pipelines
@@ -102,9 +115,7 @@ def lanes_of(
         bins = [Bin((n,), part=part) for n, spans in parts for part in spans]
         whole = [n for n in numbers if n not in cut]
         if whole:
-            beside = (
-                math.ceil(sum(of(lengths[n]) for n in whole) / mean) if mean else 1
-            )  # none is longer than slices are
+            beside = math.ceil(sum(of(lengths[n]) for n in whole) / mean) if mean else 1  # none is longer than a slice
             rounds = min(len(whole), max(beside, least - len(bins), 1))
             dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
             bins += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
@@ -124,19 +135,26 @@ def deal_to_pipelines(
     work: LayerTime,
     cuts: float | None = None,
 ) -> Bins:
-    """Deal the documents of a step.
+    """Assign the documents of a step to packed micro-batches of pipelines; return the fastest that fits.
+
+    Several limits for cutting (``TRIED`` times ``cuts``), and without ``listed`` also reversed orders of the cut
+    documents, are simulated. Assignments whose document slices need more memory than the stages have are left out.
 
     Args:
-        lengths: of the documents, in tokens.
-        pipelines: side by side.
-        costs: of the mean bin.
-        order_of: the order of a pipeline with so many bins.
-        listed: the same with slices, for the bins of a step; None for ``causal``.
-        cap: tokens of a bin at most.
-        cuts: see ``Strategy.dealing``.
+        lengths: tokens of every document.
+        pipelines: number of pipelines side by side.
+        layout: the stages and their positions.
+        costs: costs of a packed micro-batch of mean size.
+        order_of: function that returns the order of a pipeline for a number of packed micro-batches.
+        listed: function that makes the order of a pipeline with document slices; it gets the usual order, the slices,
+            the load and the number of work items to try. None to change the usual order by ``causal`` instead.
+        cap: most tokens of a packed micro-batch.
+        work: time of the model's layers for a document.
+        cuts: a document that takes longer than ``cuts`` times the mean packed micro-batch is cut into slices, see
+            ``Strategy.dealing``; None if no document may be cut.
 
     Raises:
-        UserError: as of ``deal``; or slices for which stages have no memory.
+        UserError: see ``deal``; or the stages have too little memory for the slices.
     """
     size, deals = layout.size, list[Bins]()
     limits = (None,) if cuts is None else (cuts,) if math.isinf(cuts) else tuple(cuts * times for times in TRIED)
@@ -149,7 +167,13 @@ def deal_to_pipelines(
             deals.append(bins)
 
     def ordered(way: Bins, most: int) -> tuple[Bins, list[Order]]:
-        """With the order of every pipeline, of which so many works are listed."""
+        """Return ``way`` and the order of every pipeline under it.
+
+        With ``listed`` and slices, the orders are also stored in ``way.orders``.
+
+        Args:
+            most: number of work items that a search for an order may try.
+        """
         usual, orders = order_of(len(way.single)), list[Order]()
         cuts = way.slices or ((),) * pipelines
         for cut, load in zip(cuts, _loads(way), strict=True):
@@ -175,7 +199,7 @@ def deal_to_pipelines(
 
 
 def _loads(bins: Bins) -> list[LaneLoad]:
-    """What the bins of every pipeline are beside the mean one."""
+    """Return for every pipeline the times and sizes of its packed micro-batches, relative to the mean one."""
     lanes = [*zip(*bins.single, strict=True)]
     count = len(bins.single) * len(lanes)
     mean, tokens = sum(map(bins.work.of, bins.lengths)) / count, sum(bins.lengths) / count
@@ -190,7 +214,7 @@ def _loads(bins: Bins) -> list[LaneLoad]:
 
 
 def _turned(bins: Bins) -> Iterator[Bins]:
-    """The same with the documents that are cut, of every pipeline, in reverse, if there are several anywhere."""
+    """Yield the assignment with every pipeline's cut documents in reverse order, if a pipeline has several."""
     if not any(len(cut) > 1 for cut in bins.slices):
         return
     lanes = list[list[Bin]]()
@@ -203,7 +227,15 @@ def _turned(bins: Bins) -> Iterator[Bins]:
 
 
 def _has_room(bins: Bins, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, cap: int) -> bool:
-    """True if stages have memory for the slices of documents, beside bins as full as these."""
+    """Return True if every position of the pipelines with slices has enough memory.
+
+    Args:
+        bins: the assignment.
+        orders: order of every pipeline.
+        layout: the stages and their positions.
+        costs: costs of a full packed micro-batch, with the memory limit.
+        cap: tokens of a full packed micro-batch.
+    """
     for lane, cut, order in zip(zip(*bins.single, strict=True), bins.slices, orders, strict=False):
         full = [bins.tokens(row) / cap for row in lane]
         if cut and not all(fits(costs, most) for most in _peaks(layout, order, costs, full)):
@@ -212,7 +244,15 @@ def _has_room(bins: Bins, orders: Sequence[Order], layout: Layout, costs: Pipeli
 
 
 def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
-    """The numbers of documents for every pipeline: the longest first, each where least has to be done."""
+    """Assign documents to pipelines and return the indices of the documents of each.
+
+    Documents are taken in the order of their times, the longest first; each goes to the pipeline with the least time so
+    far.
+
+    Args:
+        times: time of every document.
+        pipelines: number of pipelines.
+    """
     lanes, taken = [list[int]() for _ in range(pipelines)], [0.0] * pipelines
     for number in sorted(range(len(times)), key=lambda number: (-times[number], number)):
         least = taken.index(min(taken))
@@ -222,8 +262,16 @@ def _to_pipelines(times: Sequence[float], pipelines: int) -> list[list[int]]:
 
 
 def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple[int, int]]:
-    """A document of more than three tokens in slices that each take the ``mean`` time at most, and ``cap`` tokens, as
-    far as these are two; about equally long.
+    """Cut a document of more than three tokens into slices of about equal time, and return (begin, end) of each.
+
+    There are at least two slices. A slice takes about the ``mean`` time at most. It has at least two tokens and at most
+    ``cap`` tokens, or one token more if only one would remain.
+
+    Args:
+        length: tokens of the document.
+        cap: most tokens of a packed micro-batch.
+        mean: time of the mean packed micro-batch.
+        work: time of the model's layers for a document.
 
     >>> from tawpipe.dealing.balance import LayerKind
     >>> slices_of(10, 6, 40.0, LayerTime((LayerKind(1, 0.0, 1.0),)))
@@ -237,10 +285,10 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
         for number in range(1, count + 1):
             end = begin + 2
             low, high = end, min(begin + max(cap, 2), length)
-            while low < high:  # the last token up to which the slices so far take their share
+            while low < high:  # bisection: last end within the share of these slices
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if of(middle) * count <= whole * number else (low, middle - 1)
-            if length - low == 1:  # one token is no slice: code of mixers for one changes states in place
+            if length - low == 1:  # no slice of one token: mixers then change states in place
                 low = low - 1 if low - begin > 2 else length
             begin = low
             ends.append(begin)
@@ -252,13 +300,20 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
 def _in_their_places(
     bins: Bins, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, most: int
 ) -> tuple[float, Bins]:
-    """How often as long as even work a step is; and the same with every bin of whole documents where that is short, in
-    pipelines whose order is not made for their bins, and how long it is if transfers take no link from each other.
+    """Permute the packed micro-batches of each pipeline so that the step gets shorter, by simulating permutations.
+
+    Whole documents only are moved, and only in pipelines whose order was not made for this step. Returns the time of
+    the step in the slowest pipeline relative to even work (``even_s``), and the permuted assignment. ``Bins.stretch``
+    of the assignment is set to the relative time without shared links.
 
     Args:
-        most: works of a pipeline that are played.
+        bins: the assignment.
+        orders: order of every pipeline.
+        layout: the stages and their positions.
+        costs: costs of a packed micro-batch of mean size.
+        most: number of work items that are simulated for each pipeline.
     """
-    even = even_s(layout, costs, len(bins.single)) or math.inf  # 0 of a model so small that its blocks take no time
+    even = even_s(layout, costs, len(bins.single)) or math.inf  # 0 for a tiny model whose blocks take no time
     lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
     cuts, texts = bins.slices or ((),) * len(orders), bins.orders or ("",) * len(orders)
     given = zip(zip(*bins.single, strict=True), _loads(bins), cuts, texts, orders, strict=True)
@@ -278,16 +333,21 @@ def _in_their_places(
 
 
 def even_s(layout: Layout, costs: PipelineCosts, count: int) -> float:
-    """Time in which all positions compute so many mean bins, if none ever waits."""
+    """Return the time in which all positions compute ``count`` mean packed micro-batches without waiting.
+
+    The time is in the unit of ``costs``. Transfers and memory are ignored."""
     seconds = costs.stages(layout).seconds
     return count * sum(seconds[kind, stage] for kind in "FB" for stage in range(layout.stages)) / layout.size
 
 
 def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[float]) -> Iterator[float]:
-    """The most memory of every position.
+    """Yield the most memory, resident memory included, that each position holds while it runs ``order``.
 
     Args:
-        full: of every bin, its share of what a full one keeps.
+        layout: the stages and their positions.
+        order: the order.
+        costs: costs of a full packed micro-batch.
+        full: for every packed micro-batch, its share of the memory of a full one.
     """
     table = costs.stages(layout)
     for place, works in enumerate(order.compute):
@@ -300,13 +360,15 @@ def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[fl
 
 
 def _places(taken: Callable[[Sequence[int]], float], times: Sequence[float], fixed: int, tries: int) -> list[int]:
-    """Which bin goes when.
+    """Search a permutation of packed micro-batches with a short step; return their indices in that order.
+
+    Tries the present order and three orders by time, then swaps of two packed micro-batches in the best of these.
 
     Args:
-        taken: the time of a step with bins in these places.
-        times: of the bins.
-        fixed: so many of them stay where they are.
-        tries: so many places of all bins at most, beyond a few.
+        taken: function that returns the time of a step with a permutation.
+        times: times of the packed micro-batches.
+        fixed: number of packed micro-batches at the beginning that are not moved.
+        tries: most permutations to try; the first four are always tried.
     """
     count = len(times)
     first, rising = list(range(fixed)), sorted(range(fixed, count), key=lambda number: times[number])

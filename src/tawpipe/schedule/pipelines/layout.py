@@ -1,4 +1,4 @@
-"""The layout of a pipeline: which blocks make a stage, and which position has which stages."""
+"""Layout of a pipeline: which blocks form a stage, and which position has which stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tawpipe.schedule.refusal import LeastLayers
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages of consecutive blocks on positions.
+    """Stages of consecutive blocks, each on a position.
 
     Args:
-        blocks: of the model, the embedding and the head included.
-        cuts: the first block of every stage, ascending from 0; no stage is empty.
-        places: the position of every stage; every position from 0 on has at least one.
+        blocks: number of blocks of the model, including the embedding and the head.
+        cuts: first block of every stage, ascending from 0; no stage is empty.
+        places: position of every stage; every position from 0 on has at least one stage.
+
+    Raises:
+        UserError: the cuts or places do not form a layout.
 
     >>> layout = Layout.parse("0,3,6@0,1,0", 8)
     >>> layout.stages, layout.size, layout.blocks_of(1), layout.stages_of(0), str(layout)
@@ -44,10 +47,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, blocks: int) -> Layout:
-        """The inverse of ``str``.
+        """Return the layout of ``blocks`` blocks whose text form (``str(layout)``) is ``text``.
 
         Raises:
-            UserError: something else, or a layout that cannot be.
+            UserError: ``text`` is not the text of a layout, or the layout is impossible.
         """
         cuts, _, places = text.partition("@")
         try:
@@ -59,15 +62,19 @@ class Layout:
 
     @classmethod
     def even(cls, blocks: int, size: int, per_position: int = 1, *, folded: bool = False) -> Layout:
-        """As many layers in every stage as can be; the embedding joins the first one and the head the last.
+        """Return a layout whose stages have nearly equal numbers of layers.
+
+        The embedding joins the first stage and the head the last.
 
         Args:
-            size: positions.
-            per_position: stages of each.
-            folded: stages go back the way they came: the first and the last one are on one position.
+            blocks: number of blocks of the model.
+            size: number of positions.
+            per_position: number of stages of each position.
+            folded: True if every second group of stages goes through the positions backwards, so that with two stages
+                per position the first and the last one are on one position.
 
         Raises:
-            UserError: fewer layers than stages.
+            UserError: the model has fewer layers than stages.
 
         >>> str(Layout.even(10, 2, 2, folded=True))
         '0,3,5,7@0,1,1,0'
@@ -82,7 +89,9 @@ class Layout:
         return cls(blocks, (0, *cuts[1:]), tuple(places))
 
     def by_speed(self, speeds: Sequence[float]) -> Layout:
-        """As many stages at the same positions, with as many layers as suit these positions' speeds.
+        """Return a layout with the same positions and layers in proportion to their speeds.
+
+        Every stage has at least one layer.
 
         >>> str(Layout.even(10, 2, 2, folded=True).by_speed((1, 0.5)))
         '0,4,5,6@0,1,1,0'
@@ -92,22 +101,26 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Positions."""
+        """Number of positions."""
         return max(self.places) + 1
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.cuts)
 
     def blocks_of(self, stage: int) -> range:
+        """Return the blocks of ``stage``."""
         return range(self.cuts[stage], (*self.cuts, self.blocks)[stage + 1])
 
     def stages_of(self, position: int) -> tuple[int, ...]:
+        """Return the stages of ``position``, ascending."""
         return tuple(stage for stage, place in enumerate(self.places) if place == position)
 
     def stage_of(self, block: int) -> int:
+        """Return the stage of ``block``."""
         return max(stage for stage, first in enumerate(self.cuts) if first <= block)
 
     def positions_of(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """The positions that compute some blocks, each once, in the order of the blocks."""
+        """Return the positions that compute ``blocks``, each once, in the order of the blocks."""
         return tuple(dict.fromkeys(self.places[self.stage_of(block)] for block in blocks))

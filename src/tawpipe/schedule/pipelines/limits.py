@@ -1,27 +1,27 @@
-"""How far orders and stages are looked for; what plays and plans pipelines knows it without the search."""
+"""Limits of the search for orders and stages, for code that does not import the search itself."""
 
 from __future__ import annotations
 
 SEARCHED, FILLED, LEAST = 64, 3, 16
-"""Micro-batches for which an order is looked for: up to so many, or so many for each position, which fill a pipeline.
-An order that goes on begins with the latter, but no fewer than the last.
-"""
+"""Limits (SEARCHED, FILLED, LEAST) of the number of micro-batches for which an order is searched. An order is searched
+for up to ``SEARCHED`` micro-batches, or ``FILLED`` for each position, which fill a pipeline. A longer, periodic order
+begins with ``FILLED`` micro-batches for each position, and at least ``LEAST``."""
 BUDGET = 2_000_000
-"""Works that a search for stages puts into lists altogether: seconds on one core."""
+"""Work items that a search for stages may put into lists in total: some seconds on one core."""
 QUICK = BUDGET // 10
-"""Of a search where it is to be seen whether it is worth one that takes longer, or that every rank repeats."""
+"""Budget of a first search, which shows whether a longer one is worth it, and of a search that every rank repeats."""
 
 QUICK_EFFORT = 2_000
-"""Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
+"""Micro-batches times blocks of a pipeline up to which all orders are evaluated."""
 PASSING = 3
-"""Boundary activations, and gradients of them, that come and go while a stage computes."""
+"""Number of boundary activations and their gradients that are sent or received while a stage computes."""
 
 
 def searched(positions: int) -> int:
-    """The most micro-batches of a pipeline for which an order is looked for; a longer one goes on periodically."""
+    """Return the most micro-batches for which an order is searched; a longer order repeats a part of a shorter one."""
     return max(SEARCHED, FILLED * positions)
 
 
 def filling(positions: int) -> int:
-    """Micro-batches of the order with which a longer one begins."""
+    """Return the number of micro-batches of the searched order that a longer, periodic order begins with."""
     return max(LEAST, FILLED * positions)

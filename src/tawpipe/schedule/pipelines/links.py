@@ -1,8 +1,9 @@
-"""A clock for one pipeline whose bins take different times and whose boundaries share links.
+"""Clock for one pipeline whose packed micro-batches take different times and whose boundaries share links.
 
-What leaves a node shares its link with what else leaves there, and with what else comes to where it goes, in equal
-parts, as the house's clock has it (simulate/network.py). That one knows lanes and actions and takes a hundred times as
-long: orders that are made for a step's own bins are compared by this one.
+A transfer that leaves a node shares the node's link in equal parts with other transfers that leave it, and with
+transfers that enter the receiving node. The full clock (simulate/network.py) shares links in the same way, but it knows
+lanes and actions and takes a hundred times longer. So orders made for one step's packed micro-batches are compared by
+this clock.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs
 
 
 class LaneLoad(NamedTuple):
-    """What the bins of a pipeline are beside the mean bin, for which costs are.
+    """Times and sizes of a pipeline's packed micro-batches, relative to the mean packed micro-batch of the costs.
 
     Args:
-        times, sizes: of every bin how often as long it computes, and as long its boundary passes a link.
-        beside: of the time of a mean bin, what any costs besides its own: half of it every work.
+        times: for every packed micro-batch its computing time / the mean time.
+        sizes: for every packed micro-batch its transfer time / the mean transfer time.
+        beside: fixed time of a packed micro-batch / the mean time. Each work item has half of it.
     """
 
     times: Sequence[float]
@@ -31,22 +33,32 @@ class LaneLoad(NamedTuple):
     beside: float = 0.0
 
     def placed(self, places: Sequence[int]) -> LaneLoad:
-        """Of the bins with these numbers."""
+        """Return this load with only the packed micro-batches at ``places``, in that order."""
         times, sizes = ([numbers[place] for place in places] for numbers in (self.times, self.sizes))
         return self._replace(times=times, sizes=sizes)
 
 
 Listed = Callable[[Order, tuple[int, ...], LaneLoad, int], Order]
-"""What makes an order for the bins of a pipeline of which the first are slices, see ``search.slicing.listed``."""
+"""Function that makes an order for a pipeline's packed micro-batches of which the first are document slices. Its
+arguments are the usual order, the slices of each document, the load, and the number of work items that it may try, see
+``orders.slicing.listed``."""
 
 
 Link = tuple[int, int]
-"""From one position to another."""
+"""Connection from one position to another."""
 
 
 @dataclass(slots=True)
 class _Flow:
-    """A boundary on its way, to a work with this number: ``left`` of its time were left at ``since``."""
+    """A boundary activation in transfer.
+
+    Args:
+        number: number of the work item that waits for it.
+        left: time of the transfer that was left at ``since``, at full rate.
+        since: time at which ``left`` was computed.
+        rate: present share of the link.
+        version: number of changes of the rate, to recognise outdated events.
+    """
 
     number: int
     left: float
@@ -56,11 +68,15 @@ class _Flow:
 
 
 class Linked:
-    """Works, what each waits for, and how long it and what it sends take.
+    """Work items of one step of a pipeline, with their dependencies, times and transfer times.
 
     Args:
-        works: of a whole step of a pipeline.
-        slices: of how many bins every document is that is cut, the first bins: these pass a stage in turn.
+        layout: the stages and their positions.
+        costs: costs of the mean packed micro-batch.
+        works: all work items of the step.
+        load: times and sizes of the packed micro-batches.
+        slices: number of slices of every cut document. Its slices are the first packed micro-batches, and they pass
+            each stage in order.
     """
 
     def __init__(
@@ -97,11 +113,14 @@ class Linked:
                 self.ports[link] = (("out", nodes[link[0]]), ("in", nodes[link[1]])) if apart else (link,)
 
     def run(self, ready: Callable[[int], None], chosen: Callable[[int], int | None]) -> float:
-        """The time of the step.
+        """Simulate the step, with transfers that share links, and return the time at which it ends.
+
+        Each position runs one work item at a time. When a position becomes free, or one of its items becomes ready,
+        ``chosen`` selects its next item. The step ends with its last work item or transfer.
 
         Args:
-            ready: is told of every work that has all that it waits for.
-            chosen: of a position that is free, what it does next.
+            ready: function that is called with the number of each work item once all its dependencies have ended.
+            chosen: function that returns the number of the item that a free position runs next, or None to wait.
         """
         missing, places, now, ended = [*self.missing], self.places, 0.0, 0.0
         awake, busy, events = dict.fromkeys(range(self.size)), set[int](), list[tuple[float, int, Link | None, int]]()
@@ -109,18 +128,21 @@ class Linked:
         on = defaultdict[object, dict[Link, None]](dict)
 
         def come(number: int) -> None:
+            """Count one dependency of a work item as ended; after the last one the item is ready."""
             missing[number] -= 1
             if not missing[number]:
                 ready(number)
                 awake[places[number]] = None
 
         def begin(link: Link, flow: _Flow) -> None:
+            """Start a transfer on ``link``, and recompute the rates of all transfers that share a port with it."""
             flows[link] = flow
             for port in self.ports[link]:
                 on[port][link] = None
             share(link)
 
         def share(changed: Link) -> None:
+            """Recompute the rates and ends of all transfers that share a port with ``changed``, at the present time."""
             for link in {other: None for port in self.ports[changed] for other in on[port]}:
                 flow = flows[link]
                 flow.left, flow.since = flow.left - flow.rate * (now - flow.since), now
@@ -164,13 +186,25 @@ class Linked:
 
 
 def played(layout: Layout, order: Order, costs: PipelineCosts, load: LaneLoad) -> float:
-    """The time of a step in an order, without what passes to a host's memory."""
+    """Simulate one pipeline's step in ``order``, with transfers that share links, and return its time.
+
+    Offloading is ignored. The time is in the unit of ``costs``.
+
+    Args:
+        layout: the stages and their positions.
+        order: the order to simulate.
+        costs: costs of a packed micro-batch of mean size.
+        load: times and sizes of the packed micro-batches.
+    """
     linked = Linked(layout, costs, [work for works in order.compute for work in works], load)
     ends = [*accumulate(map(len, order.compute))]
     following = [iter(range(end - len(works), end)) for works, end in zip(order.compute, ends, strict=True)]
     heads, there = [next(numbers, None) for numbers in following], set[int]()
 
     def chosen(place: int) -> int | None:
+        """Return the number of the next item of a position's order and advance to the one after it.
+
+        Returns None, and does not advance, if a dependency of the item has not ended or no item is left."""
         head = heads[place]
         if head not in there:
             return None

@@ -1,6 +1,6 @@
-"""The pipelines whose orders, or stages as well, are made for the costs of a model.
+"""Pipelines whose orders, and for some also stages, are made for the costs of a model.
 
-The search for them stands higher, behind a door that opens when something is made: a run of any other strategy never
+The search is in ``tawpipe.orders``, which is imported only when something is made. So a run of any other strategy never
 imports it.
 """
 
@@ -43,28 +43,28 @@ from tawpipe.schedule.step import Planner, StepSpec, Strategy, Trial
 from tawpipe.topology import Topology
 
 TRIES = 8
-"""Limits of memory, each lower by what the order for the one before held too much, after which none is found."""
+"""Number of memory limits that are tried before the search fails. Each is lower by the excess of the order before."""
 FITTED = 4
-"""Limits of memory for which a plan makes something, each lower by what the one before was too high."""
+"""Number of memory limits for which a plan makes a pipeline. Each is lower by what the device lacked before."""
 LESS = 0.8
-"""Share of what an order keeps with which stages are looked for once more."""
+"""Share of the memory kept by an order with which stages are searched once more."""
 KEEP_TRIES, SOLVE_S = 3000, 4.0
-"""For a choice layer by layer: tries, and the solver's seconds."""
+"""Limits (KEEP_TRIES, SOLVE_S) of a choice layer by layer: number of tries, and seconds of the solver."""
 
 
 @dataclass(frozen=True)
 class OrderSearch:
-    """The functions that search for stages and orders.
+    """Functions that search for stages and orders, imported on first use.
 
     Args:
-        arrange: makes the shortest order of those that it tries.
-        continuing: makes the order that goes on for any number of micro-batches.
-        listed: makes an order of micro-batches that are cut in slices.
-        generate: makes stages, their places and an order.
-        fastest: makes the fastest order within a limit of memory, offloading included.
-        continuing_in_memory: as ``continuing``, within a limit of memory, offloading included.
-        choose: chooses for every layer what it keeps, offloads or computes again.
-        solve: improves an order by a solver.
+        arrange: returns the shortest of the orders that it tries.
+        continuing: returns an order that can be repeated for any number of micro-batches.
+        listed: returns an order for micro-batches with document slices.
+        generate: returns stages and their positions, chosen together with an order.
+        fastest: returns the fastest order within a limit of memory, with offloading.
+        continuing_in_memory: as ``continuing``, within a limit of memory, with offloading.
+        choose: chooses for every layer whether it keeps, offloads or recomputes its activations.
+        solve: improves an order with a solver.
     """
 
     arrange: Callable[..., Order]
@@ -82,16 +82,19 @@ SEARCH = Door[OrderSearch]("tawpipe.orders.search")
 
 @lru_cache(KEPT)
 def _within(step: StepSpec) -> PipelineCosts:
-    """The costs of a step with as much less memory for what waits for backward passes as transfers need besides.
+    """Return the step's costs with a memory limit under which the order and its transfers fit; cached.
+
+    Up to ``TRIES`` limits (``PipelineCosts.memory``) are tried, from the given one down, and an order is made for each.
+    Long steps are examined with fewer micro-batches, because their order repeats.
 
     Raises:
-        UserError: a limit that nothing meets.
+        UserError: no order fits.
     """
     strategy = step.strategy
     assert isinstance(strategy, SolvedPipeline)
     shape = strategy.shape(step.model, step.topology)
     positions, few = shape.positions, searched(shape.layout.size) + 1
-    if len(step.micro_batches[positions.rank(0, 0)]) > few:  # the rest is the same again
+    if len(step.micro_batches[positions.rank(0, 0)]) > few:  # the rest repeats
         step = replace(step, micro_batches=positions.share(few * positions.replicas, step.speeds))
     count, given, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
     low, high = -math.inf, given.memory
@@ -99,7 +102,7 @@ def _within(step: StepSpec) -> PipelineCosts:
         lower = low
         try:
             most = held_at_once(step, shape, order_of_layout(strategy, shape.layout, given, count))
-        except UserError:  # memory for no order
+        except UserError:  # no order fits the memory
             if given is shape.costs:
                 raise
             low = given.memory
@@ -114,9 +117,10 @@ def _within(step: StepSpec) -> PipelineCosts:
 
 
 def held_at_once(step: StepSpec, shape: PipelineShape, order: Order) -> float:
-    """The most memory of a position at any time of a step in an order, with what is resident, what has come for works
-    that are yet to start, and what is yet to go.
-    """
+    """Build the schedule of a step in ``order`` and return the most memory that any position holds at one time.
+
+    In the unit of the costs. Included are resident memory, inputs that have arrived before their work starts, and
+    outputs that are not yet sent."""
     ranks = [shape.positions.rank(place, 0) for place in range(shape.layout.size)]
     schedule = build_pipeline(replace(shape, order_of=lambda _: order), step, training=True, ranks=ranks)
     sizes, resident = activation_sizes(step, shape.costs), shape.costs.stages(shape.layout).resident
@@ -124,9 +128,10 @@ def held_at_once(step: StepSpec, shape: PipelineShape, order: Order) -> float:
 
 
 def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:
-    """Of every kind of activation the memory of one, in the unit of the costs: that of a boundary is what a layer
-    keeps which computes all again, or 1.
-    """
+    """Return for every kind of activation the memory of one, in the unit of ``costs``.
+
+    If layers of one kind differ, the largest counts. A boundary activation has the size that a layer keeps which
+    recomputes everything, or 1 if there is no such layer."""
     kept = dict[Kind, float]()
     for number, block in enumerate(costs.blocks):
         if step.model.blocks[number].kind == "layer":
@@ -138,7 +143,7 @@ def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:
 
 
 class Made(ActivationPipeline):
-    """A pipeline whose order is the shortest of those that ``arrange`` tries."""
+    """Base class of pipelines whose order is the shortest that ``arrange`` tries."""
 
     splits = True
 
@@ -149,15 +154,17 @@ class Made(ActivationPipeline):
         return None if self.given else partial(_listed, layout, self.limited(layout, costs))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
-        """The order that goes on for more micro-batches than orders are looked for."""
+        """Return an order and its repeating period, for steps with more micro-batches than orders are searched for."""
         return SEARCH().continuing(layout, self.limited(layout, costs))
 
     def limited(self, layout: Layout, costs: PipelineCosts) -> PipelineCosts:
-        """Costs with as much memory as an order may use."""
+        """Return ``costs`` with the memory limit for which orders are made; here the limit is unchanged."""
         return costs
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
-        """What the order repeats, of one with more micro-batches than orders are looked for."""
+        """Return the numbers of micro-batches to simulate and of the period of the order.
+
+        Both are ``each`` if an order is searched for all of them, because nothing is repeated then."""
         least = searched(positions.size) + 1
         if each <= least:
             return each, each
@@ -165,7 +172,9 @@ class Made(ActivationPipeline):
         return least, self.continuing(layout, self.costs(step.model, positions)).period
 
     def trials(self, planner: Planner, like: Strategy | None) -> Sequence[Trial]:
-        """Only laid out as the best pipeline so far: what is made takes time."""
+        """Return the layouts to try: only the axis of the best pipeline so far (``like``) if there is one.
+
+        Making orders takes time, so other axes are only tried if there is no pipeline yet."""
         if isinstance(like, ActivationPipeline) and not self.stages:
             return replace(self, stages=like.axis).trials(planner, like)
         return super().trials(planner, like)
@@ -190,11 +199,16 @@ class Made(ActivationPipeline):
         memory: float = math.inf,
         stop: Callable[[], None] = lambda: None,
     ) -> ActivationPipeline:
-        """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs.
+        """Return the pipeline made for the costs of a plan, made again with less memory if it does not fit.
+
+        Up to ``FITTED`` limits are tried. The last pipeline is returned even if it does not fit.
 
         Args:
-            memory: of a position, at most.
-            budget, stop: see ``changes``, ``made_for``.
+            planner: information about the plan.
+            recompute: value of the setting ``recompute``.
+            budget: number of work items that a search for stages may try, see ``changes``.
+            memory: most memory of a position, in boundary activations.
+            stop: function called before each further attempt, see ``made_for``.
         """
         positions = self.positions(planner.topology)
         costs = self.limited_to(memory, planner.costs_of(positions, recompute))
@@ -209,19 +223,29 @@ class Made(ActivationPipeline):
         return pipeline
 
     def limited_to(self, memory: float, costs: PipelineCosts) -> PipelineCosts:
-        """Costs of a plan with no more memory of a position than that."""
+        """Return ``costs`` with a memory limit of at most ``memory`` (boundary activations) for a position."""
         return replace(costs, memory=min(costs.memory, memory))
 
     def stages_for(self, costs: PipelineCosts, positions: Positions, count: int, *, budget: int) -> str:
-        """``ScheduleSettings.stages`` for some costs and micro-batches of a pipeline."""
+        """Return the value of ``ScheduleSettings.stages`` for these costs; here the strategy's own value.
+
+        Args:
+            costs: costs for which stages are made.
+            positions: the positions of the pipeline.
+            count: number of micro-batches of a pipeline.
+            budget: number of work items that a search may try.
+        """
         return self.stages
 
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
-        """What is made anew for the costs of other settings."""
+        """Yield a dict of settings: the pipeline made for layers that keep all their activations.
+
+        ``recompute`` is ``none`` in it. Yields nothing if ``worth("none")`` is False, or if no order fits in memory.
+        See ``Strategy.changes``."""
         if worth("none"):
-            with suppress(UserError):  # memory for no order of what layers would keep
+            with suppress(UserError):  # no order fits what layers would keep
                 yield _as_settings(self.fitted(planner, "none", budget=budget), "none")
 
     def remark(self, step: StepSpec) -> str:
@@ -229,20 +253,26 @@ class Made(ActivationPipeline):
 
 
 def has_solver() -> bool:
-    """True if orders are given to a solver."""
+    """Return True if a solver (OR-tools) is installed."""
     return find_spec("ortools") is not None
 
 
 def _as_settings(pipeline: ActivationPipeline, recompute: str) -> dict[str, Any]:
+    """Return the settings that choose ``pipeline`` with this value of ``recompute``."""
     return {"recompute": recompute, "stages": pipeline.stages, "block_times": pipeline.block_times}
 
 
 def _listed(layout: Layout, costs: PipelineCosts, *given: Any) -> Order:
+    """Make the order of a pipeline with document slices by the search that ``SEARCH`` imports, and return it.
+
+    Args:
+        given: the usual order, the slices, the load and the number of work items to try, see ``deal_to_pipelines``.
+    """
     return SEARCH().listed(layout, costs, *given)
 
 
 class ZeroBubble(Made):
-    """Zero bubble on a V, or what is shorter for the costs at hand and keeps no more."""
+    """Zero bubble on a V, or a shorter order for the given costs that needs no more memory."""
 
     name = "zero-bubble"
     summary = "two stages on every device in the shape of a V, gradients of weights where there is time for them"
@@ -254,9 +284,10 @@ class ZeroBubble(Made):
         return (*range(size), *reversed(range(size)))
 
     def limited(self, layout: Layout, costs: PipelineCosts) -> PipelineCosts:
-        """What there is room for, and no more than the published order, whose positions have the activations of 2p
-        stages and of one more while W runs, and what p of W wait for.
-        """
+        """Return ``costs`` with a memory limit of at most what the published order needs.
+
+        With p positions, its positions keep the activations of 2p stages, of one more while W runs, and what p items W
+        wait for."""
         table = costs.stages(layout)
         kept, waiting, resident = max(table.kept), max(table.kept_for_weights), max(table.resident)
         most = resident + (2 * layout.size + 1) * kept + layout.size * waiting
@@ -264,34 +295,43 @@ class ZeroBubble(Made):
 
 
 class Generated(Made):
-    """Stages, their places and their order made together."""
+    """Pipeline whose stages, positions of stages, and order are searched together for the costs of the layers."""
 
     name = "generated"
     summary = "a pipeline whose stages, their places and their order are made for the costs of the model's layers"
 
     def trials(self, planner: Planner, like: Strategy | None) -> Sequence[Trial]:
-        """Other stages may be far better than those of published orders."""
+        """Return the trials, marked as able to overtake: searched stages may be far better than published ones."""
         return [replace(trial, may_overtake=True) for trial in super().trials(planner, like)]
 
     def by_speed(self, layout: Layout, speeds: Sequence[float]) -> Layout:
-        return layout  # it was looked for with the pace of every position
+        return layout  # the search knew the pace of every position
 
     def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
+        """Search stages for the strategy's costs, with the small budget ``QUICK``, and return them.
+
+        Raises:
+            UserError: the model has fewer layers than positions.
+        """
         size = positions.size
-        Layout.even(len(model.blocks), size)  # refuses fewer layers than positions
-        # Orders are made for any number of micro-batches, stages for so many; every rank repeats the search.
+        Layout.even(len(model.blocks), size)  # raises if there are fewer layers than positions
+        # Stages are searched for 4 * size micro-batches, whatever the number in a step. Every rank repeats the search.
         return SEARCH().generate(self.costs(model, positions), size, 4 * size, budget=QUICK)
 
     def stages_for(self, costs: PipelineCosts, positions: Positions, count: int, *, budget: int) -> str:
-        """Looked for anew where memory was too little: other stages may then be best."""
+        """Search stages for these costs, and return them with the axis as a value of ``ScheduleSettings.stages``.
+
+        ``fitted`` calls this again with less memory, because less memory may need other stages."""
         return f"{positions.axis}:{SEARCH().generate(costs, positions.size, count, budget=budget)}"
 
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
-        """Also what a search finds that takes longer than the first one."""
+        """Yield dicts of settings: two from a longer search for stages, then that of ``Made.changes``.
+
+        The second of the two has stages for less memory (``LESS``). See ``Strategy.changes`` for the arguments."""
         if budget > QUICK and worth("full"):
-            with suppress(UserError):  # memory for no order of what layers would keep
+            with suppress(UserError):  # no order fits what layers would keep
                 pipeline = self.fitted(planner, budget=budget)
                 yield _as_settings(pipeline, "full")
                 less = self.fitted(planner, budget=budget, memory=_less(planner, pipeline))
@@ -299,10 +339,11 @@ class Generated(Made):
         yield from super().changes(planner, step, worth, budget=budget)
 
     def instead(self, planner: Planner) -> Iterator[Strategy]:
-        """Its stages those of published orders, as far as these fit: in the memory that they take, what is made for
-        costs is no longer. A plan's clock knows what a search for stages does not, such as links that several positions
-        share.
-        """
+        """Yield copies of this strategy with the stages of interleaved 1F1B and of 1F1B, if these fit.
+
+        Orders for these stages are made for the costs, so they are not longer than the published ones. They may win
+        because a plan's clock knows facts that the search does not, such as links that several positions share. Yields
+        nothing if costs (``block_times``) were given."""
         if self.block_times:
             return
         positions = self.positions(planner.topology)
@@ -319,9 +360,10 @@ class Generated(Made):
 
 
 def _less(planner: Planner, pipeline: ActivationPipeline) -> float:
-    """Memory of a position in which micro-batches may keep ``LESS`` of what they do: a search that has less to choose
-    from may find a shorter step.
-    """
+    """Return a memory limit of a position, in boundary activations, for a search with fewer choices.
+
+    With this limit, micro-batches can keep ``LESS`` times the memory that they keep at most in the order of
+    ``pipeline``. Such a search may find a shorter step."""
     positions = pipeline.positions(planner.topology)
     costs = pipeline.costs(planner.model, positions)
     count = -(-planner.micro_batches_of(pipeline) // positions.replicas)
@@ -333,7 +375,7 @@ def _less(planner: Planner, pipeline: ActivationPipeline) -> float:
 
 
 class SolvedPipeline(Made):
-    """1F1B or zero bubble within a limit of memory, offloading included; a solver may improve it."""
+    """1F1B or zero bubble within a limit of memory, with offloading; a solver may improve the order."""
 
     name = "solved"
     summary = "a pipeline whose order, offloading included, is made for the memory that there is, and solved for it"
@@ -342,12 +384,21 @@ class SolvedPipeline(Made):
         return Layout.even(len(model.blocks), positions.size)
 
     def check(self, step: StepSpec) -> None:
+        """Check the settings as ``Strategy.check`` does, and refuse documents of uneven lengths.
+
+        Raises:
+            UserError: a setting does not work, or the step has packed micro-batches.
+        """
         super().check(step)
         if step.shared is not None:
             expected = "generated where documents are dealt by time: its order may be that of bins; or --packing split"
             raise UserError("schedule.strategy", self.name, expected)
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
+        """Return the pipeline's shape with less memory, so that orders fit together with their transfers.
+
+        Returns the unchanged shape if the settings give an order for this number of micro-batches, if there is no
+        micro-batch, or if memory is not limited."""
         shape, count = self.shape(step.model, step.topology), max(map(len, step.micro_batches))
         given = bool(self.given) and parse_order(self.given).micro_batches == count
         if given or not count or math.isinf(shape.costs.memory):
@@ -358,20 +409,25 @@ class SolvedPipeline(Made):
 
     def limited_to(self, memory: float, costs: PipelineCosts) -> PipelineCosts:
         limited = super().limited_to(memory, costs)
-        return replace(limited, memory=limited.memory + PASSING)  # it counts what passes between positions itself
+        return replace(limited, memory=limited.memory + PASSING)  # transfers are counted in `_within`
 
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
+        """Yield dicts of settings: that of ``Made.changes``, then one in which layers differ in what they keep.
+
+        The second one is only made with a memory limit and if ``worth("none")`` is True. See ``Strategy.changes``."""
         yield from super().changes(planner, step, worth, budget=budget)
         if planner.memory_bytes and worth("none"):
-            with suppress(UserError):  # memory for no choice
+            with suppress(UserError):  # no choice fits the memory
                 yield from self._layer_by_layer(planner)
 
     def _layer_by_layer(self, planner: Planner) -> Iterator[dict[str, Any]]:
-        """Settings in which every layer keeps, offloads or computes again what suits it, on stages that are made for
-        that, in an order that a solver has had some seconds for, where it is installed.
-        """
+        """Yield a dict of settings in which each layer keeps, offloads or recomputes its activations.
+
+        A search chooses it for each layer. The dict contains the stages, costs and order for this choice. If a solver
+        is installed, it improves the order for ``SOLVE_S`` seconds. Yields nothing if a step has too many micro-batches
+        for a search, or if the second attempt does not fit in memory."""
         positions = self.positions(planner.topology)
         count = -(-planner.micro_batches_of(self) // positions.replicas)
         if count > searched(positions.size):
@@ -403,10 +459,14 @@ class SolvedPipeline(Made):
         return "" if has_solver() else f"without a solver, as OR-tools is not installed ({install_hint('plan')})"
 
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
+        """Return the shortest of the orders made with offloading and, if memory allows, without.
+
+        A long order is made by repeating the period of a short one.
+        """
         if count > searched(layout.size):
             return self.continuing(layout, costs).of(count)
         orders = [SEARCH().fastest(layout, costs, count)]
-        with suppress(UserError):  # memory for no order without the host's
+        with suppress(UserError):  # no order fits without offloading
             orders += [SEARCH().arrange(layout, costs, count, split=split) for split in (True, False)]
         return min(orders, key=lambda order: makespan(play(layout, order, costs)))
 

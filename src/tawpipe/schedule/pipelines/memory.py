@@ -1,9 +1,9 @@
-"""What an order keeps in memory, in the worst of all timings, and what must wait so that this is within a limit.
+"""Most memory that an order needs under all possible timings, and the waits that keep it within a limit.
 
-A position has two lanes, compute and host, each with an order of its own. Where the works of a lane stand is a *state*:
-2i after i works, 2i + 1 while the next one runs. A work takes memory at its start and gives it back at its end, so the
-memory of a pair of states is the sum of what either lane has taken and not given back. Which pairs can be depends on
-what waits for the other lane alone, and not on any time.
+A position has two lanes, compute and host, each with its own order. The progress of a lane is a *state*: 2i after i
+work items, 2i + 1 while the next one runs. An item takes memory at its start and frees memory at its end. So the memory
+of a pair of states is the sum of what both lanes have taken and not freed. Which pairs of states are possible depends
+only on the waits between the lanes, not on times.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Stag
 
 
 def fits(costs: PipelineCosts, memory: float) -> bool:
-    """True within the limit."""
+    """Return True if ``memory`` is within the limit of ``costs``, up to rounding."""
     return memory <= costs.memory * (1 + ROUNDING)
 
 
 def peak(layout: Layout, order: Order, costs: PipelineCosts) -> tuple[float, ...]:
-    """The most memory of every position over all timings that the order allows, what is resident included."""
+    """Return the most memory of every position, including resident memory, over all timings that the order allows."""
     return worst(costs.stages(layout), order)
 
 
 def worst(table: StageCosts, order: Order) -> tuple[Any, ...]:
-    """The same, in the numbers of the costs given."""
+    """Return the most memory of every position, as ``peak`` does, in the number type of the costs (such as int)."""
     return tuple(table.resident[place] + _worst(place, order, table) for place in range(table.layout.size))
 
 
 def _worst(place: int, order: Order, table: StageCosts) -> float:
+    """Return the most memory of position ``place`` without resident memory, over all pairs of states of its lanes.
+
+    Only pairs that can occur at one moment under some timing are examined. A lane's states are explained in this
+    module's docstring."""
     layout, compute = table.layout, order.compute[place]
     if not order.host:
         return max(table.levels(compute))
@@ -50,7 +54,10 @@ def _worst(place: int, order: Order, table: StageCosts) -> float:
 
 
 def _waits(layout: Layout, order: Order, works: tuple[Work, ...], others: tuple[Work, ...]) -> list[int]:
-    """The least state of the other lane, by state of this one."""
+    """Return for every state of lane ``works`` the first state of lane ``others`` that it requires.
+
+    A state is reached only after the other lane has ended the items that the started items need, or that
+    ``Order.after`` names."""
     done = {work: 2 * index + 2 for index, work in enumerate(others)}
     least: list[int] = [0]
     for work in works:
@@ -61,15 +68,18 @@ def _waits(layout: Layout, order: Order, works: tuple[Work, ...], others: tuple[
 
 
 def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, float]], costs: PipelineCosts) -> Order:
-    """The order with what has to wait for the other lane so that memory never exceeds its limit, whatever the timing.
+    """Return ``order`` with waits between the lanes (``Order.after``) that keep memory within its limit.
 
-    Every work that takes memory waits for the earliest end on the other lane with which its own start fits beside all
-    that had started there before it. In any state that can be, all that has been taken was taken up to the latest such
-    start, and at least what that one waits for has been given back: so no more is held than in the times given, at
-    some moment, or than the limit.
+    The limit then holds under any timing. Every item that takes memory waits for the earliest end on the other lane
+    with which its start fits, together with all items that had started on that lane before it in ``times``. In every
+    possible state, all memory was taken up to the latest such start, and at least what this item waits for was freed.
+    So the memory never exceeds the memory of some moment in ``times``, or the limit.
 
     Args:
-        times: (start, end) of every work, in which memory is within the limit at every time.
+        layout: the stages and their positions.
+        order: the order without waits.
+        times: (start, end) of every item, with memory within the limit at every moment.
+        costs: costs of the blocks, with the limit.
     """
     after: dict[Work, Work] = {}
     hosts, table = order.host or ((),) * layout.size, costs.stages(layout)
@@ -89,7 +99,15 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
 
 
 def _least(room: float, others: list[float], started: int) -> int:
-    """So many works of the other lane have to end first, where so many have started."""
+    """Return the number of items of the other lane that must end before an item may start.
+
+    The fewest are returned after which the other lane fits into ``room`` in every state up to the last started item.
+
+    Args:
+        room: memory that the other lane may hold.
+        others: memory of the other lane in each state.
+        started: number of items that have started there.
+    """
     ended = started
     while ended and others[2 * ended - 2] <= room and others[2 * ended - 1] <= room:
         ended -= 1

@@ -1,7 +1,8 @@
-"""The published orders of a pipeline, and the one for evaluation.
+"""Published orders of a pipeline, and the order of an evaluation.
 
-``one_f_one_b`` (Narayanan et al., PipeDream-flush) and ``interleaved`` (Narayanan et al., Megatron-LM: several stages a
-position, micro-batches in groups). The third one depends on times, see search/zero_bubble.py.
+``one_f_one_b`` is 1F1B (Narayanan et al., PipeDream-flush). ``interleaved`` is interleaved 1F1B (Narayanan et al.,
+Megatron-LM): several stages per position, micro-batches in groups. Zero bubble depends on times; see
+orders/zero_bubble.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from tawpipe.schedule.refusal import MicroBatchCount
 
 
 def one_f_one_b(layout: Layout, micro_batches: int) -> Order:
-    """1F1B, for any number of micro-batches: a stage starts as many as stages follow, then does one backward pass for
-    every forward pass.
+    """Return the 1F1B order for any number of micro-batches.
+
+    A stage runs one forward pass for each stage after it, then one forward and one backward pass in turn.
 
     Raises:
-        UserError: a position with more than one stage.
+        UserError: a position has more than one stage.
 
     >>> " ".join(map(str, one_f_one_b(Layout.even(5, 3), 4).compute[1]))
     'F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3'
@@ -37,12 +39,13 @@ def one_f_one_b(layout: Layout, micro_batches: int) -> Order:
 
 
 def interleaved(layout: Layout, micro_batches: int) -> Order:
-    """Interleaved 1F1B: a position goes round its stages with a group of micro-batches at a time.
+    """Return the interleaved 1F1B order: a position passes a group of micro-batches through its stages in turn.
 
-    A group has as many micro-batches as there are positions, or some more where that makes groups of one size.
+    A group has as many micro-batches as there are positions, or some more if that makes all groups equally large.
 
     Raises:
-        UserError: stages that do not go round the positions, or micro-batches that make no groups of one size.
+        UserError: the stages are not in rotation over the positions (0, 1, ..., 0, 1, ...), or the micro-batches cannot
+            form equal groups.
 
     >>> " ".join(map(str, interleaved(Layout.even(6, 2, 2), 4).compute[1]))
     'F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3'
@@ -60,6 +63,7 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
     group = micro_batches // max(1, micro_batches // size)
 
     def works(kind: str, position: int) -> list[Work]:
+        """Return the work items of one kind on a position, in the order of the groups."""
         chunks = range(turns) if kind == "F" else range(turns - 1, -1, -1)
         return [
             Work(kind, chunk * size + position, m)
@@ -76,15 +80,23 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
 
 
 def causal(order: Order, slices: Sequence[int]) -> Order:
-    """An order for micro-batches of which the first ones are slices of documents, so many of each: where a stage has
-    done n forward passes it now has done those of all slices of the n-th one's document. The first stage is as far
-    ahead as the largest document to come needs, so that none holds up others, and later ones less and less: the last
-    one goes back with a document as soon as it has come. Backward passes of a document come in reverse, each as a
-    whole. What a work waits for in the new order comes with a work for which it waited in the old one, or with one
-    before that, so that it ends, too.
+    """Return ``order`` changed for micro-batches of which the first ones are document slices.
+
+    The forward passes of a document's slices run in order, and its backward passes run in reverse, each as a whole
+    (``I`` and ``W`` become ``B``). A stage runs further ahead than in ``order``: where it had done n forward passes, it
+    has now done those of all slices in the document of the n-th micro-batch. The first stage is as far ahead as the
+    largest document to come needs, so that no document delays another. Later stages are less far ahead. The last stage
+    starts backward passes of a document as soon as the document has arrived.
+
+    The new order has no deadlock, because a work item's dependencies are at or before their places in the old order.
+    ``order`` itself is returned if no document has more than one slice.
+
+    Args:
+        order: the order to change.
+        slices: number of slices of each cut document; they are the first micro-batches.
 
     Raises:
-        UserError: an order whose micro-batches overtake each other, or wait in the host's memory.
+        UserError: micro-batches of ``order`` overtake each other or are offloaded.
 
     >>> " ".join(map(str, causal(one_f_one_b(Layout.even(4, 2), 4), [3]).compute[0]))
     'F0.0 F0.1 F0.2 B0.2 B0.1 F0.3 B0.0 B0.3'
@@ -124,7 +136,7 @@ def causal(order: Order, slices: Sequence[int]) -> Order:
 
 
 def makes_groups(micro_batches: int, positions: int) -> bool:
-    """True if interleaved 1F1B can use a number of micro-batches.
+    """Return True if interleaved 1F1B can use ``micro_batches`` micro-batches on ``positions`` positions.
 
     >>> [count for count in range(1, 16) if makes_groups(count, 4)]
     [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15]
@@ -133,14 +145,18 @@ def makes_groups(micro_batches: int, positions: int) -> bool:
 
 
 def nearest_groups(micro_batches: int, positions: int) -> tuple[int, int]:
-    """The next numbers below and above that interleaved 1F1B can use."""
+    """Return the nearest smaller and the nearest larger number of micro-batches that interleaved 1F1B can use.
+
+    ``micro_batches`` itself is not considered."""
     below = next(n for n in range(micro_batches - 1, 0, -1) if makes_groups(n, positions))
     return below, next(n for n in range(micro_batches + 1, 2 * micro_batches + 2) if makes_groups(n, positions))
 
 
 def forward_only(layout: Layout, micro_batches: int) -> Order:
-    """Forward passes alone, for any layout and number: all positions go through one order of all works, in which each
-    comes after what it needs. Micro-batches go in groups of as many as there are positions.
+    """Return an order of forward passes only, for any layout and number of micro-batches.
+
+    All positions follow one order of all work items, in which each item comes after its dependencies. Micro-batches go
+    in groups of as many as there are positions.
 
     >>> " ".join(map(str, forward_only(Layout.even(6, 2, 2), 3).compute[0]))
     'F0.0 F0.1 F2.0 F2.1 F0.2 F2.2'
@@ -152,7 +168,7 @@ def forward_only(layout: Layout, micro_batches: int) -> Order:
 
 
 def _one_by_one(forward: list[Work], backward: list[Work], ahead: int) -> Iterator[Work]:
-    """So many forward passes, then a forward and a backward pass in turn."""
+    """Yield ``ahead`` forward passes, then one forward and one backward pass in turn, then the others."""
     ahead = min(ahead, len(forward))
     yield from forward[:ahead]
     for first, second in zip(forward[ahead:], backward, strict=False):

@@ -1,9 +1,9 @@
-"""Orders of any length, from one for few micro-batches whose middle goes on.
+"""Orders of any length, made by repeating the middle of an order for few micro-batches.
 
-A pipeline that is full does the same again and again. Between two moments at which all positions have as much under
-way, for later micro-batches, lies a *period*. An order with one more of it is an order for so many more micro-batches:
-it waits for nothing that the first one does not wait for, and keeps no more. Where an order has no such moments but its
-beginning and its end, all of it is the period.
+A full pipeline repeats itself. A *period* lies between two moments at which all positions have equal work in progress,
+for later micro-batches at the second one. An order with one more period is an order for more micro-batches: it has no
+additional waits and needs no more memory. If an order has no such moments except its beginning and its end, all of it
+is the period.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ HARDLY = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Periodic:
-    """An order for few micro-batches, and what of it is repeated.
+    """An order for few micro-batches and the part of it that is repeated.
 
     Args:
-        few: micro-batches of the order.
-        period: micro-batches of what is repeated.
-        spans: of the lanes of computing and of those of the host, by position: works before the period begins, and
-            before it ends.
-        length: time of a period, but for what waits for other positions.
+        order: the order.
+        few: number of its micro-batches.
+        period: number of micro-batches in the repeated part.
+        spans: for the lanes that compute and for the host lanes, by position: (items before the period begins, items
+            before it ends).
+        length: time of a period, without waits for other positions.
     """
 
     order: Order
@@ -40,7 +41,9 @@ class Periodic:
     length: float
 
     def of(self, count: int) -> Order:
-        """The order for so many micro-batches, at least ``few``: periods for no fewer, of which the last ones go."""
+        """Return the order for ``count`` micro-batches (at least ``few``), in which the period is repeated.
+
+        The period is repeated until there are enough micro-batches; then the work items of surplus ones are removed."""
         repeats = -(-(count - self.few) // self.period)
         sides = [(self.order.compute, self.spans[0])]
         sides += [(self.order.host, self.spans[1])] if self.order.host else []
@@ -57,29 +60,45 @@ class Periodic:
                 lanes[side], repeated[side], repeated[other], self.spans[other], strict=True
             ):
                 for (turn, first), work in zip(lane, works, strict=True):
-                    if first in self.order.after:  # as many works of the other lane later, whichever they are
+                    if first in self.order.after:  # shifted by the items of a period
                         after[work] = others[at[self.order.after[first]] + turn * (end - begin)]
         return _first(Order(repeated[0], repeated[1], after), count)
 
 
 def _repeated(lane: Sequence[Work], span: tuple[int, int], repeats: int) -> list[tuple[int, Work]]:
-    """(repetition, work) of a lane whose period comes so many times more."""
+    """Return (repetitions before it, item) for every item of a lane, its period run ``repeats`` more times.
+
+    Micro-batch numbers are those of the short order.
+
+    Args:
+        lane: items of the short order.
+        span: (items before the period begins, items before it ends).
+        repeats: number of additional periods.
+    """
     begin, end = span
     parts = [(0, lane[:end]), *((turn, lane[begin:end]) for turn in range(1, repeats + 1)), (repeats, lane[end:])]
     return [(turn, work) for turn, works in parts for work in works]
 
 
 def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Periodic:
-    """What of an order for ``few`` micro-batches is repeated: what takes the least time for each of them.
+    """Find the part of ``order`` whose repetition takes the least time per micro-batch.
 
-    Micro-batches of a stage are alike. Where none goes to the host's memory they take turns, and nothing but their
-    numbers counts.
+    Returns that part with the order. A part can be repeated if the work in progress is equal at its beginning and its
+    end on every position. Micro-batches of a stage are interchangeable. Without offloading they are renumbered in the
+    order in which they run, so that only their numbers differ between periods. With offloading, only parts are
+    considered whose repetition fits in memory.
+
+    Args:
+        layout: the stages and their positions.
+        order: an order for ``few`` micro-batches.
+        costs: costs of the blocks.
+        few: number of micro-batches of ``order``.
     """
     if not order.host:
         order = Order(tuple(map(_in_turn, order.compute)))
     times = play(layout, order, costs)
     works: list[list[Work]] = [[] for _ in range(layout.size)]
-    for work in sorted(times, key=lambda work: times[work][0]):  # those that start together as ``play`` has done them
+    for work in sorted(times, key=lambda work: times[work][0]):  # stable: `play` orders equal starts
         works[layout.places[work.stage]].append(work)
     positions = [_Position(layout.stages_of(place), there, times) for place, there in enumerate(works)]
     options: list[tuple[float, int, list[tuple[int, int]]]] = []
@@ -98,24 +117,24 @@ def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Pe
             break
     limit = min(each for each, _, _ in options) * (1 + HARDLY)
     options.sort(key=lambda option: (option[0] > limit, option[1] if option[0] <= limit else option[0]))
-    for each, period, spans in options:  # from the beginning to the end it is the whole order
+    for each, period, spans in options:  # the last option is the whole order
         sides = [
             tuple(position.of_lane(side, *span) for position, span in zip(positions, spans, strict=True))
             for side in (0, 1)
         ]
         repeating = Periodic(order, few, period, (sides[0], sides[1] if order.host else ()), each * period)
-        # What works wait for because of memory repeats itself, but need not have been said again in the first order.
+        # Waits for memory repeat with the period, but `order` need not contain all of them. So memory is checked.
         if not order.host or fits(costs, max(peak(layout, repeating.of(few + 2 * period), costs))):
             return repeating
     raise AssertionError("an order can follow itself")
 
 
 class _Position:
-    """The works of a position by their start, those of both lanes, and what is under way after each.
+    """Work items of one position on both lanes, sorted by their start, and the work in progress after each.
 
-    Args:
-        starts: of the works.
-        moments: at which a period may begin, those of forward passes.
+    Attributes:
+        starts: start of every item.
+        moments: times at which a period may begin: the starts of forward passes.
     """
 
     def __init__(self, stages: Sequence[int], works: Sequence[Work], times: Mapping[Work, tuple[float, float]]) -> None:
@@ -127,12 +146,16 @@ class _Position:
         self._index = {state: index for index, state in enumerate(self._states)}
 
     def again(self, begin: int, period: int) -> int | None:
-        """After how many works there is as much under way as after ``begin``, ``period`` micro-batches later."""
+        """Return after how many items the state after ``begin`` items recurs, ``period`` micro-batches later.
+
+        None if it does not occur again. A state is the work in progress of this position, see ``_states``."""
         forward, under_way = self._states[begin]
         return self._index.get((tuple(number + period for number in forward), under_way))
 
     def length(self, begin: int, end: int) -> float:
-        """By how much later a lane can begin again, at least."""
+        """Return the time from the start of item ``begin`` to the end of item ``end - 1``, the longer of both lanes.
+
+        A period with these items cannot be shorter."""
         length = 0.0
         for side in (0, 1):
             first = next((index for index in range(begin, len(self._sides)) if self._sides[index] == side), None)
@@ -142,22 +165,32 @@ class _Position:
         return length
 
     def of_lane(self, side: int, begin: int, end: int) -> tuple[int, int]:
-        """So many works of a lane are among the first ones."""
+        """Return how many of the first ``begin`` items, and how many of the first ``end`` items, are on one lane.
+
+        Args:
+            side: 0 for the lane that computes, 1 for the host lane.
+        """
         return self._sides[:begin].count(side), self._sides[:end].count(side)
 
 
 def _states(
     stages: Sequence[int], works: Iterable[Work]
 ) -> Iterator[tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], frozenset[tuple[str, int, int]]]]]:
-    """(forward passes by stage, what is under way) before the first work and after each.
+    """Yield (forward passes by stage, work in progress) before the first item and after each item.
 
-    Under way are as many backward passes, and gradients of weights, as are still to come for these forward passes, and
-    what has gone to the host's memory or come back, as counted from the next forward pass.
+    This is a position's state. Work in progress is, for each stage, the number of input gradients and of weight
+    gradients that are missing for its forward passes. It also contains the micro-batches that are offloaded or
+    reloaded, numbered relative to the stage's next forward pass.
+
+    Args:
+        stages: stages of the position.
+        works: work items of the position, sorted by their start.
     """
     done = {kind: dict.fromkeys(stages, 0) for kind in "FIW"}
     host: set[tuple[str, int, int]] = set()
 
     def state():
+        """Return (forward passes by stage, work in progress) at this point."""
         forward = tuple(done["F"].values())
         to_come = tuple((number - done["I"][s], number - done["W"][s]) for s, number in done["F"].items())
         return forward, (to_come, frozenset((kind, stage, m - done["F"][stage]) for kind, stage, m in host))
@@ -175,7 +208,10 @@ def _states(
 
 
 def _in_turn(lane: Iterable[Work]) -> tuple[Work, ...]:
-    """A lane on which the micro-batches of a stage take turns, whichever they were."""
+    """Return a lane's items with micro-batches renumbered 0, 1, 2, ... in the order in which each stage runs them.
+
+    Forward and backward passes are numbered separately. A W item gets the number of the first I item that waits for it.
+    """
     forward, backward = dict[int, int](), dict[int, int]()
     waiting: dict[int, deque[int]] = {}
     works = []
@@ -193,13 +229,13 @@ def _in_turn(lane: Iterable[Work]) -> tuple[Work, ...]:
 
 
 def _first(order: Order, count: int) -> Order:
-    """The order of so many micro-batches of one for more.
+    """Return a longer order without the items of all but its first ``count`` micro-batches.
 
-    Where a work goes that waits for the other lane of its position, the next one waits in its stead, so that nothing
-    begins sooner than it did; and what waited for a work that goes waits for the one before it.
-    """
+    If a removed item waits for the other lane of its position, the next kept item waits instead, so that nothing starts
+    earlier than before. An item that waited for a removed item waits for the kept item before it."""
 
     def kept(lane: Iterable[Work]) -> tuple[Work, ...]:
+        """Return the items of the first ``count`` micro-batches."""
         return tuple(work for work in lane if work.micro_batch < count)
 
     after, stages = dict[Work, Work](), 1 + max(work.stage for lane in order.compute for work in lane)
@@ -223,4 +259,5 @@ def _first(order: Order, count: int) -> Order:
 
 
 def _later(work: Work, shift: int) -> Work:
+    """Return ``work`` with its micro-batch number increased by ``shift``."""
     return work._replace(micro_batch=work.micro_batch + shift) if shift else work

@@ -1,18 +1,18 @@
-"""From the layout of a pipeline and the order of its positions to the actions of every rank.
+"""Actions of every rank of a pipeline, made from its layout and the order of its positions.
 
-Weights are there for the whole step. Ranks that hold the same stages share their homes: they gather the weights as the
-step begins and reduce the gradients as it ends. A unit that blocks on several positions use (tied embeddings) lives
-with the first of them, which sends its weights to the others and receives their gradients.
+Weights are on the devices for the whole step. Ranks with the same stages share their homes: they gather the weights at
+the beginning of the step and reduce the gradients at its end. A unit that blocks on several positions use (tied
+embeddings) has its home at the first of them, which sends its weights to the others and receives their gradients.
 
-Activations go between two positions on a lane of their own for each direction, as far as there are lanes: what one
-position sends another waits for nothing else. Where two share a lane their transfers take the places of their times
-in one order that all ranks make alike, so that a lane that waits for the other side waits for something that comes
-before: no deadlock, although a send holds its lane until its receive is there.
+Activations between two positions have a lane for each direction, as far as there are enough lanes, so that transfers
+from one position to another wait for nothing else. If two pairs share a lane, their transfers are sorted by their
+simulated times, equally on all ranks. A lane that waits for the other side then waits for an earlier transfer. So there
+is no deadlock, although a send holds its lane until its receive is there.
 
-What comes to a rank is freed by its last reader, and what goes by its send. What a micro-batch's layers are called with
-besides (``context``) every rank makes for itself (PREPARE), without the embedding's weights.
+A received activation is freed by its last reader, and a sent one by its send. Every rank makes the extra arguments of a
+micro-batch's layers (``context``) itself (PREPARE), without the embedding's weights.
 
-A document that is cut into slices passes the stages slice by slice, in an order that is made of any other (``causal``)
+A document that is cut into slices passes the stages slice by slice. Its order is made from any other order (``causal``)
 or for the step (``StepSpec.orders``).
 """
 
@@ -50,17 +50,19 @@ from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.step_end import StepEnd
 
 LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G, Lane.REDUCE)
-"""Lanes of transfers between positions; what goes to a later position prefers the first, the rest the last ones."""
+"""Lanes of transfers between positions. Transfers to later positions prefer the first ones, others the last."""
 LEAST = 1e-6
-"""Share of the longest block's time that every work takes at least, so that nothing begins when it ends."""
+"""Least time of a work item as a share of the longest block's time, so that no item ends when it begins."""
 
 
 class Crossing(NamedTuple):
-    """A boundary activation, or its gradient, that goes from one position to another.
+    """A boundary activation, or its gradient, that is sent from one position to another.
 
     Args:
-        work: that makes it.
-        border: the block at whose input it is.
+        work: the work item that makes it.
+        border: index of the block whose input it is.
+        source: position that sends.
+        target: position that receives.
     """
 
     work: Work
@@ -70,17 +72,21 @@ class Crossing(NamedTuple):
 
 
 PipelineForm = tuple[int, tuple[int, ...], str]
-"""Micro-batches of a pipeline, slices of every document that is cut, and the order made for these, or nothing."""
+"""Form of a pipeline's step: number of micro-batches, number of slices of every cut document, and the text of the order
+made for them (or ``""``)."""
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """All that the ranks of a pipeline agree on.
+    """Layout, positions, costs and orders that all ranks of a pipeline use.
 
     Args:
-        costs: by whose times the transfers of one lane are put in order.
-        order_of: the order of a pipeline with so many micro-batches.
-        listed: what makes one for the bins of a step that has slices; None where orders are made ``causal``.
+        model: sizes of the model.
+        layout: the stages and their positions.
+        positions: the ranks of every pipeline.
+        costs: costs by whose times the transfers of one lane are ordered.
+        order_of: function that returns the order of a pipeline for a number of micro-batches.
+        listed: function that makes an order for the packed micro-batches of a step with slices; None to use ``causal``.
     """
 
     model: ModelSpec
@@ -91,22 +97,27 @@ class PipelineShape:
     listed: Listed | None = None
 
     def form_of(self, step: StepSpec, rank: int) -> PipelineForm:
-        """Of a rank's pipeline in a training step."""
+        """Return (micro-batch count, slices, order as text) of the pipeline of ``rank`` in a training step.
+
+        ``slices`` are the numbers of slices of its cut documents. The text is ``""`` unless the step has orders of its
+        own."""
         share, order = step.micro_batches[rank], step.orders[self.positions.replica(rank)] if step.orders else ""
         return len(share), step.cut_in(share), order
 
     def order_of_form(self, count: int, slices: tuple[int, ...], order: str) -> Order:
-        """The order of a pipeline of this form."""
+        """Return the order of a pipeline: from the text ``order``, or made if that is empty.
+
+        An order that is made is the usual order for ``count`` micro-batches, changed by ``causal`` for ``slices``."""
         return Order.parse(order) if order else causal(self.order_of(count), slices)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """For every unit the positions that compute with it; it lives with the first."""
+        """For every unit, the positions that compute with it; its home is at the first of them."""
         return tuple(self.layout.positions_of(unit.blocks) for unit in self.model.units)
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
-        """Every unit over the ranks that hold its (first) block."""
+        """Home of every unit: sharded over the ranks, one of each pipeline, that have its first block."""
         homes = []
         for unit, (first, *_) in zip(self.model.units, self.users, strict=True):
             ranks = self.positions.holders(first)
@@ -115,7 +126,9 @@ class PipelineShape:
 
     @cached_property
     def lanes(self) -> dict[tuple[int, int], Lane]:
-        """The lane of what goes from one position to another: of the four the one that fewest others of the two use."""
+        """(Source, target) positions -> lane on which one sends to the other.
+
+        Of the possible lanes, the one is chosen that the fewest other transfers of the two positions use."""
         layout, pairs = self.layout, list[tuple[int, int]]()
         for stage in range(layout.stages - 1):
             a, b = layout.places[stage : stage + 2]
@@ -131,7 +144,10 @@ class PipelineShape:
         return chosen
 
     def times(self, order: Order) -> dict[Work, tuple[float, float]]:
-        """When every work would start and end if transfers took no time, and none of them is in no time itself."""
+        """Simulate ``order`` with transfers that take no time, and return (start, end) of every work item.
+
+        Every item takes at least ``LEAST`` times the longest block's time, so that no item ends when it begins. The
+        unit is that of the costs."""
         longest = max(block.forward + block.backward_input + block.backward_weight for block in self.costs.blocks)
         least = LEAST * longest or 1.0
         blocks = tuple(
@@ -147,7 +163,10 @@ class PipelineShape:
         return play(self.layout, order, replace(self.costs, blocks=blocks, hop=0.0, near_hop=0.0, host=host))
 
     def crossings(self, works: Iterable[Work]) -> list[list[Crossing]]:
-        """By position, what it sends to another one and receives from there."""
+        """Return for every position the activations and gradients that it sends or receives.
+
+        Only transfers between positions are meant. Neighbouring stages on one position need no transfer. Gradients that
+        no trained block needs are left out."""
         crossings: list[list[Crossing]] = [[] for _ in range(self.layout.size)]
         for work in works:
             step = {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
@@ -156,7 +175,7 @@ class PipelineShape:
                 continue
             source, target = self.layout.places[work.stage], self.layout.places[other]
             border = self.layout.cuts[max(work.stage, other)]
-            if source == target or (step < 0 and border <= self.model.first_backward):  # nothing is trained before
+            if source == target or (step < 0 and border <= self.model.first_backward):  # nothing before is trained
                 continue
             for place in (source, target):
                 crossings[place].append(Crossing(work, border, source, target))
@@ -166,17 +185,20 @@ class PipelineShape:
 def build_pipeline(
     shape: PipelineShape, step: StepSpec, *, training: bool, ranks: Sequence[int] | None = None
 ) -> Schedule:
-    """The schedule of one step.
+    """Return the schedule of one step of a pipeline strategy.
 
     Args:
-        ranks: those whose programs are made, all by default.
+        shape: layout, positions, costs and orders of the pipeline.
+        step: the step.
+        training: False for one forward pass with its loss.
+        ranks: ranks whose programs are made; None for all.
 
     Raises:
-        UserError: the order cannot use so many micro-batches.
+        UserError: the order cannot use this number of micro-batches.
     """
     world, positions = step.topology.world_size, shape.positions
     count = len({m for share in step.micro_batches for m in share})
-    shares = positions.share(count, step.speeds) if step.shared is None else step.micro_batches  # bins were dealt
+    shares = positions.share(count, step.speeds) if step.shared is None else step.micro_batches  # packed: as assigned
     head = shape.layout.places[-1]
     losses = tuple(share if positions.position(rank) == head else () for rank, share in enumerate(shares))
     step = replace(step, micro_batches=shares, losses=losses)
@@ -198,7 +220,7 @@ def build_pipeline(
 
 
 class _StageProgram:
-    """One rank's program."""
+    """Program of one rank of a pipeline."""
 
     def __init__(
         self,
@@ -224,26 +246,28 @@ class _StageProgram:
         self.weights = {unit: self._weights(unit) for unit in self.units}
         self.gradients = {unit: self._gradient(unit) for unit in self.trained}
         self.started: set[int] = set()
-        """Units whose gradient buffer holds something of this step."""
+        """Units whose gradient buffer already holds a value of this step."""
 
     # buffers
 
     def _is_home(self, unit: int) -> bool:
-        """True if the whole unit lives here, so that computing reads it there."""
+        """Return True if this rank owns the whole of ``unit``, so that computing reads and fills its home directly."""
         return self.homes[unit].index(self.rank) is not None and not self.several
 
     def _weights(self, unit: int) -> Buffer:
+        """Return the buffer from which computing reads the whole weights of ``unit``: the home, or a pool buffer."""
         return home_weight(unit) if self._is_home(unit) else pooled(f"W{unit}", 0)
 
     def _gradient(self, unit: int) -> Buffer:
+        """Return the buffer to which backward passes add the whole gradient of ``unit``: the home, or a pool buffer."""
         return home_gradient(unit) if self._is_home(unit) else pooled(f"G{unit}", 0)
 
     def _others(self, unit: int) -> tuple[int, ...]:
-        """Positions besides its home that use a unit which lives here."""
+        """Return the positions that use ``unit`` in addition to its home's position; empty if its home is elsewhere."""
         return self.shape.users[unit][1:] if unit in self.homed else ()
 
     def pools(self) -> tuple[Pool, ...]:
-        """The buffers that the program uses."""
+        """Return the pools of the buffers that the program uses."""
         pools = []
         for unit in self.units:
             padded, stripe, trained = self.homes[unit].padded, self.homes[unit].stripe, unit in self.trained
@@ -260,7 +284,10 @@ class _StageProgram:
     # the program
 
     def program(self) -> Iterator[Action]:
-        """All but the end of the step."""
+        """Yield all actions of the rank without the end of the step.
+
+        First weights are gathered and sent to other positions, then the step is computed. At the end gradients are sent
+        to their homes' positions, and reduced over the pipelines."""
         group = self.shape.positions.group
         gather, reduce = (Lane.GATHER, Lane.REDUCE) if group == "node" else (Lane.INTER_W, Lane.INTER_G)
         for unit in self.homed if self.several else ():
@@ -269,7 +296,7 @@ class _StageProgram:
         yield from self._tied(weights=True)
         yield from self._body()
         for unit in self.trained:
-            if unit not in self.started:  # a pipeline without a micro-batch
+            if unit not in self.started:  # a pipeline without micro-batches
                 yield Action(Op.ZERO, Lane.COMPUTE, (), (self.gradients[unit],), unit=unit)
         if self.training:
             yield from self._tied(weights=False)
@@ -280,7 +307,12 @@ class _StageProgram:
                 yield Action(Op.ADD, reduce, writes, (home_gradient(unit),), unit=unit)
 
     def _tied(self, *, weights: bool) -> Iterator[Action]:
-        """The weights of units that several positions use, or their gradients."""
+        """Yield the transfers of this rank for units that several positions use, such as tied embeddings.
+
+        Args:
+            weights: True to send weights from the home's position to the others; False to send gradients to the home's
+                position and add them there.
+        """
         for unit, (first, *others) in enumerate(self.shape.users):
             if not weights and unit not in self.trained:
                 continue
@@ -299,6 +331,9 @@ class _StageProgram:
                     yield Action(Op.ADD, lane, (gradient, arriving), (gradient,), unit=unit)
 
     def _body(self) -> Iterator[Action]:
+        """Yield the computing actions, offloads and transfers of the step, sorted by their simulated times.
+
+        Work items are sorted by their start, and transfers by the end of the item whose result they carry."""
         compute, host = self.order.compute[self.position], self.order.host
         actions_of = {work: list(self._compute(work)) for work in compute}
         slots: dict[Work, int] = {}
@@ -313,13 +348,19 @@ class _StageProgram:
             yield from actions
 
     def _by_layer(self, compute: Sequence[Work], actions_of: dict[Work, list[Action]]) -> None:
-        """Let the W at the end of a step go layer by layer, so that sums over ranks begin while others compute."""
+        """Sort the actions of the W items that end the program by layer, the last layer first.
+
+        Changes ``actions_of``: all actions are moved to the first of these items. The gradient of a layer is then
+        complete, and can be reduced over ranks, while other layers still compute."""
         last = [*takewhile(lambda work: work.kind == "W", reversed(compute))][::-1]
         actions = sorted(chain.from_iterable(map(actions_of.__getitem__, last)), key=lambda action: -action.block)
         actions_of.update({work: [] if number else actions for number, work in enumerate(last)})
 
     def _take_turns(self, actions_of: dict[Work, list[Action]]) -> None:
-        """Let works wait for those of the other lane that ``Order.after`` names."""
+        """Add TURN buffers that make items wait for the items that ``Order.after`` names. Changes ``actions_of``.
+
+        The last action of the earlier item writes the buffer; the first action of the waiting item reads and frees it.
+        """
         for number, (work, other) in enumerate(sorted(self.order.after.items())):
             if actions_of.get(work) and actions_of.get(other):
                 ended, begun = actions_of[other][-1], actions_of[work][0]
@@ -328,7 +369,9 @@ class _StageProgram:
                 actions_of[work][0] = replace(begun, reads=reads, frees=frees)
 
     def _transfers(self) -> Iterator[tuple[Work, Action]]:
-        """What goes to another position, or comes from there, with the work that makes it."""
+        """Yield (work item, EXCHANGE) for everything that this rank sends or receives.
+
+        The work item makes what is transferred. For a receive it is an item of the sending rank."""
         for work, border, source, target in self.crossings:
             send = self.position == source
             buffer = (block_input if work.kind == "F" else input_gradient)(self.numbers[work.micro_batch], border)
@@ -337,6 +380,10 @@ class _StageProgram:
             yield work, exchange(self.shape.lanes[source, target], transfers, "world")
 
     def _compute(self, work: Work) -> Iterator[Action]:
+        """Yield the actions of a work item F, B, I or W: at most one for each block of its stage.
+
+        Blocks are in the order of the pass. Units whose gradients are filled are added to ``started``. In training the
+        head has no FORWARD, because its backward pass computes the loss, too."""
         m, of_stage, blocks = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage), self.model.blocks
         if work.kind == "F":
             for block in of_stage:
@@ -366,10 +413,12 @@ class _StageProgram:
             yield whole
 
     def _host(self, work: Work, slots: dict[Work, int]) -> Iterator[Action]:
-        """OFFLOAD or RELOAD of what a stage's layers keep: their inputs, or what is in the place of these.
+        """Yield an OFFLOAD or RELOAD action for each layer of a stage whose kept activations may be offloaded.
 
         Args:
-            slots: places in the host's memory that are taken, by the work that took them.
+            work: an item O or R.
+            slots: O item -> slot in CPU memory that it uses. An O item is added with the first free slot; an R item
+                removes it.
         """
         m, of_stage = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
         first = max(1, self.model.first_backward)
@@ -390,13 +439,16 @@ class _StageProgram:
         del slots[there]
 
     def _kept(self, block: int, m: int, slot: int) -> tuple[tuple[Buffer], tuple[Buffer]]:
-        """What a layer keeps, on the device and at a place in the host's memory."""
+        """Return the buffers of the activation that a layer keeps: on the device, and in a slot in the host."""
         kind = self.step.keeps(block)
         return (Buffer(kind, (m, block)),), (Buffer(AWAY[kind], (slot, block)),)
 
 
 def _with_contexts(program: Sequence[Action]) -> tuple[Action, ...]:
-    """The program with PREPARE where no embedding makes a micro-batch's context, which its last reader frees."""
+    """Return ``program`` with a PREPARE for each context that no embedding on this rank makes.
+
+    It is inserted before the first reader. A context holds the extra arguments of a micro-batch's layers. Its last
+    reader now frees it. A context without readers is removed from the writes of the action that makes it."""
     existing, last = set[Buffer](), dict[Buffer, int]()
     for index, action in enumerate(program):
         for buffer in action.reads:
@@ -408,7 +460,7 @@ def _with_contexts(program: Sequence[Action]) -> tuple[Action, ...]:
         if mine is not None:
             if mine not in existing and mine in action.reads:
                 actions.append(Action(Op.PREPARE, Lane.COMPUTE, (), (mine,), micro_batch=action.micro_batch))
-            if mine not in last:  # an embedding alone on its position, frozen
+            if mine not in last:  # a frozen embedding alone on its position
                 actions.append(replace(action, writes=tuple(buffer for buffer in action.writes if buffer != mine)))
                 continue
             existing.add(mine)

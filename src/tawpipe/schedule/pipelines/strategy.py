@@ -1,5 +1,7 @@
-"""The strategies whose activations travel. Here are those of published orders; made.py has those whose orders, or
-stages, are looked for.
+"""Pipeline strategies: activations travel, weights stay.
+
+Here are the base class and the strategies with published orders. made.py has strategies whose orders or stages are
+searched.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tawpipe.schedule.step import Planner, Schedule, StepSpec, Strategy, Trial
 from tawpipe.topology import Topology
 
 KEPT = 64
-"""Layouts, costs and orders that are kept, each."""
+"""Number of layouts, costs and orders in each cache."""
 _STAY = "weights stay where they are"
 _ROWS = (
     "a micro-batch passes through a pipeline in whole rows; rows are cut where weights travel, as under tawpipe-spread"
@@ -39,7 +41,7 @@ _ROWS = (
 
 
 def check_axis(stages: str) -> None:
-    """Raise UserError if ``ScheduleSettings.stages`` begins with nothing that positions can be laid over."""
+    """Raise UserError if ``ScheduleSettings.stages`` does not begin with one of ``AXES``."""
     if (stages or "world").partition(":")[0] not in AXES:
         expected = f"{', '.join(AXES)}, with a layout after a colon if wanted, as in world:0,5,9@0,1,0"
         raise UserError("schedule.stages", stages, expected)
@@ -47,9 +49,9 @@ def check_axis(stages: str) -> None:
 
 @dataclass(eq=False)
 class ActivationPipeline(Strategy):
-    """Weights stay on the ranks of a stage, activations travel.
+    """Base class of pipelines: weights stay on the ranks of a stage, activations travel.
 
-    A subclass says what its stages are (``usual_layout``) and what its positions do when (``order``).
+    A subclass defines its default stages (``usual_layout``) and the order of the work of its positions (``order``).
 
     Args:
         stages: see ``ScheduleSettings.stages``.
@@ -80,33 +82,44 @@ class ActivationPipeline(Strategy):
 
     @abstractmethod
     def usual_layout(self, model: ModelSpec, positions: Positions) -> Layout:
-        """The stages of a pipeline over some positions, where the user gives none."""
+        """Return the default stages of a pipeline over ``positions``."""
 
     @abstractmethod
     def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
-        """What the positions do with one micro-batch or more."""
+        """Return the work items of every position, in order, for ``count`` micro-batches (at least one)."""
 
     def usual_places(self, size: int, stages: int) -> tuple[int, ...] | None:
-        """The positions of so many stages; None where any will do."""
+        """Return the position that each of ``stages`` stages must have; None if any are allowed."""
         return None
 
     def listed(self, layout: Layout, costs: PipelineCosts) -> Listed | None:
-        """See ``PipelineShape``."""
+        """Return a function that makes the order of a pipeline with document slices; None to use ``causal``.
+
+        None in this class. See ``PipelineShape.listed``."""
         return None
 
     def by_speed(self, layout: Layout, speeds: Sequence[float]) -> Layout:
-        """Its usual stages on positions of several speeds."""
+        """Return the default stages ``layout`` with layers divided in proportion to the speeds of the positions."""
         return layout.by_speed(speeds)
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
-        """(micro-batches that are played at least, those of a round) of a pipeline of so many, see ``extended``."""
+        """Return (least number of micro-batches to simulate, number of micro-batches in a round), see ``extended``.
+
+        Args:
+            step: the step.
+            positions: the positions of the pipeline.
+            each: number of micro-batches of a pipeline.
+            rounds: number of rounds to simulate.
+        """
         return rounds * positions.size, positions.size
 
     @property
     def axis(self) -> str:
+        """Axis over which a pipeline extends, one of ``AXES``."""
         return (self.stages or "world").partition(":")[0]
 
     def configured(self, settings: ScheduleSettings) -> ActivationPipeline:
+        """Return the pipeline with stages, times, order and speeds from ``settings``, where they are not empty."""
         stages, times = settings.stages or self.stages, settings.block_times or self.block_times
         order, speeds = settings.pipeline_order or self.given, settings.device_speeds or self.device_speeds
         if (stages, times, order, speeds) == (self.stages, self.block_times, self.given, self.device_speeds):
@@ -114,6 +127,9 @@ class ActivationPipeline(Strategy):
         return replace(self, stages=stages, block_times=times, given=order, device_speeds=speeds)
 
     def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
+        """Return ``settings`` with empty stages, times and order taken from the pipeline.
+
+        ``micro_batches_per_visit`` is set to 1. Other open choices get the defaults of ``Strategy.settle``."""
         stages = settings.stages or self.stages or "world"
         times = settings.block_times or self.block_times
         order = settings.pipeline_order or self.given
@@ -121,10 +137,10 @@ class ActivationPipeline(Strategy):
         return super().settle(replace(settings, micro_batches_per_visit=1))
 
     def positions(self, topology: Topology) -> Positions:
-        """Where the positions are.
+        """Return the positions of the pipelines on ``topology``.
 
         Raises:
-            UserError: a pipeline of one.
+            UserError: a pipeline would have one position.
         """
         positions = Positions(topology, self.axis)
         if positions.size < 2:
@@ -135,26 +151,38 @@ class ActivationPipeline(Strategy):
         return positions
 
     def speeds(self, positions: Positions) -> tuple[float, ...]:
-        """Of every position; empty where they are alike."""
+        """Return the relative speed of every position; empty if equal."""
         return positions.speeds(speeds_of(ScheduleSettings(device_speeds=self.device_speeds), positions.topology))
 
     def costs(self, model: ModelSpec, positions: Positions) -> PipelineCosts:
-        """What orders are made for: times that were measured, or what the sizes of the blocks say."""
+        """Return the costs for which orders are made: from ``block_times``, or estimated from block sizes.
+
+        The pace of every position is added (``paced``)."""
         return self.paced(_costs(self.block_times, model), positions)
 
     def paced(self, costs: PipelineCosts, positions: Positions) -> PipelineCosts:
-        """Costs with the pace of every position, where they have none and the positions' speeds differ."""
+        """Return ``costs`` with the pace of every position (fastest = 1), if the positions' speeds differ.
+
+        Returns ``costs`` itself if it has a pace, or if speeds are equal."""
         speeds = self.speeds(positions)
         if costs.pace or not speeds:
             return costs
         return replace(costs, pace=tuple(max(speeds) / speed for speed in speeds))
 
     def layout_of(self, model: ModelSpec, positions: Positions) -> Layout:
-        """The stages of a pipeline over some positions."""
+        """Return the stages over ``positions``: those that ``stages`` gives, or the default ones.
+
+        Raises:
+            UserError: the given stages do not fit the positions or the strategy.
+        """
         return _layout(self, model, positions)
 
     def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
-        """All that the ranks of a pipeline agree on."""
+        """Return the layout, positions, costs and order that all ranks of a pipeline use. No order is made yet.
+
+        Raises:
+            UserError: a list in the costs (``pace`` or ``nodes``) does not have one number for every position.
+        """
         positions = self.positions(topology)
         costs = self.costs(model, positions)
         for name in BY_POSITION:
@@ -172,7 +200,7 @@ class ActivationPipeline(Strategy):
         )
 
     def shape_of(self, step: StepSpec) -> PipelineShape:
-        """The same for a step."""
+        """Return ``shape`` for the model and nodes of ``step``."""
         return self.shape(step.model, step.topology)
 
     def dealt_to(self, topology: Topology) -> Sequence[int]:
@@ -181,6 +209,7 @@ class ActivationPipeline(Strategy):
     def dealing(
         self, step: StepSpec, *, cap: int, work: LayerTime, cuts: float | None = None
     ) -> Callable[[Sequence[int]], Bins]:
+        """Return a function that assigns documents to the pipelines, see ``deal_to_pipelines``."""
         shape = self.shape(step.model, step.topology)
         return partial(
             deal_to_pipelines,
@@ -198,6 +227,7 @@ class ActivationPipeline(Strategy):
         return self.positions(topology).size
 
     def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
+        """Return for every rank the blocks of the stages at its position."""
         positions = self.positions(step.topology)
         layout = self.layout_of(step.model, positions)
         places = range(positions.size)
@@ -205,6 +235,7 @@ class ActivationPipeline(Strategy):
         return [blocks[positions.position(rank)] for rank in range(step.topology.world_size)]
 
     def share_of_a_row(self, step: StepSpec, rank: int) -> float:
+        """Return the time of one micro-batch on the stages of ``rank``, in the unit of the costs."""
         shape = self.shape(step.model, step.topology)
         stages = shape.layout.stages_of(shape.positions.position(rank))
         seconds = shape.costs.stages(shape.layout).seconds
@@ -220,35 +251,46 @@ class ActivationPipeline(Strategy):
         return self.shape(model, topology).homes
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        """Return the schedule of a step; an evaluation uses an order of forward passes only."""
         shape = self.shape_of(step) if training else self.shape(step.model, step.topology)
         if not training:
             shape = replace(shape, order_of=lambda count: forward_only(shape.layout, count))
         return build_pipeline(shape, step, training=training, ranks=ranks)
 
     def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
-        """One of several pipelines side by side."""
+        """Return the ranks of the first pipeline, which represent all ranks; empty if there is only one pipeline."""
         positions = self.positions(topology)
         return tuple(positions.rank(place, 0) for place in range(positions.size)) if positions.replicas > 1 else ()
 
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
-        """One of all pipelines of a form: side by side they do the same."""
+        """Return the ranks of one pipeline for each form (``form_of``) that pipelines of the step have.
+
+        Pipelines of equal form need equal memory."""
         shape, world = self.shape(step.model, step.topology), range(step.topology.world_size)
         one_of = {shape.form_of(step, rank): shape.positions.replica(rank) for rank in reversed(world)}
         return tuple(rank for rank in world if shape.positions.replica(rank) in one_of.values())
 
     def build_in_order(self, step: StepSpec, order: Order) -> Schedule:
-        """A training step in a given order; every pipeline has as many micro-batches."""
+        """Return the schedule of a training step in which every pipeline works in ``order``.
+
+        Every pipeline must have as many micro-batches as ``order``."""
         return build_pipeline(
             replace(self.shape(step.model, step.topology), order_of=lambda _: order), step, training=True
         )
 
     def layouts(self, topology: Topology) -> Sequence[ActivationPipeline]:
+        """Return this pipeline over each axis that gives several positions.
+
+        Of axes with equal numbers of positions only one is used. If ``stages`` is set, only its axis is used."""
         axes = [self.axis] if self.stages else [axis for axis in AXES if Positions(topology, axis).size > 1]
         sizes = {Positions(topology, axis).size: axis for axis in reversed(axes)}
         return [replace(self, stages=self.stages or axis) for axis in axes if axis in sizes.values()]
 
     def trials(self, planner: Planner, like: Strategy | None) -> Sequence[Trial]:
-        """All ways, that of the best pipeline so far first; others only in its place where orders take long."""
+        """Return a trial for every layout of ``layouts``, for a plan to evaluate.
+
+        If making orders takes seconds (``takes_long``), other axes than that of ``like``, the best pipeline so far, are
+        only tried while nothing else fits."""
         axis = like.axis if isinstance(like, ActivationPipeline) else ""
         return [
             Trial(way)
@@ -258,17 +300,19 @@ class ActivationPipeline(Strategy):
         ]
 
     def least_s(self, planner: Planner) -> float:
-        """Seconds that a step needs at least, as far as that is known before anything is made."""
+        """Return a lower bound of the seconds of a step, known before anything is made."""
         return planner.least_s(self)
 
     def playing(self, model: ModelSpec, topology: Topology, count: int) -> int:
-        """Micro-batches, times blocks, of its orders that are played, about."""
+        """Return the approximate work of simulating orders: micro-batches of a pipeline, times blocks.
+
+        Repeated parts of long orders are not counted."""
         positions = self.divided_over(topology)
         each = -(-count * positions // topology.world_size)
         return min(each, 2 * searched(positions)) * len(model.blocks)
 
     def takes_long(self, planner: Planner) -> bool:
-        """True if making and playing orders takes seconds."""
+        """Return True if making and simulating orders takes seconds."""
         return self.playing(planner.model, planner.topology, planner.micro_batches_of(self)) > QUICK_EFFORT
 
     def visits(self, count: int, topology: Topology, settings: ScheduleSettings) -> Sequence[int]:
@@ -277,19 +321,25 @@ class ActivationPipeline(Strategy):
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
+        """Yield dicts with values of ``recompute`` under which some or all layers keep everything.
+
+        A quarter, half, or all of the layers keep all their activations. Values for which ``worth`` returns False are
+        skipped."""
         layers = step.model.num_layers
         ways = (*(f"none:{max(1, layers // share)},full" for share in (4, 2)), "none")
         yield from ({"recompute": recompute} for recompute in filter(worth, ways))
 
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
-        """A round here is as many micro-batches of a pipeline as it has positions, or what its order repeats; each
-        pipeline has an equal share.
-        """
+        """Return a short step, a longer step and a factor, see ``Strategy.extended``.
+
+        The longer step has one round more in every pipeline. A round has as many micro-batches as there are positions,
+        or as its order repeats. ``(step, step, 0.0)`` is returned for short steps, steps with given orders, and
+        pipelines with unequal numbers of micro-batches."""
         positions = self.positions(step.topology)
         each = -(-len({m for share in step.micro_batches for m in share}) // positions.replicas)
         if step.speeds and len({len(share) for share in step.micro_batches}) > 1:
             return step, step, 0.0
-        speeds = step.speeds if step.shared is None else ()  # pipelines have as many bins, however fast they are
+        speeds = step.speeds if step.shared is None else ()  # packed: equal counts at any speed
         least, round_ = self.played_round(step, positions, each, rounds)
         least += max(sum(step.cut_in(share)) for share in step.micro_batches)
         if step.orders or each <= least + round_:
@@ -299,6 +349,7 @@ class ActivationPipeline(Strategy):
             return step, step, 0.0
 
         def cut(count: int) -> StepSpec:
+            """Return ``step`` with ``count`` micro-batches for each pipeline."""
             return step.with_shares(positions.share(count * positions.replicas, speeds))
 
         return cut(few), cut(few + round_), (each - few) / round_
@@ -306,6 +357,11 @@ class ActivationPipeline(Strategy):
 
 @lru_cache(KEPT)
 def _costs(block_times: str, model: ModelSpec) -> PipelineCosts:
+    """Return the costs that ``block_times`` spells, or costs estimated from sizes if it is empty; cached.
+
+    Raises:
+        UserError: ``block_times`` has another number of blocks than the model, or is not valid.
+    """
     if not block_times:
         return times_from_sizes(model)
     costs = parse_times(block_times)
@@ -317,6 +373,11 @@ def _costs(block_times: str, model: ModelSpec) -> PipelineCosts:
 
 @lru_cache(KEPT)
 def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions) -> Layout:
+    """Return the layout that the strategy's ``stages`` give, or its default layout; cached.
+
+    Raises:
+        UserError: the layout does not fit the positions or the strategy.
+    """
     given, size = strategy.stages.partition(":")[2], positions.size
     if not given:
         layout, speeds = strategy.usual_layout(model, positions), strategy.speeds(positions)
@@ -333,7 +394,11 @@ def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions
 
 @lru_cache(KEPT)
 def order_of_layout(strategy: ActivationPipeline, layout: Layout, costs: PipelineCosts, count: int) -> Order:
-    """The order that is given for so many micro-batches, or the one that the strategy makes; remembered."""
+    """Return the order given for ``count`` micro-batches, or the one that the strategy makes; cached.
+
+    Raises:
+        UserError: the given order does not fit the layout.
+    """
     if strategy.given and (order := parse_order(strategy.given)).micro_batches == count:
         check_order(layout, order)
         return order
@@ -341,10 +406,10 @@ def order_of_layout(strategy: ActivationPipeline, layout: Layout, costs: Pipelin
 
 
 def parse_order(text: str) -> Order:
-    """``ScheduleSettings.pipeline_order`` as an order.
+    """Parse ``text``, a value of ``ScheduleSettings.pipeline_order``, and return the order. Nothing else is checked.
 
     Raises:
-        UserError: something else.
+        UserError: ``text`` is not the text of an order.
     """
     try:
         return Order.parse(text)
@@ -354,7 +419,10 @@ def parse_order(text: str) -> Order:
 
 
 def check_order(layout: Layout, order: Order) -> None:
-    """Raise UserError if an order is none of a layout: works are missing, twice or elsewhere, or wait for ever."""
+    """Raise UserError if ``order`` does not fit ``layout``.
+
+    Every work item must exist exactly once, on the position of its stage, and the order must not deadlock.
+    """
     works = Counter((place, work) for place, lane in order.lanes for work in lane)
     done = {kind: {work[1:] for _, work in works if work.kind == kind} for kind in KINDS}
     everything = set(product(range(layout.stages), range(order.micro_batches)))
@@ -373,7 +441,7 @@ def check_order(layout: Layout, order: Order) -> None:
 
 
 class OneForwardOneBackward(ActivationPipeline):
-    """1F1B (PipeDream-flush)."""
+    """1F1B pipeline (PipeDream-flush)."""
 
     name = "1f1b"
     summary = "weights stay, activations travel: a stage on every device, a forward pass, then a backward pass"
@@ -389,7 +457,7 @@ class OneForwardOneBackward(ActivationPipeline):
 
 
 class Interleaved(ActivationPipeline):
-    """Interleaved 1F1B (Megatron-LM)."""
+    """Interleaved 1F1B pipeline (Megatron-LM): two stages on every position."""
 
     name = "interleaved-1f1b"
     summary = "1F1B with two stages on every device"
@@ -404,6 +472,9 @@ class Interleaved(ActivationPipeline):
         return interleaved(layout, count)
 
     def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
-        """A group of the order; all micro-batches where these make none, as the order says when it is made."""
+        """Return (micro-batches to simulate, micro-batches of a group): ``rounds`` groups, and one group.
+
+        Both are ``each`` if the micro-batches cannot form equal groups; the order then raises an error when it is made.
+        """
         group = each // max(1, each // positions.size)
         return (rounds * group, group) if makes_groups(each, positions.size) else (each, each)

@@ -1,4 +1,4 @@
-"""Costs of blocks as text, for settings, and from sizes, where nobody has measured."""
+"""Costs of blocks as text, for settings, and estimated from sizes if they were not measured."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.spec import ModelSpec
 
 USUAL = (None, None, None, *(field.default for field in fields(BlockTimes)[3:]))
-"""What is left out at the end of a block, if it is this."""
+"""Default values of the numbers of a block. Trailing numbers that equal them are omitted from the text."""
 OTHERS = ("hop", "pace", "memory", "host", "near_hop", "nodes", "link")
 BY_POSITION = ("nodes", "pace")
-"""Those of them that have a number for every position."""
+"""Fields of ``OTHERS`` that have one number for every position."""
 OF_PRODUCTS = 16.0
-"""Boundaries for which W of a layer has memory, where nothing was measured; 17 in Llama 3 8B."""
+"""Memory of a layer between the two parts of its backward pass, in boundary activations, if it was not measured. Llama
+3 8B needs 17."""
 EXPECTED = "times of all blocks (forward/input gradient/weight gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3"
 
 
 def spell_times(costs: PipelineCosts) -> str:
-    """Costs as text: for every block forward/backward_input/backward_weight, and as much of /kept/kept_for_weights
-    and /resident and /stays as is not usual; equal blocks in a row once; then what else there is.
+    """Return costs as text, which ``parse_times`` reads.
+
+    Each block is written as forward/backward_input/backward_weight, then /kept, /kept_for_weights, /resident and /stays
+    up to the last one that is not the default. Equal blocks in a row are written once, with their number. Other costs
+    that are not the default follow as ``name=value``.
 
     >>> spell_times(PipelineCosts((BlockTimes(1, 2.5, 0), *[BlockTimes(10, 20, 10, 1, 4)] * 32), hop=3))
     '1/2.5/0,32x10/20/10/1/4;hop=3'
@@ -37,10 +41,10 @@ def spell_times(costs: PipelineCosts) -> str:
 
 
 def parse_times(text: str) -> PipelineCosts:
-    """The inverse of ``spell_times``.
+    """Return the costs whose text (``spell_times``) is ``text``.
 
     Raises:
-        UserError: something else.
+        UserError: ``text`` is not the text of costs.
 
     >>> parse_times("2x1/2/1,4/5/6;pace=1/2").blocks[1:] == (BlockTimes(1, 2, 1), BlockTimes(4, 5, 6))
     True
@@ -73,12 +77,12 @@ gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3
 
 
 def times_from_sizes(model: ModelSpec) -> PipelineCosts:
-    """Times in proportion to the parameters that a token meets, for want of measured ones: thousandths of the largest
-    block's.
+    """Return the costs of all blocks, estimated from their parameters, for a model without measured times.
 
-    A forward pass is one product of a micro-batch with every weight, and so is each part of a backward pass; the part
-    for inputs begins with the recomputation. The embedding is looked up. The head runs in its backward pass alone,
-    and that as a whole.
+    Times are in proportion to the parameters that one token is multiplied with. One product of a micro-batch with all
+    weights of the largest block takes 1000. A forward pass takes one product. The backward pass for inputs takes two,
+    one of them for recomputation. The backward pass for weights takes one with the trained weights. The embedding is a
+    look-up and takes no time. The head runs only in its backward pass, which is not split.
 
     >>> from tawpipe.schedule.spec import BlockSpec, UnitSpec
     >>> units = UnitSpec(8000, True, (0, 3)), UnitSpec(1000, True, (1,)), UnitSpec(1000, True, (2,))
@@ -108,6 +112,7 @@ def times_from_sizes(model: ModelSpec) -> PipelineCosts:
 
 
 def _spell_block(block: BlockTimes) -> str:
+    """Return the numbers of one block as text, without trailing default values."""
     values = [getattr(block, field.name) for field in fields(BlockTimes)]
     while len(values) > 3 and values[-1] == USUAL[len(values) - 1]:
         values.pop()
@@ -119,6 +124,11 @@ def _number(value: float) -> str:
 
 
 def _positive(word: str) -> float:
+    """Return the number that ``word`` spells.
+
+    Raises:
+        ValueError: it is not a number of at least 0.
+    """
     if not (value := float(word)) >= 0:
         raise ValueError(word)
     return value

@@ -1,7 +1,7 @@
-"""What the positions of a pipeline do, and a clock for it that knows nothing but stages.
+"""Work items of a pipeline, costs of its stages, and a simple clock that knows nothing but stages.
 
-The clock here is what searches for schedules ask thousands of times; what it finds is then played by the one clock of
-the house (simulate/clock.py), which knows links, lanes and actions, and proved like every schedule.
+Searches for schedules use this clock thousands of times. Their results are then simulated by the full clock
+(simulate/clock.py), which knows links, lanes and actions, and are proved like every schedule.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tawpipe.schedule.pipelines.layout import Layout
 
 KINDS = "FBIWOR"
 ROUNDING = 1e-9
-"""Sums of floats may exceed a limit of memory by this share of it."""
+"""Share by which sums of floats may exceed a limit of memory."""
 
 
 class Work(NamedTuple):
-    """One stage on one micro-batch.
+    """A work item: one stage on one micro-batch.
 
     Args:
-        kind: ``F`` forward; ``B`` backward, with its recomputation; ``I`` and ``W`` its parts for the gradients of
-            inputs and of weights; ``O`` and ``R``, on the link to the host's memory: what F keeps goes there, and comes
-            back.
-        micro_batch: its number in its pipeline, from 0.
+        kind: ``F`` forward; ``B`` backward, with its recomputation; ``I`` and ``W`` its two parts, for the gradients of
+            inputs and of weights; ``O`` offload of what F keeps to CPU memory, and ``R`` reload of it.
+        stage: index of the stage.
+        micro_batch: number of the micro-batch in its pipeline, from 0.
     """
 
     kind: str
@@ -39,10 +39,10 @@ class Work(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Work:
-        """The inverse of ``str``.
+        """Return the work item whose text form (``str(work)``) is ``text``.
 
         Raises:
-            ValueError: something else.
+            ValueError: ``text`` is not the text of a work item.
         """
         stage, _, number = text[1:].partition(".")
         if not text or text[0] not in KINDS:
@@ -52,13 +52,13 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What every position does, in order.
+    """Work items of every position of a pipeline, in the order in which they run.
 
     Args:
-        compute: by position, F, B, I and W.
-        host: by position, O and R; empty where nothing goes to the host's memory.
-        after: a work that waits for the end of one on the other lane of its position, because of memory: F and R of O
-            or B, I, W. All else that a work waits for follows from what it is (``needs``).
+        compute: for every position the items F, B, I and W in order.
+        host: for every position the items O and R in order; empty if nothing is offloaded.
+        after: item -> item on the other lane of its position whose end it must wait for, to limit memory: F and R wait
+            for O, B, I or W. All other waits follow from the items themselves (``needs``).
     """
 
     compute: tuple[tuple[Work, ...], ...]
@@ -71,10 +71,10 @@ class Order:
 
     @classmethod
     def parse(cls, text: str) -> Order:
-        """The inverse of ``str``.
+        """Return the order whose text form (``str(order)``) is ``text``.
 
         Raises:
-            ValueError: something else.
+            ValueError: ``text`` is not the text of an order.
 
         >>> order = Order.parse("F0.0 F0.1 B0.0 B0.1|F1.0 B1.0 F1.1 B1.1;O0.0 R0.0|;F0.1>O0.0")
         >>> order.host[0][1], order.host[1], str(order) == str(Order.parse(str(order)))
@@ -90,25 +90,27 @@ class Order:
 
     @property
     def micro_batches(self) -> int:
-        """Of the pipeline."""
+        """Number of micro-batches in this order."""
         return 1 + max((work.micro_batch for works in self.compute for work in works), default=-1)
 
     @property
     def lanes(self) -> list[tuple[int, tuple[Work, ...]]]:
-        """(position, works in order) of everything that runs one by one."""
+        """(Position, items in order) of every lane: first all lanes that compute, then all host lanes."""
         return [*enumerate(self.compute), *enumerate(self.host)]
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """One block on one micro-batch; times in any unit, memory in any other.
+    """Times of one block on one micro-batch, in any unit, and its memory, in any other unit.
 
     Args:
-        backward_input: with the recomputation.
-        kept: memory from its forward pass to its backward pass (B or I).
+        forward: time of the forward pass.
+        backward_input: time of the backward pass for inputs, including the recomputation.
+        backward_weight: time of the backward pass for weights.
+        kept: memory from the forward pass to the backward pass (B or I).
         kept_for_weights: memory from I to W.
-        resident: memory of its weights, gradients and optimizer state.
-        stays: of ``kept``, what never goes to the host's memory: all of a block or nothing.
+        resident: memory of the block's weights, gradients and optimizer state.
+        stays: part of ``kept`` that is never offloaded: for a block all of it or nothing.
     """
 
     forward: float
@@ -121,7 +123,7 @@ class BlockTimes:
 
     @property
     def moves(self) -> float:
-        """Of ``kept``, what may go to the host's memory."""
+        """Part of ``kept`` that may be offloaded."""
         return self.kept - self.stays
 
 
@@ -135,18 +137,18 @@ TIMES: dict[str, Callable[[BlockTimes], float]] = {
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Everything that a search for a schedule is given.
+    """Costs for which a search makes a pipeline's schedule.
 
     Args:
-        blocks: of the model, the embedding first and the head last.
-        hop: time of a boundary activation, or of its gradient, from one position to another; links do not get in each
-            other's way.
-        link: of that, how long it would pass its node's link alone; 0 where that is ``hop``.
-        pace: multiplies the times of every position; empty for 1.
-        memory: of a position, in which its blocks' weights are resident and inputs are kept.
-        host: time of a unit of memory on a position's link to its host; one transfer at a time, either way.
-        near_hop: like ``hop``, between two positions of one node.
-        nodes: the node of every position; empty where each is on one of its own.
+        blocks: costs of all blocks of the model, from the embedding to the head.
+        hop: time of a boundary activation, or its gradient, from one position to another. Links do not slow each other.
+        pace: factor for the times of every position; empty if all are 1.
+        memory: memory of a position, for the weights of its blocks and for what is kept.
+        host: time of one unit of memory on a position's link to its host; one transfer at a time, in either direction.
+        near_hop: as ``hop``, between two positions of one node.
+        nodes: node of every position; empty if each is on a node of its own.
+        link: time of a boundary activation on its node's link, if no other transfer uses the link; 0 if equal to
+            ``hop``.
     """
 
     blocks: tuple[BlockTimes, ...]
@@ -159,32 +161,33 @@ class PipelineCosts:
     link: float = 0.0
 
     def travel(self, source: int, target: int) -> Any:
-        """Time of a boundary from one position to another; none if they are the same."""
+        """Return the time of sending a boundary activation between two positions; 0 if they are equal."""
         if source == target:
             return 0
         return self.near_hop if self.nodes and self.nodes[source] == self.nodes[target] else self.hop
 
     def paced(self, time: float, position: int) -> float:
-        """A time of blocks on a position."""
+        """Return ``time`` multiplied by the pace of ``position``."""
         return (self.pace[position] if self.pace else 1.0) * time
 
     def moves(self, block: int) -> bool:
-        """True if what a block keeps may go to the host's memory."""
+        """Return True if what ``block`` keeps may be offloaded."""
         return self.blocks[block].moves > 0
 
     def stages(self, layout: Layout) -> StageCosts:
-        """By stage of a layout."""
+        """Return the costs of every stage of ``layout``: sums over its blocks, with the pace of its position."""
         return StageCosts(layout, self)
 
 
 class StageCosts:
-    """The costs of a layout's stages, in the numbers of those of its blocks.
+    """Costs of a layout's stages, as sums over their blocks.
 
-    Args:
-        seconds: time by (kind, stage).
-        kept, kept_for_weights: by stage, memory of a micro-batch from F to B or I, and from I to W.
-        moved: by stage, of what is kept the part that O takes away and R brings back.
-        resident: by position, memory of weights, gradients and optimizer state.
+    Attributes:
+        seconds: (kind, stage) -> time.
+        kept: for every stage the memory of a micro-batch from F to B or I.
+        kept_for_weights: for every stage the memory of a micro-batch from I to W.
+        moved: for every stage the part of ``kept`` that O offloads and R reloads.
+        resident: for every position the memory of weights, gradients and optimizer state.
     """
 
     def __init__(self, layout: Layout, costs: PipelineCosts) -> None:
@@ -201,38 +204,42 @@ class StageCosts:
             self.seconds["O", stage] = self.seconds["R", stage] = costs.host * moved if moved else 0
 
     def _sums(self, of: Callable[[BlockTimes], float]) -> list[Any]:
+        """Return for every stage the sum of ``of(block)`` over its blocks."""
         layout, blocks = self.layout, self.costs.blocks
         return [sum(of(blocks[block]) for block in layout.blocks_of(stage)) for stage in range(layout.stages)]
 
     @cached_property
     def taken(self) -> dict[tuple[str, int], Any]:
-        """Memory from the start of a work on, by (kind, stage)."""
+        """(Kind, stage) -> memory that a work item allocates at its start."""
         kinds = {"F": self.kept, "R": self.moved, "I": self.kept_for_weights}
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
     @cached_property
     def given(self) -> dict[tuple[str, int], Any]:
-        """Memory that is free again after the end of a work, by (kind, stage)."""
+        """(Kind, stage) -> memory that a work item frees at its end."""
         kinds = {"B": self.kept, "I": self.kept, "O": self.moved, "W": self.kept_for_weights}
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
     @cached_property
     def rooms(self) -> list[Any]:
-        """By position, memory besides what is resident; below zero where that alone is too much."""
+        """Memory limit of every position minus its resident memory; negative if resident memory alone is too much."""
         return [self.costs.memory - resident for resident in self.resident]
 
     @cached_property
     def limits(self) -> list[float]:
-        """The same, and what sums of floats may exceed the memory by."""
+        """Memory limit of every position, enlarged by the tolerance ``ROUNDING``, minus its resident memory."""
         return [self.costs.memory * (1 + ROUNDING) - resident for resident in self.resident]
 
     @property
     def micro_batch(self) -> list[Any]:
-        """By position, what one micro-batch keeps."""
+        """For every position, the memory that one micro-batch keeps there from its forward to its backward passes."""
         return [sum(self.kept[stage] for stage in self.layout.stages_of(p)) for p in range(self.layout.size)]
 
     def levels(self, works: Iterable[Work]) -> list[Any]:
-        """What a lane alone has taken less what it has given back, by state: see memory.py."""
+        """Return the memory that the items ``works`` of one lane hold in each state of the lane.
+
+        States are: before the first item, then during and after each item. Memory that items of the other lane take or
+        free is not counted, so that numbers may be negative."""
         levels = [0]
         for work in works:
             running = levels[-1] + self.taken[work.kind, work.stage]
@@ -241,7 +248,16 @@ class StageCosts:
 
 
 def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
-    """What has to be done before, on whichever position: of each tuple the one that the order has."""
+    """Yield, for each dependency of ``work``, a tuple of alternatives: work items that can fulfil it.
+
+    ``work`` may start when, of every tuple, the item that the order contains has ended. A backward pass, for example,
+    waits for ``B`` or ``I`` of the next stage. A tuple of which the order contains no item (such as ``R`` without
+    offloading) is no dependency. The items may be on any position.
+
+    Args:
+        work: the work item.
+        stages: number of stages.
+    """
     kind, stage, m = work.kind, work.stage, work.micro_batch
     if kind == "F" and stage > 0:
         yield (Work("F", stage - 1, m),)
@@ -260,13 +276,18 @@ def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
 def play(
     layout: Layout, order: Order, costs: PipelineCosts, slower: Callable[[Work], float] = lambda _: 1
 ) -> dict[Work, tuple[float, float]]:
-    """(start, end) of every work.
+    """Simulate ``order`` and return (start, end) of every work item, each started as early as possible.
+
+    Memory limits are ignored, and transfers do not slow each other.
 
     Args:
-        slower: how many times as long a work takes.
+        layout: the stages and their positions.
+        order: the order to simulate.
+        costs: times of blocks and transfers, whose unit is that of the result.
+        slower: function that returns a factor for the time of a work item.
 
     Raises:
-        ValueError: the order waits for itself.
+        ValueError: the order has a deadlock.
     """
     lanes, seconds = order.lanes, costs.stages(layout).seconds
     known = {work for _, works in lanes for work in works}
@@ -296,5 +317,5 @@ def play(
 
 
 def makespan(times: Mapping[Work, tuple[float, float]]) -> float:
-    """The end of the last work."""
+    """Return the end of the last work item; 0 if there is none."""
     return max((end for _, end in times.values()), default=0.0)

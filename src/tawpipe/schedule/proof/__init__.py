@@ -1,1 +1,1 @@
-"""The judge of schedules: every action's form, every buffer's content, every meeting of ranks."""
+"""Proof of a schedule: checks that it is right before it runs."""

@@ -1,9 +1,9 @@
-"""Where actions of several ranks meet: the one set of rules that the proof and the clock share.
+"""Matching of the actions of several ranks, by rules that the proof and the clock share.
 
-* A collective takes place when all members of its group have it at the head of the same lane; all must mean the same
-  operation.
-* Each part of an exchange takes place when its other side is there. Parts between two ranks on one lane and group match
-  in the order in which they were issued.
+* A collective takes place when all members of its group have it as the first action of the same lane. All must issue
+  the same operation.
+* Each transfer of an exchange takes place when its other side has been issued, too. Transfers between two ranks on one
+  lane and group match in the order in which they were issued.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Part = TypeVar("Part")
 
 
 class Rendezvous(Generic[Part]):
-    """Actions that wait for others, whatever their player calls them.
+    """Actions that wait for actions of other ranks. A part is any object with which the caller represents an action.
 
     Args:
-        describe: a part in words, for errors.
+        describe: function that returns a text for a part, for error messages.
     """
 
     def __init__(self, describe: Callable[[Part], str]) -> None:
@@ -31,7 +31,15 @@ class Rendezvous(Generic[Part]):
         self._open: dict[tuple, deque[tuple[Part, Transfer, str]]] = {}
 
     def collective(self, part: Part, action: Action, members: tuple[int, ...], needed: int) -> list[Part]:
-        """All parts of a collective, in the order of their arrival, once ``needed`` of them are there; none before.
+        """Add a part of a collective; return all parts, in order of arrival, once ``needed`` have arrived.
+
+        Returns an empty list while parts are missing. Parts that are returned are forgotten.
+
+        Args:
+            part: the caller's object for the action.
+            action: the action.
+            members: ranks of the group.
+            needed: number of parts to wait for.
 
         Raises:
             ScheduleError: members of the group issue different operations.
@@ -48,10 +56,18 @@ class Rendezvous(Generic[Part]):
         return parts
 
     def exchange(self, part: Part, rank: int, action: Action) -> Iterator[tuple[Transfer, Part, Transfer]]:
-        """The transfers of an exchange whose other side is there: (its own, the other part, the other's).
+        """Match the transfers of an exchange with waiting transfers of other ranks.
+
+        Yields (its own transfer, the other part, the other transfer) for each match. A transfer without a match is
+        stored, and waits for its other side.
+
+        Args:
+            part: the caller's object for the action.
+            rank: the rank of the action.
+            action: the exchange.
 
         Raises:
-            ScheduleError: a send meets the receive of something else.
+            ScheduleError: a send matches a receive of another unit or compression.
         """
         for transfer in action.transfers:
             sender, receiver = (rank, transfer.peer) if transfer.send else (transfer.peer, rank)
@@ -68,14 +84,15 @@ class Rendezvous(Generic[Part]):
             yield transfer, other, match
 
     def present(self, action: Action, members: tuple[int, ...]) -> list[Part]:
-        """The parts of a collective that are there and wait for the others."""
+        """Return the parts of a collective that have arrived and still wait for other members."""
         return [member for member, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
 
     def unmet(self, part: Part) -> list[Transfer]:
-        """The transfers of an exchange that wait for their other side."""
+        """Return the transfers of an exchange whose other side has not arrived."""
         return [transfer for queue in self._open.values() for other, transfer, _ in queue if other == part]
 
 
 def _operation(action: Action) -> tuple:
+    """Return the fields of an action that must be equal on all members of a group."""
     about = action.block, action.micro_batch, action.unit
     return action.op, action.collective, *about, action.root, action.compression

@@ -1,6 +1,6 @@
-"""What every buffer holds while the proof plays a schedule, and what every action makes of it.
+"""Symbolic contents of every buffer while the proof simulates a schedule, and the effect of every action on them.
 
-Contents are symbolic: weights know their unit, stripes and version, gradients the contributions in them.
+Weights have a unit, shards and a version. Gradients also have the contributions that they sum.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from tawpipe.schedule.buffers import (
 from tawpipe.schedule.step import Schedule
 
 COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-"""Operations on a block and a micro-batch that compute with the device."""
+"""Operations that compute with a block on a micro-batch."""
 
 
 class ScheduleError(AssertionError):
-    """A schedule that must not run, with the action at which the proof failed."""
+    """A schedule is wrong and must not run. The message contains the action at which the proof failed."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a buffer of weights or gradients holds.
+    """Content of a buffer of weights or gradients.
 
     Args:
-        kind: ``w`` weights, ``g`` gradients, ``m`` gradients that an update has scaled to those of the mean loss.
-        stripes: which stripes of the unit, in order.
-        version: of weights: the number of updates before it; of gradients: the step.
-        parts: of gradients: the (block, micro-batch) pairs summed in it; where a set of ranks computes a row together,
-            with the rank's place in the set, and of layers once more for its keys and values.
+        kind: ``w`` weights, ``g`` gradients, ``m`` gradients that an update has scaled to gradients of the mean loss.
+        unit: index of the unit.
+        stripes: indices of the unit's shards, in order.
+        version: for weights the number of updates before; for gradients the step.
+        parts: for gradients the (block, micro-batch) pairs that are summed. In a context-parallel group a pair also has
+            the rank's position in the group, and a layer has a second set of pairs for its keys and values.
     """
 
     kind: str
@@ -52,13 +53,19 @@ class Content:
 
 @dataclass
 class Running:
-    """An action of one rank in one step, in the play.
+    """An action of one rank in one step of the simulation.
 
     Args:
-        waits: how many actions it still waits for.
-        open_parts: transfers of an exchange that have not met their other side.
-        begins: instead of the action its beginning, before its lane comes to it.
-        numbers: of its messages, by transfer; by None of a collective's. An action and its beginning share them.
+        rank: the rank.
+        step: number of the step.
+        index: index in the rank's program.
+        action: the action.
+        waits: number of actions that it still waits for.
+        started: True once it has started.
+        open_parts: number of transfers of an exchange that have not met their other side.
+        begins: True for the early part of the action, which starts before its lane is free.
+        numbers: transfer -> number of its message; the key is None for a collective. An action and its early part share
+            it.
     """
 
     rank: int
@@ -76,62 +83,71 @@ class Running:
 
 
 class Contents:
-    """The buffers and activations of all ranks.
+    """Contents of the buffers and activations of all ranks.
 
-    Every method takes the running action, reads what it reads and writes what it writes.
+    Every method takes running actions, checks what they read, and records what they write.
 
     Args:
-        schedules: of the steps, in their order; they differ in their micro-batches, or only go forward.
+        schedules: schedule of every step, in order. They differ in their micro-batches, or only go forward.
 
     Raises:
-        ScheduleError: the action does not find what it needs, or writes what does not fit.
+        ScheduleError: an action does not find what it needs, or writes what does not fit.
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.schedules, schedule = schedules, schedules[0]
         self.schedule, self._early = schedule, schedule.step.settings.early_updates
         self._updates = tuple(accumulate((each.training for each in schedules), initial=0))
-        """Of every step the updates before it, and all."""
+        """For every step the number of updates before it; at the end the number of all updates."""
         self.held: list[dict[Buffer, Content]] = []
         self.alive: list[set[Buffer]] = []
-        """Activations and losses of every rank."""
+        """For every rank the activations and losses that hold something."""
         self.places: list[dict[Buffer, frozenset[int]]] = [{} for _ in schedule.programs]
-        """Of every rank's keys and values, and of their gradients: the ranks of the set that are in them."""
+        """For every rank: keys and values, or their gradients -> positions in the context-parallel group that are in
+        them."""
         self._unfinished: list[set[Buffer]] = [set() for _ in schedule.programs]
-        """Gradients of inputs that lack what comes through keys and values."""
+        """For every rank the input gradients that still lack the part through keys and values."""
         distinct = list({id(each): each for each in schedules}.values())
         self._sizes = [
             {buffer: size for each in distinct for buffer, size in each.buffer_elements(rank).items()}
             for rank in range(schedule.topology.world_size)
         ]
         self._normed = [-1] * schedule.topology.world_size
-        """The step of every rank's last NORM."""
+        """For every rank the step of its last NORM."""
         self._counted = [-1] * schedule.topology.world_size
-        """The step of every rank's last COUNT."""
+        """For every rank the step of its last COUNT."""
         for rank in range(schedule.topology.world_size):
             homes = ((unit, home.index(rank)) for unit, home in enumerate(schedule.homes))
             self.held.append({home_weight(unit): Content("w", unit, (i,)) for unit, i in homes if i is not None})
             self.alive.append(self._at_first(rank))
         self._passes: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
-        """Of every rank's caches the passes that are in them."""
+        """For every rank: KV cache of a layer -> number of passes in it."""
         self._sized: list[dict[int, Content]] = [{} for _ in schedule.programs]
-        """Of every rank, the units whose changes a SIZE has counted and that have not come since, with what it saw."""
+        """For every rank: unit that a SIZE has counted and that is not refreshed yet -> weights that SIZE saw."""
         self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
-        """Of every rank's places in the host's memory the micro-batches that are there, in pipelines."""
+        """For every rank: slot in CPU memory -> micro-batch that is in it, in pipelines."""
         self._everything = {id(each): _everything(each) for each in distinct}
-        """Of every schedule, by its id, what must be in the gradient of a unit."""
+        """Id of a schedule -> unit -> contributions that its gradient must have."""
 
     def _at_first(self, rank: int) -> set[Buffer]:
-        """What is alive on a rank before the first step, and after every one."""
+        """Return the activations that a rank holds before the first step, and must hold after every step.
+
+        Empty except for decode steps, where the rank of the embedding holds the sampled tokens of every group."""
         schedule = self.schedule
         embeds = schedule.looped and 0 in schedule.step.strategy.computes(schedule.step)[rank]
         return set(map(ids, schedule.micro_batches)) if embeds else set()
 
     def _place(self, rank: int) -> int:
-        """A rank's place in its set."""
+        """Return the position of a rank in its context-parallel group."""
         return self.schedule.topology.local_of(rank) % self.schedule.step.sequence_ranks
 
     def _read(self, buffer: Buffer, running: Running) -> Content:
+        """Return what ``buffer`` holds on the rank of ``running``.
+
+        Raises:
+            ScheduleError: it holds nothing, or is a weight copy whose changes this step has counted (SIZE) but not
+                applied.
+        """
         if buffer.kind is Kind.COPY and int(buffer.pool[1:]) in self._sized[running.rank]:
             raise ScheduleError(f"reads {buffer} before this step's refresh: {running}")
         content = self.held[running.rank].get(buffer)
@@ -140,6 +156,11 @@ class Contents:
         return content
 
     def _write(self, buffer: Buffer, content: Content, running: Running) -> None:
+        """Set what ``buffer`` holds on the rank of ``running``.
+
+        Raises:
+            ScheduleError: the size or kind of the buffer does not fit the content.
+        """
         elements = len(content.stripes) * self.schedule.homes[content.unit].stripe
         if (size := self._sizes[running.rank][buffer]) != elements:
             raise ScheduleError(f"writes {elements} elements into {buffer}, which has {size}: {running}")
@@ -148,6 +169,11 @@ class Contents:
         self.held[running.rank][buffer] = content
 
     def _sum(self, parts: Sequence[Content], running: Running) -> Content:
+        """Return the content that results from adding up ``parts``, whose contributions are united. Records nothing.
+
+        Raises:
+            ScheduleError: they are of different units, shards or steps, or a contribution is in two of them.
+        """
         together: set[tuple[int, ...]] = set()
         first = parts[0]
         for content in parts:
@@ -165,7 +191,18 @@ class Contents:
     # between ranks
 
     def transfer(self, sender: Running, source: Buffer, receiver: Running, target: Buffer, unit: int) -> None:
-        """One part of an exchange."""
+        """Run one transfer of an exchange: copy a weight or gradient to the receiver, or move an activation to it.
+
+        Args:
+            sender: action of the sending rank.
+            source: buffer that is sent.
+            receiver: action of the receiving rank.
+            target: buffer that is filled.
+            unit: unit that is expected in ``source``; not used for activations.
+
+        Raises:
+            ScheduleError: the source holds nothing or another unit, or the target still holds an activation.
+        """
         if source.is_activation or target.is_activation:
             if source != target or source not in self.alive[sender.rank]:
                 raise ScheduleError(f"sends {source} as {target}, or holds nothing there: {sender}")
@@ -180,7 +217,11 @@ class Contents:
         self._write(target, content, receiver)
 
     def collective(self, parts: Sequence[Running]) -> None:
-        """A COLLECTIVE, with all members in the order of the group."""
+        """Run a COLLECTIVE of all members, which are in the order of the group.
+
+        Raises:
+            ScheduleError: a member has other content than the operation needs.
+        """
         action = parts[0].action
         if action.reads and action.reads[0].is_activation:
             self._keys_together(parts)
@@ -212,12 +253,17 @@ class Contents:
         for part, output in zip(parts, outputs, strict=True):
             for name in part.action.writes:
                 if action.collective == "reduce" and part.rank != action.root:
-                    del self.held[part.rank][name]  # what a reduction leaves there is nothing
+                    del self.held[part.rank][name]  # a reduce leaves no usable content on other ranks
                 else:
                     self._write(name, output, part)
 
     def _keys_together(self, parts: Sequence[Running]) -> None:
-        """Gather keys and values, or sum up their gradients, in a set."""
+        """Run a collective of keys and values (gathered) or of their gradients (summed) in a context-parallel group.
+
+        Raises:
+            ScheduleError: a member has other content than its own part, or the operation does not fit the kind of
+                buffer.
+        """
         everyone = frozenset(range(self.schedule.step.sequence_ranks))
         gathers = parts[0].action.collective == "all_gather"
         for part in parts:
@@ -231,7 +277,12 @@ class Contents:
             self.places[part.rank][part.action.reads[0]] = everyone
 
     def size(self, parts: Sequence[Running]) -> None:
-        """A SIZE, with all members of its group: their copies of a unit must be of one version, or not be there."""
+        """Run a SIZE of all members of a group: record the weights at home whose changes were counted.
+
+        Raises:
+            ScheduleError: members read different buffers, changes of an earlier SIZE were not refreshed, or the
+                members' copies of a unit have different versions.
+        """
         for part in parts:
             if part.action.reads != parts[0].action.reads:
                 raise ScheduleError(f"counts other changes than {parts[0]}: {part}")
@@ -245,7 +296,11 @@ class Contents:
                 raise ScheduleError(f"copies of unit {unit} of several versions: {parts[0]}")
 
     def norm(self, running: Running) -> None:
-        """NORM on one of the ranks."""
+        """Run NORM on one rank: check that the gradients are complete, and record that the norm is known.
+
+        Raises:
+            ScheduleError: a gradient at home is not complete, or a loss is missing.
+        """
         for buffer in running.action.reads:
             if buffer.is_gradient:
                 self._expect_complete(running, buffer, buffer.at[0], kind="m" if self._early else "g")
@@ -253,13 +308,19 @@ class Contents:
         self._normed[running.rank] = running.step
 
     def count(self, running: Running) -> None:
-        """COUNT on one of the ranks."""
+        """Run COUNT on one rank: record that it has run in this step. Early updates check this."""
         self._counted[running.rank] = running.step
 
     # on one rank
 
     def local(self, running: Running) -> None:
-        """An action that concerns nobody else."""
+        """Run an action without communication: computing, offloading, PREPARE, ZERO, ADD, RAISE or UPDATE.
+
+        Checks what it reads and records what it writes and frees.
+
+        Raises:
+            ScheduleError: the action does not find what it needs.
+        """
         action = running.action
         if action.op in COMPUTES:
             self._compute(running)
@@ -281,19 +342,23 @@ class Contents:
             self._update(running)
 
     def _gradient(self, unit: int, running: Running, *parts: tuple[int, ...]) -> Content:
+        """Return a gradient of ``unit`` that contains the contributions ``parts``."""
         return Content("g", unit, self._stripes(unit), running.step, frozenset(parts))
 
     def _stripes(self, unit: int) -> tuple[int, ...]:
+        """Return the indices of all shards of ``unit``."""
         return tuple(range(len(self.schedule.homes[unit].ranks)))
 
     def _version(self, unit: int, step: int) -> int:
+        """Return the number of updates before ``step`` in the weights of ``unit``; 0 for frozen units."""
         return self._updates[step] if self.schedule.model.units[unit].trainable else 0
 
     def _compute(self, running: Running) -> None:
+        """Run an action that computes with a block: check weights, add to gradients, and update activations."""
         action, block = running.action, self.schedule.model.blocks[running.action.block]
         step = self.schedules[running.step].step
         ranks = step.ranks_of(action.micro_batch)
-        for unit, name in zip(block.units, action.weights, strict=False):  # where it reads none there are none
+        for unit, name in zip(block.units, action.weights, strict=False):  # a backward pass may read no weights
             whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
             if (content := self._read(name, running)) != whole:
                 raise ScheduleError(f"needs {whole}, finds {content} in {name}: {running}")
@@ -316,7 +381,11 @@ class Contents:
         self._activations(running)
 
     def _pass(self, running: Running) -> None:
-        """A pass of a lap adds its keys and values to those of all passes before it, and of no others."""
+        """Add a pass of a decode step to a layer's KV cache, which must contain exactly the passes before it.
+
+        Raises:
+            ScheduleError: passes are missing or surplus.
+        """
         groups, passes = self.schedule.micro_batches, self._passes[running.rank]
         number = running.step * len(groups) + groups.index(running.action.micro_batch)
         for buffer in (buffer for buffer in running.action.writes if buffer.kind is Kind.CACHE):
@@ -325,8 +394,13 @@ class Contents:
             passes[buffer] = number + 1
 
     def _keys(self, running: Running) -> None:
-        """Keys and values, and their gradients, of a row that a set of ranks computes: all ranks must be in them when
-        they are read.
+        """Check and record the keys and values, or their gradients, that an action of a context-parallel group uses.
+
+        Where they are read, they must contain the parts of all ranks of the group. What is written contains this rank's
+        part only. Input gradients are recorded as unfinished between BACKWARD and KEYS_BACKWARD.
+
+        Raises:
+            ScheduleError: some rank's part is missing.
         """
         action, here, unfinished = running.action, self.places[running.rank], self._unfinished[running.rank]
         for buffer in (buffer for buffer in action.reads if buffer.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
@@ -340,8 +414,13 @@ class Contents:
         )
 
     def _slice(self, running: Running) -> None:
-        """A layer on a slice of a document: backward, all slices behind it, and none else, must have added to the
-        gradients of its keys and values.
+        """Check and record the gradients of keys and values in a layer's action on a document slice.
+
+        A backward pass requires that exactly the later slices have added to the gradients of its own keys and values.
+        It is then recorded as an addition to those of the earlier slices.
+
+        Raises:
+            ScheduleError: additions of later slices are missing or surplus.
         """
         action, here = running.action, self.places[running.rank]
         if action.op in (Op.FORWARD, Op.BACKWARD_WEIGHT):
@@ -355,7 +434,11 @@ class Contents:
             here[sums] = (here.get(sums, frozenset()) if sums in action.reads else frozenset()) | {m}
 
     def _activations(self, running: Running) -> None:
-        """Activations and losses must be there when they are read, and be freed before they are made anew."""
+        """Check and record the activations and losses that an action reads, writes and frees.
+
+        Raises:
+            ScheduleError: it reads one that holds nothing or is not complete, or overwrites one that was not freed.
+        """
         action, alive = running.action, self.alive[running.rank]
         for buffer in action.reads:
             if buffer.is_activation and buffer not in alive:
@@ -370,7 +453,13 @@ class Contents:
         alive.difference_update(action.frees)
 
     def _move(self, running: Running) -> None:
-        """What comes back from a place in the host's memory must be what went there, where places are an order's."""
+        """Record what an OFFLOAD puts into its slot, and check that a RELOAD takes the same back.
+
+        Does nothing unless the strategy's order chooses the slots (``Strategy.orders_host``).
+
+        Raises:
+            ScheduleError: the slot holds another micro-batch.
+        """
         action, here = running.action, self._moved[running.rank]
         if not self.schedule.step.strategy.orders_host:
             return
@@ -380,6 +469,17 @@ class Contents:
             raise ScheduleError(f"brings back micro-batch {there}: {running}")
 
     def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:
+        """Check that a gradient of ``unit`` has all contributions of its step, and is of this rank's shard.
+
+        Args:
+            running: the action that reads it.
+            home: buffer with the gradient.
+            unit: index of the unit.
+            kind: expected ``Content.kind``.
+
+        Raises:
+            ScheduleError: contributions are missing, or the content is another one.
+        """
         content = self._read(home, running)
         stripes = (self.schedule.homes[unit].index(running.rank) or 0,)
         everything = self._everything[id(self.schedules[running.step])][unit]
@@ -391,6 +491,13 @@ class Contents:
             raise ScheduleError(f"{home} holds {content}: {running}")
 
     def _update(self, running: Running) -> None:
+        """Run UPDATE: check that the gradient is complete, and give the weights at home the next version.
+
+        The gradient is then no longer usable. With early updates NORM may still read it.
+
+        Raises:
+            ScheduleError: NORM (or COUNT, with early updates) of the step has not run, or the gradient is not complete.
+        """
         rank, unit = running.rank, running.action.unit
         weights, gradient = home_weight(unit), home_gradient(unit)
         if (self._counted if self._early else self._normed)[rank] != running.step:
@@ -401,11 +508,15 @@ class Contents:
         self._write(weights, Content("w", unit, content.stripes, content.version + 1), running)
         if self._early:
             self.held[rank][gradient] = replace(self.held[rank][source], kind="m")
-        else:  # scaled by the clipping factor too: nothing that anybody could use
+        else:  # also scaled by the clipping factor, so it is not usable
             del self.held[rank][gradient]
 
     def expect_end(self) -> None:
-        """After all steps every home has its updates, and no activation is left behind."""
+        """Check the state after all steps: every home has its updates, and no activation is left.
+
+        Raises:
+            ScheduleError: a home has other content, or an activation was not freed.
+        """
         for rank, sized in enumerate(self._sized):
             if sized:
                 raise ScheduleError(f"rank {rank} ends without unit {min(sized)}, whose changes were counted")
@@ -423,7 +534,11 @@ class Contents:
                 self._expect_whole(rank, unit)
 
     def _expect_whole(self, rank: int, unit: int) -> None:
-        """Every stripe of a unit is at home on a rank, or in its place."""
+        """Check that a rank has every shard of a unit, at home or in the buffer for it.
+
+        Raises:
+            ScheduleError: a shard is missing.
+        """
         home = self.schedule.homes[unit]
         for stripe in range(len(home.ranks)):
             content = self.held[rank].get(pooled(f"W{unit}", stripe))
@@ -432,13 +547,17 @@ class Contents:
 
 
 def _everything(schedule: Schedule) -> dict[int, frozenset[tuple[int, ...]]]:
-    """Return for every unit all (block, micro-batch) pairs that its gradient sums, as ``Content.parts``."""
+    """Return for every unit all contributions that its gradient must contain, as in ``Content.parts``."""
     programs, blocks = schedule.programs, schedule.model.blocks
     split = {(a.block, a.micro_batch) for program in programs for a in program if a.op is Op.BACKWARD_INPUT}
 
     def parts(block: int, m: int) -> list[tuple[int, ...]]:
+        """Return the contributions of the backward pass of one block on one micro-batch.
+
+        One pair (block, micro-batch), or several with a third number: for a backward pass in two parts, or for a
+        context-parallel group."""
         ranks = schedule.step.ranks_of(m)
-        if (block, m) in split:  # its backward pass is in two parts
+        if (block, m) in split:  # the backward pass is split
             return [(block, m, 0), (block, m, 1)]
         if ranks == 1:
             return [(block, m)]

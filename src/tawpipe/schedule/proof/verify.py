@@ -1,33 +1,39 @@
-"""Proves a schedule right before anything runs it.
+"""Proof of a schedule: check that it is right before it runs.
 
-The proof checks every action by itself (wellformed.py) and plays all programs with symbolic contents (symbolic.py),
-under the rules that hold for NCCL and for gloo in strict mode:
+The proof checks every action by itself (wellformed.py). Then it simulates all programs with symbolic contents
+(symbolic.py), under rules that hold for NCCL and for gloo in strict mode:
 
-* a lane runs its actions in their order, one at a time;
-* an action starts when the actions it depends on (``Hazards``) have ended, on whichever lane they are;
-* a collective starts when it is at the head of its lane on every member and ends for all at once;
-* an exchange starts by itself; each of its parts ends when the peer's matching exchange has started too, and the
-  exchange when all its parts have. Parts between two ranks on one lane and group match in the order in which they were
-  issued;
-* what ``begins_ahead`` has its buffers from the moment at which they are free, whatever its lane still waits for;
-* a message gets its number when it begins, ahead or in its lane, from the counter that ``Action.counter`` names.
+* A lane runs its actions in order, one at a time.
+* An action starts when the actions that it depends on (``Hazards``) have ended, on any lane.
+* A collective starts when it is the first action of its lane on every member. It ends on all members at once.
+* An exchange starts by itself. Each of its transfers ends when the peer's matching exchange has started, too. The
+  exchange ends when all its transfers have ended. Transfers between two ranks on one lane and group match in the order
+  in which they were issued.
+* The early part of an action (``begins_ahead``) owns its buffers as soon as they are free, even if its lane is busy.
+* A message gets its number when it begins, early or in its lane, from the counter that ``Action.counter`` names.
 
-With ``one_thread`` a stricter rule holds: a rank's actions begin in the order of its program, each when the one before
-it has ended, on whichever lane. On CUDA one thread issues all of them, and whatever blocks it (a connection that NCCL
-makes, memory that the driver maps) couples all lanes. What ends although every action blocks ends wherever some do or
-none: there is an order of all events that keeps to more than is asked for.
+With ``one_thread`` a stricter rule holds: a rank's actions start in the order of its program, each when the one before
+it has ended, on any lane. On CUDA one thread issues all actions. A call that blocks it (NCCL makes a connection, the
+driver maps memory) stops all lanes. If a schedule ends although every action blocks, it also ends if only some block.
 
-Which action the play starts first makes no difference to what it finds: order matters only where buffers or lanes
-impose it. Numbers are the exception: a collective that does not begin ahead starts when nothing else can, so that
-messages which may begin before it draw their numbers first.
+The result does not depend on which ready action is simulated first: order matters only where buffers or lanes enforce
+it. Numbers are an exception. A collective that does not begin ahead starts only when nothing else can, so that messages
+which may begin before it get their numbers first.
 
-It fails if something waits for ever; if operations of one group do not match; if messages are not numbered in the order
-of the program, or a message has two numbers; if a read finds anything but what the action needs (unit, stripes,
-version, contributions), or anything while it arrives; if a gradient contribution is missing or counted twice; if an
-update, a loss or a part of the norm is missing, counted twice, or made from an earlier step; if activations pile up; if
-a pass of a lap finds other passes in a layer's cache than all those before it; if copies that stay from step to step
-are of several versions, or are read before the step has refreshed them; if a buffer is in no pool, in no use, of
-another size or kind than what it holds; or if the elements between nodes differ from the closed formula.
+The proof fails if
+
+* actions deadlock;
+* operations of one group do not match;
+* messages are not numbered in the order of the program, or a message has two numbers;
+* a read finds anything but the unit, shards, version and contributions that the action needs, or reads a buffer while
+  data arrives in it;
+* a gradient contribution is missing or counted twice;
+* an update, a loss or a part of the norm is missing, counted twice, or from an earlier step;
+* activations are never freed;
+* a pass of a decode step finds other passes in a layer's cache than all passes before it;
+* copies that stay from step to step have several versions, or are read before this step has refreshed them;
+* a buffer is in no pool, unused, or has another size or kind than its content;
+* the elements sent between nodes differ from the closed formula.
 """
 
 from __future__ import annotations
@@ -49,20 +55,23 @@ __all__ = ["Content", "ScheduleError", "verify"]
 
 
 def verify(schedule: Schedule, *others: Schedule, steps: int | None = None, one_thread: bool = False) -> None:
-    """Play some steps of a schedule, one after the other without a barrier, and check what the module's head lists.
+    """Simulate some steps of a schedule without a barrier between them, and check the rules of this module.
 
-    Before a step of a new form runs, a pipeline proves this form alone, for one thread. The proof holds for every order
-    of forms: each rank then ends a step before it begins the next, which takes over nothing but weights.
+    Before a step of a new form runs, a pipeline proves this form alone, for one thread. The proof then holds for every
+    sequence of forms, because each rank ends a step before it begins the next, and only weights pass from step to step.
 
     Args:
+        schedule: the schedule to prove.
         others: schedules of the same model, nodes and settings with other micro-batches. One step of each follows, and
-            ``steps`` is 1 by default.
-        steps: by default 2 of training, after which all repeats, 3 laps, and 1 of other forward-only schedules: nothing
-            orders the losses of one such step before those of the next, whoever plays them waits for each.
-        one_thread: prove it for one issuing thread that may block at any action, see ``transform.for_one_thread``.
+            the default of ``steps`` is then 1.
+        steps: number of steps of ``schedule``. By default 2 for training, after which all repeats, 3 for decode steps,
+            and 1 for other forward-only schedules. The losses of two such steps are not ordered, so callers wait for
+            each step.
+        one_thread: True to prove it for one issuing thread that may block in any action, see
+            ``transform.for_one_thread``.
 
     Raises:
-        ScheduleError: what is wrong, and where.
+        ScheduleError: the schedule is wrong; the message says what and where.
     """
     distinct = list({id(each): each for each in (schedule, *others)}.values())
     for each in distinct:
@@ -78,25 +87,30 @@ def verify(schedule: Schedule, *others: Schedule, steps: int | None = None, one_
 
 
 class _ClocklessPlay:
-    """The clockless play: what may start starts, until all has ended or the rest waits for ever."""
+    """Simulation without times: ready actions start until all have ended, or the rest is in a deadlock."""
 
     def __init__(self, schedules: Sequence[Schedule], *, one_thread: bool = False) -> None:
         self.schedules, self.topology = schedules, schedules[0].topology
         self.one_thread = one_thread
         self.contents = Contents(schedules)
         self.lanes: dict[tuple[int, Lane | None, bool], deque[Running]] = {}
-        """By rank and lane; those of beginnings apart."""
+        """(Rank, lane, early part) -> actions in order. Early parts of a lane have a queue of their own."""
         self.begun: dict[tuple[int, Buffer], list[Running]] = {}
-        """Buffers of what has begun and not ended."""
+        """(Rank, buffer) -> early parts that use it and whose actions have not ended."""
         self.waiters: dict[int, list[Running]] = {}
         self.rendezvous: Rendezvous[Running] = Rendezvous(str)
         self.numbered: Counter[tuple] = Counter()
-        """Numbers that a rank has drawn from a counter."""
-        self.everything: list[Running] = []  # ids stay unique while their objects live
+        """(Rank, counter) -> number of messages that it has numbered."""
+        self.everything: list[Running] = []  # keeps objects alive, so that ids stay unique
         for rank in range(self.topology.world_size):
             self._enqueue(rank)
 
     def _enqueue(self, rank: int) -> None:
+        """Put all actions of ``rank`` in all steps into the queues of their lanes.
+
+        Sets the actions for which each must wait, and the numbers that its messages must get. An action that begins
+        ahead also gets an early part, in a queue of its own. With ``one_thread`` there are no early parts and no
+        numbers."""
         hazards: Hazards[int] = Hazards()
         numbers: Counter[tuple] = Counter()
         for step, schedule in enumerate(self.schedules):
@@ -113,6 +127,7 @@ class _ClocklessPlay:
                 self._append(running, [*waits_for, *first])
 
     def _append(self, running: Running, waits_for: list[int]) -> None:
+        """Put an action into the queue of its lane, where it waits for the actions with given ids."""
         self.everything.append(running)
         running.waits = len(waits_for)
         for other in waits_for:
@@ -120,9 +135,15 @@ class _ClocklessPlay:
         self.lanes.setdefault(self._lane(running), deque()).append(running)
 
     def _lane(self, running: Running) -> tuple[int, Lane | None, bool]:
+        """Return the key of an action's queue: (rank, lane or None with ``one_thread``, True for an early part)."""
         return running.rank, None if self.one_thread else running.action.lane, running.begins
 
     def run(self) -> None:
+        """Simulate all actions.
+
+        Raises:
+            ScheduleError: a deadlock, or anything that an action finds wrong.
+        """
         ready, last = deque(self.lanes), deque[tuple[int, Lane | None, bool]]()
         finished = 0
         while ready or last:
@@ -132,7 +153,7 @@ class _ClocklessPlay:
             if not queue or queue[0].waits or queue[0].started:
                 continue
             if others and None in queue[0].numbers and not queue[0].action.begins_ahead:
-                last.append(key)  # messages that begin ahead may draw their numbers before it
+                last.append(key)  # messages that begin ahead are numbered first
                 continue
             for ended in self._start(queue[0]):
                 finished += 1
@@ -153,7 +174,10 @@ class _ClocklessPlay:
         self.contents.expect_end()
 
     def _start(self, running: Running) -> list[Running]:
-        """Start the head of a lane; returns the actions that end with it."""
+        """Start ``running``, the first action of its queue, and return all actions that end now.
+
+        An exchange or collective ends only when its other members have started. It is then returned together with them.
+        """
         running.started = True
         self._check_begun(running)
         self._draw_numbers(running)
@@ -167,7 +191,13 @@ class _ClocklessPlay:
         return [running]
 
     def _check_begun(self, running: Running) -> None:
-        """What has begun and not ended has what it writes for itself, and nobody writes what it reads."""
+        """Check that no action writes a buffer that an early part uses, or uses a buffer that an early part writes.
+
+        If ``running`` is an early part itself, its buffers are recorded until its action ends.
+
+        Raises:
+            ScheduleError: such a use, or an early part that reads and writes one buffer.
+        """
         action, rank = running.action, running.rank
         needs = (
             action.needs_ahead if running.begins else {"reads": action.reads, "writes": (*action.writes, *action.frees)}
@@ -185,7 +215,11 @@ class _ClocklessPlay:
                 self.begun.setdefault((rank, buffer), []).append(running)
 
     def _draw_numbers(self, running: Running) -> None:
-        """Number the messages that begin now: they must get the numbers that the program gives them."""
+        """Give numbers to the messages that begin now, and check that they equal those in the program's order.
+
+        Raises:
+            ScheduleError: a message gets another number.
+        """
         ahead = running.action.begins_ahead
         for message, counter in _messages(running.rank, running.action) if running.numbers else ():
             if (ahead and (message is None or not message.send)) != running.begins:
@@ -196,6 +230,9 @@ class _ClocklessPlay:
                 raise ScheduleError(f"a message is number {number} of {counter}, {expected}: {running}")
 
     def _start_exchange(self, running: Running) -> list[Running]:
+        """Match the transfers of an exchange with waiting ones; return the exchanges of which no transfer is left.
+
+        The content of every matched transfer is moved to the receiver. Other transfers wait for their other side."""
         running.open_parts = len(running.action.transfers)
         ended = []
         for transfer, other, match in self.rendezvous.exchange(running, running.rank, running.action):
@@ -211,6 +248,9 @@ class _ClocklessPlay:
         return ended
 
     def _start_collective(self, running: Running) -> list[Running]:
+        """Register a rank at a collective, SIZE, COUNT or NORM, and run it once all members have arrived.
+
+        Returns the actions of all members then, and an empty list before."""
         members = self.topology.group(running.action.group, running.rank)
         met = self.rendezvous.collective(running, running.action, members, len(members))
         ended = sorted(met, key=lambda part: members.index(part.rank))
@@ -228,12 +268,19 @@ class _ClocklessPlay:
     def _compare_numbers(
         self, running: Running, message: Transfer | None, other: Running, match: Transfer | None
     ) -> None:
+        """Check that a message has equal numbers on both sides.
+
+        Raises:
+            ScheduleError: the numbers differ.
+        """
         if (here := running.numbers.get(message)) != (there := other.numbers.get(match)):
             raise ScheduleError(f"a message has numbers {here} and {there}: {running} and {other}")
 
 
 def _messages(rank: int, action: Action) -> list[tuple[Transfer | None, tuple]]:
-    """Return the messages of an action with their counters: its transfers, or None for a collective."""
+    """Return (message, key of its counter) for every message of an action.
+
+    A message is a transfer of an exchange, or None for a collective. Empty for actions without communication."""
     if action.transfers:
         ways = [(t, (rank, t.peer) if t.send else (t.peer, rank)) for t in action.transfers]
         return [(transfer, action.counter(*way)) for transfer, way in ways]

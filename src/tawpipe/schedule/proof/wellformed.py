@@ -1,7 +1,7 @@
-"""Checks every action by itself: are its lane, numbers and buffers what its operation takes?
+"""Checks of every action by itself: its lane, its numbers and its buffers must fit its operation.
 
-What the players (``runtime``, ``simulate``, the proof) take from an action's fields and what they take from its
-buffers must agree; hazards follow from the buffers alone, so a buffer too few is a race.
+The users of a schedule (``runtime``, ``simulate``, the proof) take some facts from an action's fields and some from its
+buffers; both must agree. Dependencies follow from the buffers alone, so a missing buffer is a race.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ GROUPS = ("node", "rail", "world")
 
 
 def _no_turn(buffer: Buffer) -> bool:
+    """Return False for a TURN buffer, which holds no data."""
     return buffer.kind is not Kind.TURN
 
 
 def _is_activation(buffer: Buffer) -> bool:
-    """True for what holds bytes of a micro-batch."""
+    """Return True for a buffer that holds data of a micro-batch."""
     return buffer.is_activation and _no_turn(buffer)
 
 
 def check_forms(schedule: Schedule) -> None:
-    """Check every home and every action.
+    """Check every home and every action of a schedule, each on its own, and raise an error at the first fault.
 
     Raises:
-        ScheduleError: what is wrong, and with which action.
+        ScheduleError: an action or a home is wrong; the message says what.
     """
     for unit, (spec, home) in enumerate(zip(schedule.model.units, schedule.homes, strict=True)):
         ranks = [rank for copy in home.copies for rank in copy]
@@ -72,10 +73,10 @@ def check_forms(schedule: Schedule) -> None:
 
 
 def check_programs(schedule: Schedule) -> None:
-    """Check that a program has one NORM, one UPDATE for every gradient at home, and its pools no unused buffer.
+    """Check the program of every rank as a whole (``_Checker.program_faults``). Raises at the first fault.
 
     Raises:
-        ScheduleError: what is wrong, and with which rank.
+        ScheduleError: a program is wrong; the message says what and on which rank.
     """
     for rank, program in enumerate(schedule.programs):
         for wrong in _Checker(schedule, rank).program_faults(program):
@@ -83,7 +84,7 @@ def check_programs(schedule: Schedule) -> None:
 
 
 class _Checker:
-    """The expectations for one rank. Its methods yield what is wrong."""
+    """Checks for one rank. Methods that yield texts yield one for every fault, and nothing if there is none."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.model, self.topology = schedule, rank, schedule.model, schedule.topology
@@ -96,12 +97,12 @@ class _Checker:
         self.early = schedule.training and schedule.step.settings.early_updates
         overlaps = any(action.lane is not Lane.COMPUTE for action in schedule.programs[rank])
         self.homes = Lane.HOME if overlaps else Lane.COMPUTE
-        """The lane of homes in the host's memory; COMPUTE without overlap."""
+        """Lane of homes in CPU memory; COMPUTE if the schedule has no overlap."""
         self.raises = Lane.RAISE if overlaps else Lane.COMPUTE
         self.updated = [unit for unit in homes if schedule.training and self.model.units[unit].trainable]
 
     def faults(self, action: Action) -> Iterator[str]:
-        """What is wrong with one action."""
+        """Yield the faults of one action: in its buffers, its fields, and the rules of its operation."""
         for buffers in (action.reads, action.writes, action.frees):
             if len(set(buffers)) < len(buffers):
                 yield "names a buffer twice"
@@ -155,7 +156,10 @@ class _Checker:
         yield from checks[action.op](action)
 
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
-        """What is wrong with a whole program."""
+        """Yield the faults of a whole program: wrong numbers of NORM or UPDATE, or unused buffers.
+
+        Required are one NORM, one UPDATE for every gradient at home, and a use of every pool buffer. With early updates
+        also one COUNT; with refreshed copies one SIZE, of exactly the units that are refreshed."""
         counts = Counter(action.op for action in program)
         for op, wanted in (
             (Op.NORM, int(not (self.schedule.looped or self.schedule.placed))),
@@ -181,13 +185,13 @@ class _Checker:
             yield f"has buffers that nothing uses: {', '.join(unused)}"
 
     def _at_home_already(self) -> set[Buffer]:
-        """Places of stripes that need not come, of units that are to be whole here."""
+        """Return the pool buffers that may be unused, because their shards are at home on this rank."""
         units = self.schedule.placed[self.rank] if self.schedule.placed else ()
         stripes = ((unit, self.schedule.homes[unit].index(self.rank)) for unit in units)
         return {pooled(f"W{unit}", stripe) for unit, stripe in stripes if stripe is not None}
 
     def _compute(self, action: Action) -> Iterator[str]:
-        # What there is to compute.
+        """Yield the faults of an action that computes: its lane, block, activations, weights or gradients."""
         if action.lane is not Lane.COMPUTE:
             yield "computes on a lane of transfers"
         if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:
@@ -212,7 +216,7 @@ class _Checker:
         reads, writes = {self._boundary(b, m), context(m)}, {self._boundary(b + 1, m)}
         if b == 0:
             reads, writes = {context(m)} if backward else set(), writes | {context(m)}
-            if context(m) not in self.contexts:  # no other block here needs it
+            if context(m) not in self.contexts:  # no other block on this rank needs it
                 writes.discard(context(m))
         if self.schedule.training and (not backward or spec.kind == "head"):
             reads |= set(left_behind(self.step, b, m))
@@ -231,7 +235,7 @@ class _Checker:
         if backward and b > self.model.first_backward:
             writes |= {input_gradient(m, b)}
 
-        # Keys and values, where ranks compute a row together; what is left for the second part of a backward pass.
+        # Keys and values of a context-parallel group; data for the second part of a split backward pass.
         if action.op is Op.KEYS:
             back = reloaded(self._place(m), b)
             source = back if self.step.moves(b) and back in action.reads else self._boundary(b, m)
@@ -251,7 +255,7 @@ class _Checker:
         if activations != [reads, writes]:
             yield f"reads and writes other activations than {_texts(reads)} and {_texts(writes)}"
 
-        # Weights, gradients, and what goes.
+        # Weights, gradients and freed buffers.
         needs = spec.kind == "head" or not backward or spec.backward_reads_weights
         if len(action.weights) != (len(spec.units) if needs else 0) or any(
             buffer.is_weight for buffer in action.writes
@@ -269,7 +273,7 @@ class _Checker:
             yield "frees something else than an activation that it reads"
 
     def _of_slices(self, action: Action, backward: bool) -> tuple[set[Buffer], set[Buffer]]:
-        """What a layer reads and writes of other slices of its document, and of its own for them."""
+        """Return the keys and key gradients that a layer's action on a document slice must (read, write)."""
         b, m = action.block, action.micro_batch
         before, behind = self.step.neighbours[m]
         earlier = {keys(other, b) for other in before}
@@ -280,7 +284,7 @@ class _Checker:
         return earlier | {keys(m, b)} | (sums | {key_gradients(m, b)} if behind else set()), sums
 
     def _pass(self, action: Action) -> Iterator[str]:
-        """A block on a pass of a lap."""
+        """Yield the faults of a block's action in a decode step: a FORWARD with exactly certain buffers."""
         b, m, kind = action.block, action.micro_batch, self.model.blocks[action.block].kind
         kept = {layer_cache(b)} if kind == "layer" else set()
         source = {ids(m)} if kind == "embedding" else {block_input(m, b), context(m)}
@@ -296,6 +300,7 @@ class _Checker:
             yield "frees something else than an activation that it reads"
 
     def _weight_part(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a BACKWARD_WEIGHT: it must free its input and add to its block's gradients."""
         if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:
             yield "a block that does not exist or a micro-batch of another rank"
             return
@@ -308,6 +313,9 @@ class _Checker:
             yield "must add to the gradients of its block's units"
 
     def _prepare(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a PREPARE: it must write the context of one of this rank's micro-batches.
+
+        It reads nothing, or in decode steps the input of its first block."""
         if action.lane is not Lane.COMPUTE or action.micro_batch not in self.own:
             yield "computes on a lane of transfers, or a micro-batch of another rank"
         headed = self.schedule.looped and len(action.reads) == 1 and action.reads[0].kind is Kind.INPUT
@@ -316,15 +324,19 @@ class _Checker:
             yield "must write what a micro-batch's layers are called with, and read nothing but a pass's header"
 
     def _streams(self, b: int) -> bool:
+        """Return True if the input of block ``b`` is offloaded chunk by chunk."""
         return self.schedule.training and self.step.streams(b)
 
     def _boundary(self, b: int, m: int) -> Buffer:
+        """Return the buffer of the input of block ``b`` for micro-batch ``m``."""
         return offloaded(self._place(m), b) if self._streams(b) else block_input(m, b)
 
     def _kept(self, saved: Kind, b: int, m: int) -> Buffer:
+        """Return the buffer of what block ``b`` keeps for micro-batch ``m``, of kind ``saved``."""
         return Buffer(Kind.OFFLOADED_ATTENTION, (self._place(m), b)) if self._streams(b) else Buffer(saved, (m, b))
 
     def _host(self, action: Action) -> Iterator[str]:
+        """Yield the faults of an OFFLOAD or RELOAD: it must move what a layer keeps, between the expected buffers."""
         b, m = action.block, action.micro_batch
         if self.step.strategy.orders_host:
             yield from self._ordered_host(action)
@@ -342,7 +354,9 @@ class _Checker:
             yield f"must read {reads}, write {writes} and free {frees}"
 
     def _ordered_host(self, action: Action) -> Iterator[str]:
-        """What moves, and where it waits, is the order's to say."""
+        """Yield the faults of an OFFLOAD or RELOAD, for strategies whose order chooses the slots in CPU memory.
+
+        It must move what a layer keeps into or out of any slot of this layer, and free what it reads."""
         reads, writes, frees = (tuple(filter(_no_turn, side)) for side in (action.reads, action.writes, action.frees))
         here, away = (reads, writes) if action.op is Op.OFFLOAD else (writes, reads)
         layer = 0 < action.block < len(self.model.blocks) - 1 and action.micro_batch in self.own
@@ -353,19 +367,22 @@ class _Checker:
             yield "must move it to the host's memory, or from there"
 
     def _place(self, m: int) -> int:
-        """The place of a micro-batch in its round."""
+        """Return the position of micro-batch ``m`` in its round on this rank."""
         return self._places[m]
 
     @cached_property
     def _places(self) -> dict[int, int]:
+        """Micro-batch -> its position in its round."""
         rounds = (self.step.in_round(self.rank, number) for number in range(self.step.rounds))
         return {m: place for mine in rounds for place, m in enumerate(mine)}
 
     def _zero(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a ZERO: it must write one gradient of an existing unit, and read nothing."""
         if action.reads or action.frees or len(action.writes) != 1 or not action.gradients or not self._unit(action):
             yield "must write one gradient of a unit and read nothing"
 
     def _add(self, action: Action) -> Iterator[str]:
+        """Yield the faults of an ADD: it must add one or more gradients of a unit to one buffer, and free nothing."""
         gradients = all(buffer.is_gradient for buffer in (*action.reads, *action.writes))
         if not gradients or action.frees or not self._unit(action):
             yield "must read and write gradients of a unit"
@@ -373,11 +390,12 @@ class _Checker:
             yield "must add at least one other buffer to one buffer"
 
     def _unit(self, action: Action) -> bool:
-        """True if the action's unit exists and is the one whose home it names, if it names one."""
+        """Return True if the action's unit exists and every home buffer that the action names is of this unit."""
         homes = [buffer for buffer in (*action.reads, *action.writes) if buffer.is_home]
         return 0 <= action.unit < len(self.model.units) and all(buffer.at == (action.unit,) for buffer in homes)
 
     def _exchange(self, action: Action) -> Iterator[str]:
+        """Yield the faults of an EXCHANGE: its buffers, its group, its peers, and the kinds of what it moves."""
         if action != exchange(action.lane, action.transfers, action.group, compression=action.compression):
             yield "its buffers are not those of its transfers"
         if action.group not in GROUPS:
@@ -395,6 +413,10 @@ class _Checker:
             yield "receives into a home"
 
     def _collective(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a COLLECTIVE: weights are gathered, gradients reduced, never into a home.
+
+        It must have a known group and unit. One that refreshes a copy must read home, copy and SIZE, and write the
+        copy."""
         if any(map(_is_activation, (*action.reads, *action.writes))):
             yield from self._keys_together(action)
             return
@@ -425,6 +447,9 @@ class _Checker:
             yield "a collective writes into a home"
 
     def _keys_together(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a COLLECTIVE of keys and values or of their gradients.
+
+        It must gather keys and values, or reduce gradients, in place and within a context-parallel group."""
         ranks, b, m = self.step.ranks_of(action.micro_batch), action.block, action.micro_batch
         buffer = keys(m, b) if action.collective == "all_gather" else key_gradients(m, b)
         if ranks == 1 or action.group != set_group(ranks) or action.root >= 0 or action.unit >= 0:
@@ -435,6 +460,7 @@ class _Checker:
             yield f"must read and write {buffer}"
 
     def _compression(self, action: Action) -> Iterator[str]:
+        """Yield the faults of the compression of an action: only transfers between nodes may have one."""
         settings = self.step.settings
         weights = any(buffer.is_weight for buffer in (*action.reads, *action.writes))
         chosen = settings.weights_compression if weights else settings.gradients_compression
@@ -442,8 +468,8 @@ class _Checker:
         far = far and self.topology.num_nodes > 1
         allowed = {"" if chosen == "none" else chosen} if far else {""}
         if weights and chosen == "exact" and not any(buffer.kind is Kind.HOME_WEIGHT for buffer in action.reads):
-            allowed = {""}  # of what a refresh has brought
-        if action.lane is Lane.COMPUTE:  # without overlap, where a lane does not say how far
+            allowed = {""}  # weights from a refreshed copy
+        if action.lane is Lane.COMPUTE:  # without overlap all transfers are on COMPUTE
             allowed.add("")
         if action.compression not in allowed:
             yield f"travels as {action.compression or 'its own type'}"
@@ -453,7 +479,10 @@ class _Checker:
             yield "changes of weights are gathered, coded gradients are reduced"
 
     def _lane_of_homes(self, action: Action) -> Iterator[str]:
-        """What passes between the device and homes in the host's memory uses the same room: it has one lane."""
+        """Yield the faults of the lane of an action that uses homes, or of the lanes HOME and RAISE.
+
+        Transfers between the device and homes in CPU memory share buffers, so they must be on one lane. Only UPDATE,
+        ADD, NORM and RAISE may use these homes directly."""
         touches = any(buffer.kind is Kind.HOME_GRADIENT for buffer in (*action.reads, *action.writes))
         at_home = action.op is Op.UPDATE or (action.op is Op.ADD and touches)
         streams = at_home and self.step.homes_in_host
@@ -471,6 +500,7 @@ class _Checker:
             yield "reads weights in the host's memory"
 
     def _raise(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a RAISE: it must copy one unit's weights from a home in CPU memory to a device buffer."""
         if not self.step.copies_in_host or action.lane is not self.raises or not self._unit(action):
             yield "is for weights of a unit in the host's memory, on a lane of its own"
         places = [buffer for buffer in action.writes if buffer.kind is Kind.WEIGHT]
@@ -478,6 +508,7 @@ class _Checker:
             yield "must bring weights from home to a place on the device"
 
     def _size(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a SIZE: it must read pairs of weights at home and their copy, and write SIZE."""
         pairs = [buffer for home in action.reads[::2] for buffer in (home, weight_copy(home.at[0]))]
         if action.writes != (SIZE,) or action.frees or list(action.reads) != pairs or not pairs:
             yield "must read weights at home, each with its copy, and write size"
@@ -487,10 +518,12 @@ class _Checker:
             yield "there is no such group"
 
     def _count(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a COUNT: it must be over all ranks, read nothing and write COUNT."""
         if (action.group, action.reads, action.writes, action.frees) != ("world", (), (COUNT,), ()):
             yield "must be over the world, read nothing and write count"
 
     def _norm(self, action: Action) -> Iterator[str]:
+        """Yield the faults of a NORM: it must read gradients and losses, write NORM and free the losses."""
         first = {home_gradient(unit) for unit in self.updated if self.rank in self.schedule.homes[unit].ranks}
         losses = set(map(loss, self.step.losses_of(self.rank)))
         if action.group != "world":
@@ -500,6 +533,7 @@ class _Checker:
             yield f"must read {_texts(expected)}, write norm and free the losses"
 
     def _update(self, action: Action) -> Iterator[str]:
+        """Yield the faults of an UPDATE: it must read NORM (or COUNT) and the unit's home here, and write that home."""
         home = {home_weight(action.unit), home_gradient(action.unit)}
         if action.unit not in self.updated or action.frees:
             yield "updates what is not at home here"
@@ -512,4 +546,5 @@ class _Checker:
 
 
 def _texts(buffers: Iterable[Buffer]) -> str:
+    """Return the texts of ``buffers``, sorted and separated by commas; ``nothing`` if there are none."""
     return ", ".join(sorted(map(str, buffers))) or "nothing"

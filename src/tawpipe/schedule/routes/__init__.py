@@ -1,1 +1,1 @@
-"""How weights reach a device and gradients go home: one module a route."""
+"""Routes: transfers of weights and gradients, from the visits of a step."""

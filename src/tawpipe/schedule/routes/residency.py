@@ -1,10 +1,10 @@
-"""Which weights are still in a buffer when they are needed again.
+"""Plan of which weights are still in a buffer when they are needed again.
 
-A step goes through the blocks forward, then backward, then forward again: what was used last before a turn is used
-first after it. Buffers that look-ahead needs anyway are therefore caches: a unit that is still in one is not pulled
-again. Which one to give up for another unit is decided when the schedule is built, knowing all that will be needed (the
-one needed again last, which is optimal: Belady 1966). The plan depends on the order of the visits alone, so that it is
-the same for all ranks. Weights do not change within a step, so that no copy is ever stale.
+A step visits the blocks forward, then backward, then forward again. The blocks used last before a turn are used first
+after it. So the buffers that prefetching needs anyway work as caches: a unit that is still in one is not received
+again. Which unit to evict is decided when the schedule is built, with all later uses known: the one that is needed
+again last, which is optimal (Belady 1966). The plan depends only on the order of the visits, so it is equal on all
+ranks. Weights do not change within a step, so no cached unit is out of date.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tawpipe.schedule.routes.visits import Visit
 from tawpipe.schedule.step import StepSpec
 
 STREAMING = 2
-"""Slices that are on their way through a node at one time: one arrives while the one before is gathered from."""
+"""Number of shards that pass through a node at one time: one arrives while the one before is being gathered."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Stay:
     """A unit in a buffer during one visit.
 
     Args:
-        place: number of the buffer, among those of its size.
-        held: it is there from an earlier visit; otherwise it has to come.
+        place: number of the buffer, among buffers of its size.
+        held: True if the unit is there from an earlier visit; False if it must be received.
     """
 
     place: int
@@ -34,18 +34,21 @@ class Stay:
 
 
 def plan_stays(uses: Sequence[Sequence[int]], *, capacity: int, busy: int, reuse: bool = True) -> list[dict[int, Stay]]:
-    """For every visit the stays of the units that it needs.
+    """Return for every visit the buffer of each unit that it needs, as a dict from unit to ``Stay``.
+
+    A unit that is needed and not in a buffer evicts the one that is needed again last.
 
     >>> [list(visit.values())[0].held for visit in plan_stays([[0], [1], [2], [2], [1], [0]], capacity=2, busy=1)]
     [False, False, False, True, True, False]
 
     Args:
-        uses: the units of one size that a visit needs, visit after visit.
-        capacity: buffers of that size.
-        busy: so many visits before a visit may still be under way when its units come: theirs stay.
-        reuse: False to bring every unit anew for every visit, in turn into all buffers.
+        uses: for every visit the units of one size that it needs.
+        capacity: number of buffers of this size.
+        busy: number of earlier visits that may still be computing when a visit's units arrive; their units are not
+            evicted.
+        reuse: False to receive every unit anew in every visit, with all buffers used in rotation.
     """
-    later: list[dict[int, float]] = [{} for _ in uses]  # for every visit and each of its units, when it is used next
+    later: list[dict[int, float]] = [{} for _ in uses]  # visit -> unit -> next visit that uses it
     following: dict[int, float] = {}
     for number in range(len(uses) - 1, -1, -1):
         for unit in uses[number]:
@@ -63,7 +66,7 @@ def plan_stays(uses: Sequence[Sequence[int]], *, capacity: int, busy: int, reuse
                 place = holds.index(unit)
             else:
                 free = [p for p in range(capacity) if last_use[p] < number - busy or holds[p] is None]
-                # Of what is not needed again, what was used before: fewer buffers may do.
+                # Among buffers not needed again, one that was used before is taken, so that fewer buffers are used.
                 place = max(
                     free, key=lambda p: (next_use[p] if reuse else 0, reuse and last_use[p] >= 0, -last_use[p], -p)
                 )
@@ -74,28 +77,30 @@ def plan_stays(uses: Sequence[Sequence[int]], *, capacity: int, busy: int, reuse
 
 @dataclass(frozen=True)
 class Residency:
-    """The stays of a step, by the numbers of the visits with weights.
+    """Buffers of all units in all visits with weights of a step.
 
     Args:
-        full: of whole units on a device.
-        slices: of a device's slices of units, where units come into a node so, else None; of a visit for which the
-            whole unit is held, there are none.
+        full: for every visit: whole unit -> its stay on the device.
+        slices: for every visit: unit -> stay of the device's shard of it. None if a node does not receive units as
+            shards. A visit whose whole unit is held has no entry.
     """
 
     full: tuple[dict[int, Stay], ...]
     slices: tuple[dict[int, Stay], ...] | None
 
     def holds_slice(self, visit: int, unit: int) -> bool:
-        """Whether a device has its slice of the unit from an earlier visit."""
+        """Return True if the device still has its shard of ``unit`` from an earlier visit."""
         return self.slices is not None and self.slices[visit][unit].held
 
     @property
     def arriving(self) -> tuple[dict[int, Stay], ...]:
-        """The stays that begin with a way over the link between nodes, where ``held`` is False."""
+        """For every visit, the stays that begin with a transfer between nodes unless ``held`` is True.
+
+        These are ``slices`` if nodes receive units as shards, else ``full``."""
         return self.full if self.slices is None else self.slices
 
     def arrivals(self) -> Iterator[int]:
-        """The units that come into a node in the course of the step."""
+        """Yield each unit once for every visit for which it is received, not where it is still held."""
         for visit in self.arriving:
             for unit, stay in visit.items():
                 if not stay.held:
@@ -105,13 +110,16 @@ class Residency:
 def plan_residency(
     step: StepSpec, visits: Sequence[Visit], *, cached: int, slices_busy: int | None, in_place: bool = False
 ) -> Residency:
-    """Stays for all sizes of units.
+    """Plan which buffer each unit, and each received shard, is in during every visit of a step with weights.
 
     Args:
-        cached: units whose copies are kept beyond what look-ahead needs.
-        slices_busy: for how many visits a device's slice of a unit may still be in use after the one that it came for;
-            None where units do not come into a node as slices.
-        in_place: a device computes from its slice, which is the whole unit: it is needed as often as the unit is.
+        step: the step.
+        visits: all visits of the step.
+        cached: number of units whose copies are kept, beyond what prefetching needs.
+        slices_busy: number of visits for which a received shard may be in use after the visit for which it was
+            received. None if a node does not receive units as shards.
+        in_place: True if a device computes from its shard, which is the whole unit. The shard is then used in every
+            visit of the unit.
     """
     uses = [step.model.blocks[visit.block].units for visit in visits if visit.weight_index is not None]
     ahead, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None

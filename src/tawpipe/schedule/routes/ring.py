@@ -1,11 +1,11 @@
-"""Who holds what and when on WeiPipe's ring: stages, turns, and the journeys of units.
+"""Geometry of WeiPipe's ring: stages, turns and the journeys of units.
 
-P ranks in the order of the world form a ring; what travels goes from position p to p + 1. Consecutive blocks form P
-stages. A *pass* is one rank's work on its micro-batches of one round: pass v = round * P + position, and pass v + 1 is
-always one turn behind pass v. Forward of stage j in pass v is in turn v + j, backward in turn v + 2P - 1 - j. So in
-every turn of the steady state a rank does one forward and one backward of different micro-batches, and what it uses in
-a turn is what the next position uses in the next one: three streams (weights for forward, weights for backward,
-gradients) move one place a turn.
+P ranks, in the order of the world, form a ring; data travels from position p to p + 1. Consecutive blocks form P
+stages. A *pass* is one rank's work on its micro-batches of one round. Pass v = round * P + position, and pass v + 1 is
+always one turn behind pass v. Pass v goes forward through stage j in turn v + j, and backward in turn v + 2P - 1 - j.
+So in every turn of the steady state a rank runs one forward and one backward pass of different micro-batches. The next
+position uses in the next turn what a position uses in this one. So three streams (weights for forward, weights for
+backward, gradients) move one position per turn.
 
 The home of stage j is at position -j mod P: its weights reach position 0 in j turns, just when pass 0 needs them.
 """
@@ -27,25 +27,27 @@ from tawpipe.topology import Topology
 
 
 class Stream(StrEnum):
-    """What travels on the ring."""
+    """Data that travels on the ring."""
 
     FORWARD = "F"
     """Weights for the forward pass."""
     BACKWARD = "B"
     """Weights for the backward pass."""
     GRADIENT = "G"
-    """Gradients, adding up on the way."""
+    """Gradients, which are added up on the way."""
 
 
 @dataclass(frozen=True)
 class Journey:
-    """One unit on its way round the ring in one step.
+    """Way of one unit round the ring in one step.
 
     Args:
-        stage: for whose blocks it travels; a tied embedding travels for two stages.
-        start: the position where it begins: its home, or for gradients the first rank that makes some.
-        departure: the turn at whose end it makes its first hop.
-        hops: how many it makes, one at the end of each turn.
+        stream: what travels.
+        unit: index of the unit.
+        stage: stage for whose blocks it travels; tied embeddings travel for two stages.
+        start: position at which it begins: its home, or for gradients the first rank that computes some.
+        departure: turn at whose end it makes its first hop.
+        hops: number of hops, one at the end of each turn.
     """
 
     stream: Stream
@@ -57,11 +59,11 @@ class Journey:
 
     @property
     def arrival(self) -> int:
-        """The turn before which the last hop has been made."""
+        """First turn in which all hops have been made."""
         return self.departure + self.hops
 
     def passes(self, position: int, size: int) -> int:
-        """How often it goes from ``position`` to the next one of a ring of ``size``.
+        """Return how often the unit goes from ``position`` to the next one, in a ring of ``size`` positions.
 
         >>> [Journey(Stream.FORWARD, 0, 0, start=2, departure=0, hops=4).passes(p, 3) for p in range(3)]
         [1, 1, 2]
@@ -70,10 +72,12 @@ class Journey:
 
 
 def stages_of_blocks(model: ModelSpec, size: int) -> tuple[int, ...]:
-    """The stage of every block: layers are shared evenly, the embedding joins the first stage and the head the last.
+    """Return the stage of every block, for ``size`` stages.
+
+    Layers are divided evenly; the embedding joins the first stage and the head the last.
 
     Raises:
-        UserError: there are fewer layers than ranks.
+        UserError: the model has fewer layers than ranks.
     """
     layers = len(model.blocks) - 2
     if layers < size:
@@ -83,10 +87,10 @@ def stages_of_blocks(model: ModelSpec, size: int) -> tuple[int, ...]:
 
 
 def place_on_ring(model: ModelSpec, topology: Topology) -> tuple[Home, ...]:
-    """The homes: every unit whole on the rank that keeps the stage of its first block.
+    """Return the home of every unit: whole, on the rank that owns the stage of the unit's first block.
 
     Raises:
-        UserError: there are fewer layers than ranks.
+        UserError: the model has fewer layers than ranks.
     """
     ranks = topology.group("world", 0)
     stages = stages_of_blocks(model, len(ranks))
@@ -95,10 +99,11 @@ def place_on_ring(model: ModelSpec, topology: Topology) -> tuple[Home, ...]:
 
 @dataclass(frozen=True)
 class Ring:
-    """The geometry of one step.
+    """Geometry of one step on the ring.
 
     Args:
-        training: False for forward passes alone.
+        step: the step.
+        training: False for forward passes only.
     """
 
     step: StepSpec
@@ -114,7 +119,7 @@ class Ring:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank at every position."""
+        """Global rank at every position."""
         return self.topology.group("world", 0)
 
     @property
@@ -123,13 +128,13 @@ class Ring:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of every stage, ascending."""
+        """Blocks of every stage, ascending."""
         of_blocks = stages_of_blocks(self.model, self.size)
         return tuple(tuple(b for b, stage in enumerate(of_blocks) if stage == j) for j in range(self.size))
 
     @cached_property
     def passes(self) -> tuple[int, ...]:
-        """The passes that have micro-batches, ascending."""
+        """Passes that have micro-batches, ascending."""
         every = range(self.step.rounds * self.size)
         return tuple(v for v in every if self.micro_batches(v))
 
@@ -138,33 +143,39 @@ class Ring:
         return frozenset(self.passes)
 
     def micro_batches(self, number: int) -> tuple[int, ...]:
-        """Those of one pass."""
+        """Return the micro-batches of pass ``number``."""
         return self.step.in_round(self.ranks[number % self.size], number // self.size)
 
     # turns
 
     def forward_turn(self, number: int, stage: int) -> int:
-        """The turn in which a pass goes forward through a stage."""
+        """Return the turn in which pass ``number`` goes forward through ``stage``."""
         return number + stage
 
     def backward_turn(self, number: int, stage: int) -> int:
-        """The turn in which a pass goes backward through a stage."""
+        """Return the turn in which pass ``number`` goes backward through ``stage``."""
         return number + 2 * self.size - 1 - stage
 
     def forward_at(self, position: int, turn: int) -> tuple[int, int] | None:
-        """(pass, stage) that a position goes forward through in a turn, if there is a pass with micro-batches."""
+        """Return the (pass, stage) that ``position`` goes forward through in ``turn``, or None.
+
+        None if no pass with micro-batches goes forward there.
+        """
         stage = (turn - position) % self.size
         return (turn - stage, stage) if turn - stage in self._working else None
 
     def backward_at(self, position: int, turn: int) -> tuple[int, int] | None:
-        """(pass, stage) that a position goes backward through in a turn, like ``forward_at``."""
+        """Return the (pass, stage) that ``position`` goes backward through in ``turn``, or None.
+
+        None if no pass with micro-batches goes backward there.
+        """
         stage = (position - turn - 1) % self.size
         number = turn + stage + 1 - 2 * self.size
         return (number, stage) if number in self._working else None
 
     @property
     def num_turns(self) -> int:
-        """Until the last work is done and the last journey has ended."""
+        """Number of turns until the last pass and the last journey have ended."""
         work = (
             self.backward_turn(self.passes[-1], 0)
             if self.training
@@ -175,11 +186,14 @@ class Ring:
     # journeys
 
     def forward_blocks(self, stage: int) -> tuple[int, ...]:
-        """Blocks with a forward visit, ascending. In training the head has only a backward one."""
+        """Return the blocks of ``stage`` with a forward visit, ascending.
+
+        In training the head has only a backward visit.
+        """
         return tuple(b for b in self.stages[stage] if not self.training or self.model.blocks[b].kind != "head")
 
     def backward_blocks(self, stage: int) -> tuple[int, ...]:
-        """Blocks with a backward visit, descending."""
+        """Return the blocks of ``stage`` with a backward visit, descending."""
         blocks = self.model.blocks
         return tuple(
             b
@@ -188,16 +202,17 @@ class Ring:
         )
 
     def backward_weights(self, block: int) -> tuple[int, ...]:
-        """The units that a block's backward visit reads."""
+        """Return the units that the backward visit of ``block`` reads."""
         spec = self.model.blocks[block]
         return spec.units if spec.kind == "head" or spec.backward_reads_weights else ()
 
     @cached_property
     def journeys(self) -> tuple[Journey, ...]:
-        """All of a step, in the order in which an exchange lists them."""
+        """All journeys of units in a step, in the order in which an exchange lists their transfers."""
         return tuple(self._journeys())
 
     def _journeys(self) -> Iterator[Journey]:
+        """Yield the journeys of all units, stage by stage: weights forward, weights backward, then gradients."""
         first, last = self.passes[0], self.passes[-1]
         for stage in range(self.size):
             for unit in _units(self.model.blocks[b].units for b in self.forward_blocks(stage)):
@@ -210,13 +225,21 @@ class Ring:
                 yield Journey(Stream.GRADIENT, unit, stage, first % self.size, turn, hops)
 
     def _weights(self, stream: Stream, unit: int, stage: int, first_use: int, between: int) -> Journey:
-        """From home to the first pass, which needs it in turn ``first_use``, and ``between`` hops on to the last."""
+        """Return the journey of a unit's weights: from home to the first pass, then on to all further passes.
+
+        Args:
+            stream: FORWARD or BACKWARD.
+            unit: index of the unit.
+            stage: stage that uses it.
+            first_use: turn in which the first pass needs the weights.
+            between: number of hops from the first pass to the last.
+        """
         home = self.home(unit)
         before = (self.passes[0] - home) % self.size
         return Journey(stream, unit, stage, home, first_use - before, before + between)
 
     def home(self, unit: int) -> int:
-        """The position of a unit's home."""
+        """Return the position of the home of ``unit``."""
         return self.ranks.index(self.step.homes[unit].ranks[0])
 
 
@@ -225,7 +248,9 @@ def _units(groups: Iterator[tuple[int, ...]]) -> list[int]:
 
 
 def ring_traffic(step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
-    """What every node's link carries in a step: all of a unit at every hop from a node's last rank."""
+    """Return the traffic of every node's link in a step, counted from the journeys.
+
+    A unit crosses a link with each hop from the last rank of a node."""
     topology, homes, ring = step.topology, step.homes, Ring(step, training)
     out = [[0, 0] for _ in range(topology.num_nodes)]
     for journey in ring.journeys:
@@ -233,5 +258,5 @@ def ring_traffic(step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
             last = (node + 1) * topology.local_size - 1
             elements = homes[journey.unit].padded * journey.passes(last, ring.size)
             counts[journey.stream is Stream.GRADIENT] += elements
-    # What leaves a node enters the next one.
+    # A node receives what the node before it sends.
     return tuple(LinkTraffic(w, out[n - 1][0], g, out[n - 1][1]) for n, (w, g) in enumerate(out))

@@ -1,6 +1,6 @@
-"""What all routes share: the buffers of one rank, and which visits a unit has in a step.
+"""Base class of routes: the buffers of one rank, and the visits of each unit in a step.
 
-A route turns a visit into transfer actions; index arithmetic about who sends what to whom is in routes alone.
+A route turns a visit into transfer actions. Only routes compute which rank sends what to which other rank.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from tawpipe.schedule.step import StepSpec
 
 
 class Pools:
-    """Hands out the buffers of one rank's pools in turn. A pool holds buffers of one size; its name is that of its
-    purpose and the number of the size class.
+    """Assign buffers of one rank's pools in rotation.
+
+    A pool holds buffers of one size. Its name is its purpose followed by the number of the size class.
 
     Args:
-        homes: of all units; units of one padded size share their pools.
-        visited: the units that are on a device together, for every visit that can occur.
-        in_order: visits occur in this order, round after round with something else between the rounds. Then units that
-            are far apart, as those of the embedding and the head are, do with the buffers of one.
+        homes: homes of all units; units of equal padded size share their pools.
+        visited: for every visit that can occur, the units that are on a device together.
+        in_order: True if visits occur in this order, round after round, with other work between the rounds. Then units
+            that are far apart, such as embedding and head, share buffers.
     """
 
     def __init__(self, homes: Sequence[Home], visited: Sequence[tuple[int, ...]], *, in_order: bool = False) -> None:
@@ -34,23 +35,32 @@ class Pools:
         self._class = [sizes.index(home.padded) for home in homes]
         self._in_order = in_order
         self._counts = [Counter(self._class[unit] for unit in units) for units in visited]
-        """For every visit the units of each size class."""
+        """For every visit, number of its units of each size class."""
         self._most: dict[tuple[int, int], int] = {}
         self._made: dict[str, tuple[int, int]] = {}
-        """Pool -> elements of a buffer, most buffers."""
+        """Pool -> (elements of a buffer, limit of the number of buffers)."""
         self._next: dict[str, int] = {}
         self._planned: dict[str, dict[int, int]] = {}
 
     def size_class(self, unit: int) -> int:
-        """Units of one class have buffers of one size."""
+        """Return the size class of ``unit``. Units of one class have buffers of one size."""
         return self._class[unit]
 
     def visiting(self, purpose: str, unit: int, *, elements: int, visits: int) -> Buffer:
-        """The next buffer of a pool that serves ``visits`` visits at a time."""
+        """Return the next buffer of a pool, in rotation over the buffers that ``visits`` visits need together.
+
+        Args:
+            purpose: letter of the pool, see ``buffers``.
+            unit: the unit that uses the buffer.
+            elements: elements of a buffer.
+            visits: number of visits that hold their buffers at one time.
+        """
         return self.take(purpose, unit, elements=elements, limit=self._at_once(self._class[unit], visits))
 
     def _at_once(self, size: int, visits: int) -> int:
-        """The most units of a size class in so many visits."""
+        """Return the most units of a size class that ``visits`` visits have together.
+
+        These are consecutive visits with ``in_order``, otherwise any."""
         if (size, visits) not in self._most:
             counts = [count[size] for count in self._counts]
             windows = (counts[i : i + visits] for i in range(max(1, len(counts) - visits + 1)))
@@ -58,14 +68,28 @@ class Pools:
         return self._most[size, visits]
 
     def take(self, purpose: str, unit: int, *, elements: int, limit: int) -> Buffer:
-        """The next buffer of a pool that has at most ``limit`` of them."""
+        """Return the next buffer of a pool with at most ``limit`` buffers, in rotation.
+
+        Args:
+            purpose: letter of the pool, see ``buffers``.
+            unit: the unit that uses the buffer.
+            elements: elements of a buffer.
+            limit: number of buffers after which the first one is used again.
+        """
         pool = f"{purpose}{self._class[unit]}"
         number = self._next.get(pool, 0)
         self._made[pool], self._next[pool] = (elements, limit), number + 1
         return pooled(pool, number % limit)
 
     def at(self, purpose: str, unit: int, number: int, *, elements: int) -> Buffer:
-        """Buffer ``number`` of a plan, in a pool that has as many as are asked for."""
+        """Return the buffer for index ``number`` of a plan, and add one to the pool if the index is new.
+
+        Args:
+            purpose: letter of the pool, see ``buffers``.
+            unit: the unit that uses the buffer.
+            number: index of the buffer in the plan; equal indices give one buffer.
+            elements: elements of a buffer.
+        """
         pool = f"{purpose}{self._class[unit]}"
         numbers = self._planned.setdefault(pool, {})
         place = numbers.setdefault(number, len(numbers))
@@ -73,13 +97,13 @@ class Pools:
         return pooled(pool, place)
 
     def copy(self, unit: int, *, elements: int) -> Buffer:
-        """The buffer that keeps a unit's weights from step to step."""
+        """Return the buffer that keeps the weights of ``unit`` from step to step; it has a pool of its own."""
         buffer = weight_copy(unit)
         self._made[buffer.pool], self._next[buffer.pool] = (elements, 1), 1
         return buffer
 
     def pools(self) -> tuple[Pool, ...]:
-        """All pools, with as many buffers as were used."""
+        """Return all pools with the number of different buffers that were handed out so far."""
         return tuple(
             Pool(name, pool_kind(name), min(limit, self._next[name]), elements)
             for name, (elements, limit) in sorted(self._made.items())
@@ -88,7 +112,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Tour:
-    """The visits of a step, the same for all ranks, and which weights stay in buffers between them."""
+    """Visits of a step, equal for all ranks, and the plan of which weights stay in buffers between them."""
 
     step: StepSpec
     visits: tuple[Visit, ...]
@@ -96,9 +120,7 @@ class Tour:
 
 
 class Route(ABC):
-    """The transfers of one rank. Call ``pull`` for the visits with weights, ``push`` for those with gradients, in
-    order.
-    """
+    """Transfers of one rank. Call ``pull`` for visits with weights and ``push`` for visits with gradients, in order."""
 
     def __init__(self, rank: int, tour: Tour) -> None:
         step = tour.step
@@ -116,35 +138,43 @@ class Route(ABC):
         backward = [visit.block for visit in self.with_gradients if visit.round == 0]
         self.pools = Pools(self.homes, [self.model.trainable_units(block) for block in backward], in_order=True)
         self.full: dict[tuple[int, int], Buffer] = {}
-        """(visit with weights, unit) -> buffer with the full unit."""
+        """(Index of a visit with weights, unit) -> buffer with the full unit."""
         self.resident: dict[int, Buffer] = {}
-        """Unit -> buffer that held it whole when it came last: one of a pool, or its home."""
+        """Unit -> buffer that held the whole unit most recently: a pool buffer or the home."""
         self.gradient: dict[tuple[int, int], Buffer] = {}
-        """(visit with gradients, unit) -> buffer that the backward pass fills."""
+        """(Index of a visit with gradients, unit) -> buffer that the backward pass fills."""
         self.sums: dict[int, Buffer] = {}
-        """Unit -> buffer in which its gradients add up for the step."""
+        """Unit -> buffer in which its gradients are added up for the step."""
         self.started: set[Buffer] = set()
-        """Gradient buffers at home or in the node that hold something of this step already."""
+        """Gradient buffers, at home or in the node, that already hold a value of this step."""
         self.pushes = _visits_of_units((v.gradient_index, self.model.trainable_units(v.block)) for v in tour.visits)
 
     def begin(self) -> Iterator[Action]:
-        """What comes before the first visit."""
+        """Yield the actions before the first visit; none in this class."""
         yield from ()
 
     @abstractmethod
     def pull(self, visit: Visit) -> Iterator[Action]:
-        """Bring the units of a visit here, and send what others need at the same time; fills ``full``."""
+        """Yield the transfers that gather the units of ``visit`` on this rank, and set ``full``.
+
+        Sends that other ranks need at the same time are included.
+        """
 
     @abstractmethod
     def push(self, visit: Visit) -> Iterator[Action]:
-        """Take the gradients of a visit home, and receive what others push at the same time."""
+        """Yield the transfers that send the gradients of ``visit`` home.
+
+        Receives of gradients that other ranks push at the same time are included.
+        """
 
     def finish(self) -> Iterator[Action]:
-        """What is left to send and receive after this rank's last visit."""
+        """Yield the sends and receives that are left after this rank's last visit; none in this class."""
         yield from ()
 
     def gradient_buffers(self, visit: Visit) -> dict[int, tuple[Buffer, bool]]:
-        """For every trainable unit of a visit: the buffer to fill, and whether something of this step is in it."""
+        """Return the gradient buffer of every trainable unit of ``visit``, and store the buffers in ``gradient``.
+
+        A value is (buffer to fill, True if it already holds a value of this step to add to)."""
         assert visit.gradient_index is not None
         buffers = {}
         for unit in self.model.trainable_units(visit.block):
@@ -153,7 +183,9 @@ class Route(ABC):
         return buffers
 
     def gradient_buffer(self, unit: int) -> tuple[Buffer, bool]:
-        """``gradient_buffers`` for one unit."""
+        """Return (gradient buffer to fill for ``unit``, True if it already holds a value of this step).
+
+        On a single rank it is the home, else the next buffer of a pool."""
         if self.topology.world_size > 1:
             return self._gradient_buffer("G", unit, self.homes[unit].padded), False
         buffer = home_gradient(unit)
@@ -162,19 +194,28 @@ class Route(ABC):
         return buffer, accumulate
 
     def compression(self, *, weights: bool) -> str:
-        """Of an action that takes weights, or gradients, to another node; empty for their own type."""
+        """Return the setting for compressing weights (or gradients) between nodes; ``""`` for none."""
         chosen = self.settings.weights_compression if weights else self.settings.gradients_compression
         return "" if chosen == "none" else chosen
 
-    # sums over a step
+    # sums of gradients over a step
 
     def sums_up(self, unit: int) -> bool:
-        """True if a unit's gradients add up on their way home until its last visit of the step."""
+        """Return True if gradients of ``unit`` are added up in the node over the step and sent home only once.
+
+        That is so under ``gradients_scope: step``, if the unit has several visits with gradients."""
         return self.settings.gradients_scope == "step" and len(self.pushes[unit]) > 1
 
     def _sum_up(self, unit: int, source: Buffer, elements: int, lane: Lane = Lane.REDUCE) -> Action:
-        """ADD to the sum of a unit, which has a buffer of its own. In the lane that made ``source``: a push under way
-        must not hold it up.
+        """Return an ADD of ``source`` to the buffer with the sum of ``unit``; the first one of a step is a copy.
+
+        It runs on the lane that made ``source``, so that a push in progress does not delay it.
+
+        Args:
+            unit: index of the unit.
+            source: buffer with a gradient.
+            elements: elements of the sum.
+            lane: lane of the action.
         """
         if unit not in self.sums:
             self.sums[unit] = self.pools.take("A", unit, elements=elements, limit=len(self.homes))
@@ -183,33 +224,40 @@ class Route(ABC):
     # buffers
 
     def holds(self, index: int, unit: int) -> bool:
-        """True if the whole unit is here from an earlier visit when the ``index``-th visit with weights needs it."""
+        """Return True if the whole unit is still here from an earlier visit at the ``index``-th visit with weights."""
         return self.residency.full[index][unit].held
 
     def _full_buffer(self, index: int, unit: int) -> Buffer:
-        """The buffer for a whole unit in a visit with weights."""
+        """Return the buffer planned for the whole ``unit`` in the ``index``-th visit with weights."""
         place = self.residency.full[index][unit].place
         return self.pools.at("W", unit, place, elements=self.homes[unit].padded)
 
     def _slice_buffer(self, index: int, unit: int, elements: int) -> Buffer:
-        """The buffer for this device's slice of a unit that passes through."""
+        """Return the buffer planned for this device's shard of ``unit`` in the ``index``-th visit with weights."""
         assert self.residency.slices is not None
         return self.pools.at("S", unit, self.residency.slices[index][unit].place, elements=elements)
 
     def _gradient_buffer(self, purpose: str, unit: int, elements: int) -> Buffer:
+        """Return the next buffer of a gradient pool, in rotation over ``settings.gradient_buffers`` visits."""
         return self.pools.visiting(purpose, unit, elements=elements, visits=self.settings.gradient_buffers)
 
     def _add_home(self, unit: int, source: Buffer, lane: Lane) -> Action:
+        """Return an ADD of ``source`` to the gradient of ``unit`` at home; the first one of a step is a copy."""
         return self._add(unit, source, home_gradient(unit), lane)
 
     def _add(self, unit: int, source: Buffer, target: Buffer, lane: Lane) -> Action:
+        """Return an ADD of ``source`` to ``target``; the first one of a step into ``target`` is a copy."""
         reads = (target, source) if target in self.started else (source,)
         self.started.add(target)
         return Action(Op.ADD, lane, reads, (target,), unit=unit)
 
 
 def _visits_of_units(visits: Iterator[tuple[int | None, tuple[int, ...]]]) -> dict[int, list[int]]:
-    """For every unit the numbers of its visits, ascending; visits without a number are left out."""
+    """Return for every unit the numbers of its visits, ascending.
+
+    Args:
+        visits: (number, units) of every visit, in order. Visits with the number None are left out.
+    """
     numbers: dict[int, list[int]] = {}
     for number, units in visits:
         for unit in units if number is not None else ():

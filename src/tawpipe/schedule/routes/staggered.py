@@ -1,8 +1,8 @@
-"""Routes of exchanges, for units that live on one node each.
+"""Routes of point-to-point exchanges, for units whose home is on one node.
 
-Point-to-point between nodes, staggered: in exchange t node n receives what its visit t - n needs, so that neighbouring
-blocks, whose homes are neighbouring nodes, keep every link busy with one send and one receive at a time. Gradients
-likewise. Inside a node one collective a unit.
+Between nodes exchanges are staggered: in exchange t, node n receives what its visit t - n needs. Homes of neighbouring
+blocks are on neighbouring nodes, so every link is busy with one send and one receive at a time. Gradients are staggered
+in the same way. Inside a node there is one collective for each unit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from tawpipe.schedule.routes.visits import Visit
 
 
 def visits_of_exchange(number: int, nodes: int, visits: int) -> Iterator[tuple[int, int]]:
-    """(node, its visit) in one exchange: node n has visit t - n in exchange t.
+    """Yield (node, index of its visit) for every node that takes part in one exchange.
+
+    Node n has visit t - n in exchange t, for visits 0..``visits`` - 1.
+
+    Args:
+        number: number of the exchange, t.
+        nodes: number of nodes.
+        visits: number of visits.
 
     >>> [list(visits_of_exchange(t, 2, 2)) for t in range(number_of_exchanges(2, 2))]
     [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]
@@ -25,16 +32,16 @@ def visits_of_exchange(number: int, nodes: int, visits: int) -> Iterator[tuple[i
 
 
 def number_of_exchanges(nodes: int, visits: int) -> int:
-    """After which the last node has had its last visit."""
+    """Return the number of exchanges until the last node has had its last visit."""
     return visits + nodes - 1
 
 
 class ExchangeRoute(Route):
-    """Point-to-point between nodes in staggered exchanges, collectives inside a node.
+    """Route with staggered point-to-point exchanges between nodes and collectives inside a node.
 
     Args:
-        whole: a unit lives on one device and is broadcast inside a node; otherwise on all devices of one node, which
-            gather it.
+        whole: True if a unit is on one device and is broadcast inside a node. False if it is sharded over all devices
+            of one node, which gather it.
     """
 
     def __init__(self, rank: int, tour: Tour, *, whole: bool) -> None:
@@ -46,16 +53,22 @@ class ExchangeRoute(Route):
         self._leaving: dict[tuple[int, int], Buffer] = {}
 
     def _carriers(self, unit: int, node: int) -> tuple[int, ...]:
-        """The ranks of a node that the stripes of a unit pass through, in the order of the stripes."""
+        """Return the ranks of ``node`` that send or receive the shards of ``unit``, in the shards' order.
+
+        They have the local ranks of the shards' owners."""
         local = [self.topology.local_of(rank) for rank in self.homes[unit].ranks]
         return tuple(self.topology.nodes[node][i] for i in local)
 
     def _home_node(self, unit: int) -> int:
+        """Return the node of the home of ``unit``."""
         return self.topology.node_of(self.homes[unit].ranks[0])
 
     # weights
 
     def pull(self, visit: Visit) -> Iterator[Action]:
+        """Yield the exchanges up to the one that serves ``visit``, then the gathers inside the node.
+
+        Exchanges that earlier calls have yielded are left out."""
         assert visit.weight_index is not None
         while self._pulled <= visit.weight_index + self.node:
             yield from self._exchange_weights(self._pulled)
@@ -64,6 +77,7 @@ class ExchangeRoute(Route):
             yield from self._gather(visit.weight_index, unit)
 
     def _exchange_weights(self, number: int) -> Iterator[Action]:
+        """Yield the exchange of weights with this number; nothing if this rank neither sends nor receives."""
         transfers = []
         for node, index in visits_of_exchange(number, self.topology.num_nodes, len(self.with_weights)):
             for unit in self.model.blocks[self.with_weights[index].block].units:
@@ -82,7 +96,7 @@ class ExchangeRoute(Route):
             yield exchange(Lane.INTER_W, tuple(transfers), compression=self.compression(weights=True))
 
     def _arrival(self, index: int, unit: int) -> Buffer:
-        """The buffer for a slice that arrives at this rank for a visit."""
+        """Return the buffer into which this rank receives a shard for a visit, and store it in ``_arrived``."""
         if self.residency.slices is None:
             buffer = self._full_buffer(index, unit)
         else:
@@ -91,7 +105,10 @@ class ExchangeRoute(Route):
         return buffer
 
     def _slice(self, index: int, unit: int) -> Buffer | None:
-        """Where this rank has its slice of a unit for a visit, if it is one of those that carry the unit."""
+        """Return the buffer that has this rank's shard of a unit for a visit; None if it has no shard.
+
+        It is the home, a shard kept from an earlier visit, or the shard that was received. The last one is removed from
+        ``_arrived``."""
         if self.rank not in self._carriers(unit, self.node):
             return None
         if self._home_node(unit) == self.node:
@@ -101,6 +118,9 @@ class ExchangeRoute(Route):
         return self._arrived.pop((index, unit))
 
     def _gather(self, index: int, unit: int) -> Iterator[Action]:
+        """Yield the all-gather or broadcast that puts a unit together inside the node; set ``full``.
+
+        Yields nothing if the whole unit is still here from an earlier visit, or if nodes have one rank."""
         if self.holds(index, unit):
             self.full[index, unit] = self.resident[unit]
             return
@@ -123,6 +143,7 @@ class ExchangeRoute(Route):
         self.full[index, unit] = self.resident[unit] = target
 
     def finish(self) -> Iterator[Action]:
+        """Yield the remaining exchanges of weights, in which only other nodes still receive."""
         while self._pulled < number_of_exchanges(self.topology.num_nodes, len(self.with_weights)):
             yield from self._exchange_weights(self._pulled)
             self._pulled += 1
@@ -130,14 +151,17 @@ class ExchangeRoute(Route):
     # gradients
 
     def _round(self, number: int) -> list[Visit]:
-        """The visits with gradients of one round.
+        """Return the visits with gradients of round ``number``.
 
-        Rounds do not share exchanges: a node that waited in the middle of a round's pushes for another node's next
-        round would wait for ever, because the pulls hold that node back.
+        Rounds do not share exchanges. Otherwise a node that waits in the middle of a round for the next round of
+        another node would deadlock, because its own pulls delay that node.
         """
         return [visit for visit in self.with_gradients if visit.round == number]
 
     def push(self, visit: Visit) -> Iterator[Action]:
+        """Yield the reductions inside the node, and all exchanges of gradients up to the one of ``visit``.
+
+        The last visit of a round also yields the exchanges in which only other nodes still send."""
         visits = self._round(visit.round)
         position = visits.index(visit)
         while self._pushed < position + self.node:
@@ -154,7 +178,10 @@ class ExchangeRoute(Route):
             self._pushed = 0
 
     def _reduce(self, visit: Visit, unit: int) -> Iterator[Action]:
-        """Inside the node; then, where gradients add up in the node, into the sum, which at home is the home itself."""
+        """Yield the reduction of a gradient inside the node, and an ADD if gradients are added up over the step.
+
+        The ADD is to a buffer of the node, or to the home if this is the node of the unit's home. Gradients that will
+        be sent are stored in ``_leaving``."""
         index = visit.gradient_index
         assert index is not None
         source = self.gradient.pop((index, unit))
@@ -193,7 +220,12 @@ class ExchangeRoute(Route):
         return self.topology.num_nodes > 1 and super().sums_up(unit)
 
     def _pushes(self, visits: list[Visit], number: int) -> Iterator[tuple[int, int, int, int]]:
-        """(visit with gradients, unit, source rank, home rank) of everything that goes home in one exchange."""
+        """Yield (index of the visit, unit, source rank, home rank) of every gradient that goes home in one exchange.
+
+        Args:
+            visits: visits of the round with gradients.
+            number: number of the exchange in the round.
+        """
         for node, index in visits_of_exchange(number, self.topology.num_nodes, len(visits)):
             visit = visits[index]
             assert visit.gradient_index is not None
@@ -205,7 +237,9 @@ class ExchangeRoute(Route):
                     yield visit.gradient_index, unit, source, target
 
     def _most_arrivals(self) -> dict[int, int]:
-        """For every size class the most stripes of it that one exchange brings here: each needs a buffer of its own."""
+        """Return for every size class the most shards of gradients that arrive here in one exchange.
+
+        Each of them needs a buffer. The last round is examined."""
         most: dict[int, int] = {}
         visits = self._round(self.step.rounds - 1)
         for number in range(number_of_exchanges(self.topology.num_nodes, len(visits))):
@@ -218,6 +252,10 @@ class ExchangeRoute(Route):
         return most
 
     def _exchange_gradients(self, visits: list[Visit], number: int) -> Iterator[Action]:
+        """Yield exchange ``number`` of gradients in a round, then the ADD actions of gradients that have come home.
+
+        Gradients that are at home on this rank already are added, too. Nothing is yielded if this rank takes no part.
+        """
         transfers, additions = [], []
         for index, unit, source, target in self._pushes(visits, number):
             if source == target == self.rank:

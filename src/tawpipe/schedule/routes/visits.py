@@ -1,4 +1,4 @@
-"""The order in which blocks are visited in a step, the same for all ranks."""
+"""Order in which blocks are visited in a step, equal for all ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from tawpipe.schedule.step import StepSpec
 
 @dataclass(frozen=True)
 class Visit:
-    """One block on a device.
+    """Visit of one block: the time during which its weights are on a device.
 
     Args:
-        block, round: which block, in which round of the step.
-        backward: False for a forward visit. The head of a training step has only a backward visit: loss and gradient at
-            once.
-        weight_index: position among the step's visits that need weights, or None.
-        gradient_index: position among the step's visits that make gradients, or None.
+        block: index of the block.
+        round: number of the round in the step.
+        backward: False for a forward visit. The head of a training step has only a backward visit, which computes loss
+            and gradient together.
+        weight_index: position among the visits of the step that need weights, or None.
+        gradient_index: position among the visits of the step that make gradients, or None.
     """
 
     block: int
@@ -28,7 +29,11 @@ class Visit:
 
 
 def training_visits(step: StepSpec) -> tuple[Visit, ...]:
-    """Every round: embedding and layers forward, head, layers and embedding backward as far as gradients are needed."""
+    """Return the visits of a training step.
+
+    Every round goes forward through embedding and layers, then backward through head, layers and embedding, as far as
+    gradients are needed.
+    """
     model = step.model
     blocks = range(len(model.blocks))
     order = [(block, False) for block in blocks[:-1]]
@@ -37,12 +42,13 @@ def training_visits(step: StepSpec) -> tuple[Visit, ...]:
 
 
 def forward_visits(step: StepSpec) -> tuple[Visit, ...]:
-    """Every round: all blocks forward, the head with its loss included."""
+    """Return the visits of an evaluation: every round goes forward through all blocks, the head included."""
     blocks = range(len(step.model.blocks))
     return _numbered(step.model, [(b, number, False) for number in range(step.rounds) for b in blocks])
 
 
 def _numbered(model: ModelSpec, order: list[tuple[int, int, bool]]) -> tuple[Visit, ...]:
+    """Return a ``Visit`` for each (block, round, backward) of ``order``, with its weight and gradient indices."""
     visits = []
     weights = gradients = 0
     for block, number, backward in order:

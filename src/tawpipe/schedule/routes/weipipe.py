@@ -1,13 +1,13 @@
-"""The programs of WeiPipe-Interleave (PPoPP 2025): everything goes round a ring of all ranks.
+"""Programs of WeiPipe-Interleave (PPoPP 2025): weights and gradients travel round a ring of all ranks.
 
-Two streams of weights and one of gradients, all from every rank to the next (ring.py says who holds what and when):
-36 H^2 elements a layer and pass where TawPipe moves 24. In every turn a rank computes one backward and one forward of
-different micro-batches; one EXCHANGE on INTER_W sends what the turn uses and receives what the next one will, and one
-on INTER_G does so for gradients. The gradient of a stage is complete when the last pass has added to it, and goes on to
-its home.
+Two streams of weights and one of gradients go from every rank to the next (see ring.py). That is 36 H^2 elements per
+layer and pass, where TawPipe moves 24. In every turn a rank computes one backward and one forward pass of different
+micro-batches. One EXCHANGE on INTER_W sends the weights that the turn uses and receives the weights of the next turn;
+one on INTER_G does so for gradients. The gradient of a stage is complete when the last pass has added to it, and then
+travels on to its home.
 
-As in the paper, streams do not stop at the homes that they pass; a home that gave out its own copy again each time
-would spare one hop in P.
+As in the paper, weights do not stop at homes that they pass. A home that sent its own copy again each time would save
+one hop in P.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ WEIGHT_POOLS = {Stream.FORWARD: "WF", Stream.BACKWARD: "WB"}
 
 
 def build_weipipe(step: StepSpec, *, training: bool) -> Schedule:
-    """One step on the ring of several ranks, of training or forward only."""
+    """Return the schedule of one step on a ring of at least two ranks.
+
+    Args:
+        step: the step.
+        training: False for forward passes only.
+    """
     ring = Ring(step, training)
     programs, pools = [], []
     for rank in range(step.topology.world_size):
@@ -39,7 +44,7 @@ def build_weipipe(step: StepSpec, *, training: bool) -> Schedule:
 
 
 class _RingProgram:
-    """One rank's program."""
+    """Program of one rank on the ring."""
 
     def __init__(self, ring: Ring, rank: int) -> None:
         self.ring, self.rank, self.model, self.settings = ring, rank, ring.model, ring.step.settings
@@ -48,18 +53,19 @@ class _RingProgram:
         visited = [tuple({u for b in blocks for u in self.model.blocks[b].units}) for blocks in ring.stages]
         self.homes, self.pools = ring.step.homes, Pools(ring.step.homes, visited)
         self._stays: dict[int, list[Journey]] = {}
-        """Turn -> the journeys that are here then."""
+        """Turn -> the journeys that are at this position in that turn."""
         for journey in ring.journeys:
             offset = (self.position - journey.start) % ring.size
             for turn in range(journey.departure + offset, journey.arrival + 1, ring.size):
                 self._stays.setdefault(turn, []).append(journey)
         self._arrived: dict[tuple[int, Stream, int], Buffer] = {}
-        """(turn, stream, unit) -> buffer in which it is here then; where a journey begins it has none."""
+        """(Turn, stream, unit) -> buffer that holds it in that turn. Missing at the start of a journey."""
         self._made: dict[int, Buffer] = {}
-        """Unit -> buffer with this rank's own gradient of the turn."""
+        """Unit -> buffer with the gradient that this rank computes in the present turn."""
         self._started: set[int] = set()
 
     def program(self) -> Iterator[Action]:
+        """Yield all actions of the rank without the end of the step."""
         exchanged, turns = 0, self.ring.num_turns
         for turn in range(turns):
             while exchanged < min(turn + self.settings.look_ahead, turns):
@@ -75,12 +81,14 @@ class _RingProgram:
     # compute
 
     def _forward(self, turn: int, number: int, stage: int) -> Iterator[Action]:
+        """Yield the FORWARD actions of pass ``number`` on the blocks of ``stage``."""
         for block in self.ring.forward_blocks(stage):
             weights = [self._weights(turn, Stream.FORWARD, unit) for unit in self.model.blocks[block].units]
             for place, m in enumerate(self.ring.micro_batches(number)):
                 yield forward(self.ring.step, block, m, weights, place=place, training=self.ring.training)
 
     def _backward(self, turn: int, number: int, stage: int) -> Iterator[Action]:
+        """Yield the BACKWARD actions of pass ``number`` on the blocks of ``stage``."""
         for block in self.ring.backward_blocks(stage):
             weights = [self._weights(turn, Stream.BACKWARD, unit) for unit in self.ring.backward_weights(block)]
             gradients = {}
@@ -94,7 +102,7 @@ class _RingProgram:
     # transfers
 
     def _exchange_weights(self, turn: int) -> Iterator[Action]:
-        """What this turn has used goes on; what the next one will use arrives."""
+        """Yield the EXCHANGE that sends the weights used in ``turn`` and receives weights for the next turn."""
         transfers = []
         for journey in self._here(turn, Stream.FORWARD, Stream.BACKWARD):
             if turn < journey.arrival:
@@ -114,7 +122,10 @@ class _RingProgram:
             yield exchange(Lane.INTER_W, tuple(transfers), "world")
 
     def _pass_gradients_on(self, turn: int) -> Iterator[Action]:
-        """Add what this turn has made to what has arrived; send it on, or take it in at home; receive the next."""
+        """Yield the actions for gradients at the end of ``turn``: additions, then one exchange.
+
+        The rank's own gradient is added to the one that has arrived. The sum is sent to the next rank, or added at home
+        if it has arrived there. Gradients for the next turn are received."""
         transfers = []
         for journey in self._here(turn, Stream.GRADIENT):
             unit = journey.unit
@@ -131,7 +142,7 @@ class _RingProgram:
             transfers.append(Transfer(True, self.after, unit, gradients[0]))
         for journey in self._here(turn + 1, Stream.GRADIENT):
             if journey.departure <= turn:
-                # One is sent while the next arrives.
+                # Two buffers: one gradient is sent while the next one arrives.
                 buffer = self._arrived[turn + 1, Stream.GRADIENT, journey.unit] = self._gradient_buffer(
                     "R", journey.unit, 2
                 )
@@ -140,9 +151,11 @@ class _RingProgram:
             yield exchange(Lane.INTER_G, tuple(transfers), "world")
 
     def _here(self, turn: int, *streams: Stream) -> list[Journey]:
+        """Return the journeys of ``streams`` that are at this position in ``turn``."""
         return [journey for journey in self._stays.get(turn, ()) if journey.stream in streams]
 
     def _weights(self, turn: int, stream: Stream, unit: int) -> Buffer:
+        """Return the buffer with the weights of ``unit`` in ``turn``: the one that received them, or else the home."""
         return self._arrived.get((turn, stream, unit), home_weight(unit))
 
     def _gradient_buffer(self, purpose: str, unit: int, visits: int) -> Buffer:

@@ -1,1 +1,1 @@
-"""Sizes of a schedule: bytes on links, memory of devices, activations at their most."""
+"""Costs of a schedule: bytes over links and memory of processes."""

@@ -1,4 +1,4 @@
-"""The memory of activations that a schedule's programs take, action by action."""
+"""Memory of the activations of a schedule's programs, action by action."""
 
 from __future__ import annotations
 
@@ -10,22 +10,30 @@ from tawpipe.schedule.buffers import STAYING, Buffer, Kind
 from tawpipe.schedule.step import Schedule
 
 Shares = Mapping[tuple[Kind, int], float]
-"""Of activations by kind and micro-batch: the share of what their kind takes. All of it where nothing is said."""
+"""(Kind, micro-batch) -> share of the usual size of this kind. Activations that are not in it have the usual size."""
 ALIKE: Shares = MappingProxyType({})
 
 
 def size_in(sizes: Mapping[Kind, int], shares: Shares, buffer: Buffer) -> int:
-    """Bytes of an activation."""
+    """Return the bytes of an activation; 0 if ``sizes`` does not contain its kind.
+
+    Args:
+        sizes: usual bytes of every kind.
+        shares: shares of the usual size, see ``Shares``.
+        buffer: the activation.
+    """
     size = sizes.get(buffer.kind, 0)
     return round(size * shares.get((buffer.kind, buffer.at[0]), 1.0)) if shares and size else size
 
 
 def peak_activations(schedule: Schedule, rank: int, sizes: Mapping[Kind, int] | None = None) -> int:
-    """The most that a program keeps at one time for backward passes.
+    """Return the most bytes of activations that the program of ``rank`` holds at one time.
 
     Args:
-        sizes: of one activation of a kind; by default 1 for each input of a block and each gradient of one, so that
-            these are counted.
+        schedule: the schedule.
+        rank: the rank.
+        sizes: bytes of one activation of every kind; others are not counted. By default 1 for each block input and each
+            gradient of one, so that the result is their number.
     """
     sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.RELOADED: 1} if sizes is None else sizes
     if STAYING.issuperset(sizes):
@@ -34,7 +42,7 @@ def peak_activations(schedule: Schedule, rank: int, sizes: Mapping[Kind, int] | 
 
 
 def _staying(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
-    """What activations take whose places are there for the whole run."""
+    """Return the bytes of activation buffers of ``rank`` that stay allocated for the whole run."""
     staying = {buffer for action in schedule.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
     return sum(sizes.get(buffer.kind, 0) for buffer in staying)
 
@@ -42,11 +50,11 @@ def _staying(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
 def activations_held(
     schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE
 ) -> Iterator[tuple[Action, int]]:
-    """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
+    """Yield every action of a program with the bytes of activations that are held while it runs.
 
-    What is received has its memory from when its lane is free, before its turn: it is posted at once. What is sent
-    is there until the computation is over that runs beside.
-    """
+    Activations that the action writes or frees are included. A received activation has memory from the end of the
+    previous action on its lane, because receives are posted at once. Activations that are freed by a send count until
+    the next action that is no EXCHANGE has ended."""
     program = schedule.programs[rank]
     passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
     total, taken, free = _staying(schedule, rank, sizes), [0] * len(program), dict[Lane, int]()

@@ -1,4 +1,4 @@
-"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process."""
+"""Costs of a schedule, predicted before it runs: bytes over every node's link, memory of a process."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.topology import Topology
 
 IN_FILES = 4
-"""Chunks of a layer's input and output that are on their way to files and back at one time."""
+"""Number of chunks of a layer's input and output that are being written to files or read from them at one time."""
 STAGED = {Kind.OFFLOADED: 6, Kind.OFFLOADED_ATTENTION: 4}
-"""Chunks for which a device has room for the whole run where rows pass into the host's memory: two that come and two
-that go; and two more that come, because a layer that is new runs twice, and its outputs are compared.
+"""Kind of activation -> number of chunks for which a device has buffers during the whole run, if rows are offloaded by
+chunk: two that arrive and two that leave. Inputs have two more, because a new layer runs twice to compare its outputs.
 """
 
 TRAVELLING = 2
-"""Transfers of activations that a lane may be given before they are over, on a device that runs behind the thread which
-issues: what is received is made then, and what was sent stays until it has gone.
-"""
+"""Number of transfers of activations of one lane that may be issued before they have ended, on a device that is behind
+the issuing thread. Memory of a receive is allocated when it is issued. Memory of a send is held until it has ended."""
 MOST_AHEAD, AHEAD_BYTES = 16, 16 << 20
-"""Actions of a lane that gloo begins before the first of them is over, at most, and bytes of activations among them."""
+"""Limits (MOST_AHEAD, AHEAD_BYTES) of what gloo begins on one lane before the first of it has ended: number of actions,
+and bytes of activations among them."""
 
 
 def most_ahead(message_bytes: int) -> int:
-    """Messages of activations of which a lane posts the receives before the first of them is there.
+    """Return the number of messages of activations whose receives a lane posts before the first message has arrived.
+
+    Args:
+        message_bytes: bytes of one message.
 
     >>> most_ahead(1000), most_ahead(4 << 20), most_ahead(1 << 30)
     (16, 4, 2)
@@ -42,19 +45,19 @@ def most_ahead(message_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of one element.
+    """Bytes of one element of weights, gradients and optimizer state.
 
     Args:
-        weight: of weights that travel and compute.
-        gradient: of gradients that are summed and travel.
-        master: of weights and gradients at home.
-        optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype; for every unit,
-            where they differ.
-        exact: of a frozen weight's exact value in the host's memory; 0 where the weight's type holds it.
-        unpacked: elements of weights for which there is room besides, into which packed units are dequantised.
-        slice: elements of the largest slice of a home in the host's memory that passes through a device: more than
-            ``SLICE`` where an optimizer wants whole matrices.
-        change: of a weight that travels as it has changed.
+        weight: bytes of a weight that travels and is computed with.
+        gradient: bytes of a gradient that is summed and travels.
+        master: bytes of a weight or gradient at home.
+        optimizer_states: number of tensors of a parameter's size that the optimizer keeps, in the dtype of the master
+            weights; one number for every unit if they differ.
+        exact: bytes of a frozen weight's exact value in CPU memory; 0 if the weight's own dtype holds it.
+        unpacked: number of weights in the buffers into which packed (quantised) units are dequantised.
+        slice: elements of the largest portion of a home in CPU memory that passes through a device. More than ``SLICE``
+            if an optimizer needs whole matrices.
+        change: bytes of a weight that travels as a change.
     """
 
     weight: int
@@ -67,31 +70,38 @@ class Widths:
     change: float = EXACT_WIDTH
 
     def state(self, unit: int) -> float:
-        """Bytes of an element of a trainable unit that are in the host's memory where homes are: weight, gradient and
-        optimizer state.
-        """
+        """Return the bytes of master weight, gradient and optimizer state of one trained element of ``unit``."""
         states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
         return self.master * (2 + states)
 
     def on_device(self, unit: int, level: str | None, *, trainable: bool) -> float:
-        """The part of ``at_home`` that is on the device where ``ScheduleSettings.host_homes`` is this level."""
+        """Return the bytes that one element of ``unit`` needs at home on the device, with homes as ``level`` says.
+
+        Args:
+            unit: index of the unit.
+            level: value of ``ScheduleSettings.host_homes``.
+            trainable: True if the unit is trained.
+        """
         if level == "all":
             return 0
         return self.weight if level == "state" and trainable else self.at_home(unit, trainable=trainable)
 
     def host(self, unit: int, *, trainable: bool, copies: bool, gradient: bool) -> float:
-        """Bytes of an element of a unit in the host's memory, where homes are there.
+        """Return the bytes that one element of ``unit`` needs at home in CPU memory, if homes are there.
 
         Args:
-            copies: what travels is there as well.
-            gradient: the gradient is kept.
+            unit: index of the unit.
+            trainable: True if the unit is trained.
+            copies: True if weights that travel are in CPU memory, too.
+            gradient: False if the gradient is not stored at home.
         """
         copy = self.weight if copies and not (trainable and self.weight == self.master) else 0
         return copy + (self.state(unit) - (0 if gradient else self.master) if trainable else 0)
 
     def at_home(self, unit: int, *, trainable: bool) -> float:
-        """Bytes of an element of a unit where it lives: weight, gradient, optimizer state, the copy that travels; of a
-        frozen one only the latter.
+        """Return the bytes of one element of ``unit`` at home, on device and in CPU memory together.
+
+        They are master weight, gradient, optimizer state and the weight that travels; for a frozen unit only the last.
         """
         if not trainable:
             return self.weight
@@ -100,24 +110,25 @@ class Widths:
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Bytes that a micro-batch needs in blocks of a model, besides weights and gradients of weights in their buffers.
+    """Bytes of activations and temporary memory of a micro-batch in the blocks of a model.
+
+    Weights, and their gradients in buffers, are not included.
 
     Args:
-        boundary: of a block's input, for every token.
-        kept: for every token, by kind of activation: what a layer keeps (``graph``, ``kept``), its input included,
-            what is kept between the two parts of its backward pass (``lin``), and what all layers of a micro-batch
-            share (``ctx``).
-        working: what computing takes at its highest besides what it is given and leaves behind, by kind of block and
-            by what runs (``forward full``, ``backward none``, ...): a fixed part, and one for every token. Below zero
-            where memory is given back before the rest is taken.
-        at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
-            head, whose logits exist for a chunk only.
-        keys, key_gradients: of a layer's keys and values, and of their gradients, for every token: where several ranks
-            compute a row together, each of them has those of all its tokens for a time, and of a document in slices a
-            stage has those of all slices.
-        in_chunks: of layers whose rows run in chunks, ``working`` by what runs, and what is ``kept`` of attention: a
-            fixed part, one for every token of a chunk, and one for every token.
-        unpacking: what dequantising the packed units of a block takes for a while, before it computes.
+        boundary: bytes of a block's input per token.
+        kept: kind of activation -> bytes per token. ``graph`` and ``kept`` are what a layer keeps, including its input;
+            ``lin`` is kept between the two parts of its backward pass; ``ctx`` is shared by all layers of a
+            micro-batch.
+        working: kind of block -> what runs (``forward full``, ``backward none``, ...) -> (fixed bytes, bytes per token)
+            of the most temporary memory, without inputs and outputs. Negative if memory is freed before more is taken.
+        at_once: kind of block -> tokens that it computes at one time, if not all of them: the head, which has logits of
+            one chunk only.
+        keys: bytes of a layer's keys and values per token. In a context-parallel group every rank has the keys and
+            values of all tokens for a time. With document slices a stage has the keys and values of all slices.
+        key_gradients: bytes of the gradients of keys and values per token.
+        in_chunks: what runs -> (fixed bytes, bytes per token of a chunk, bytes per token of the row), in place of
+            ``working`` for layers whose rows are computed in chunks. The key ``kept`` is for kept attention outputs.
+        unpacking: bytes for dequantising the packed units of a block, before it computes.
     """
 
     boundary: int
@@ -130,24 +141,28 @@ class BlockMemory:
     unpacking: int = 0
 
     def cut(self, chunk: int) -> BlockMemory:
-        """The same for rows that run in chunks of so many tokens."""
+        """Return a copy for rows that layers compute in chunks of ``chunk`` tokens.
+
+        The numbers of ``in_chunks`` replace those of layers in ``working`` and ``kept``."""
         lines = {name: (fixed + by_chunk * chunk, token) for name, (fixed, by_chunk, token) in self.in_chunks.items()}
         _, attention = lines.pop("kept", (0, 0.0))
         kept = {**self.kept, "kept": attention, "attention": attention}
         return replace(self, kept=kept, working={**self.working, "layer": lines}, in_chunks={})
 
     def with_more(self, kind: str, amount: int) -> BlockMemory:
-        """The same with so many bytes more whenever a block of a kind computes."""
+        """Return a copy with ``amount`` more bytes of working memory for blocks of ``kind``."""
         more = {name: (fixed + amount, per_token) for name, (fixed, per_token) in self.working.get(kind, {}).items()}
         return replace(self, working={**self.working, kind: more})
 
     def activations(self, tokens: int, *, pinned: bool = False, chunk: int = 0, ranks: int = 1) -> dict[Kind, int]:
-        """Bytes of one activation of every kind, for a micro-batch.
+        """Return the bytes of one activation of every kind on each rank, for a micro-batch of ``tokens`` tokens.
 
         Args:
-            pinned: the host's memory is pinned, which comes in powers of two.
-            chunk: tokens that come and go at one time, 0 for all.
-            ranks: that compute it together. What layers are called with besides their input is there for all tokens.
+            tokens: tokens of the micro-batch.
+            pinned: True if CPU memory is pinned, which is allocated in powers of two.
+            chunk: tokens that are offloaded at one time; 0 for all.
+            ranks: ranks that compute the micro-batch together, each a share of the tokens. Keys and values and the
+                extra arguments of layers are for all tokens on each of them.
         """
         of_rank = -(-tokens // ranks)
         sizes = dict.fromkeys(BOUNDARIES, self.boundary * of_rank)
@@ -164,7 +179,13 @@ class BlockMemory:
         return sizes
 
     def working_of(self, schedule: Schedule, action: Action, tokens: int) -> int:
-        """What an action takes while it computes."""
+        """Return the most temporary memory (bytes) of an action; 0 if it does not compute a block.
+
+        Args:
+            schedule: the schedule.
+            action: the action.
+            tokens: tokens of its micro-batch.
+        """
         if action.block < 0 or action.micro_batch < 0 or action.op is Op.BACKWARD_WEIGHT:
             return 0
         kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
@@ -175,13 +196,13 @@ class BlockMemory:
         fixed, per_token = of_kind.get(f"{'forward' if forward else 'backward'} {recompute}", (0, 0))
         if schedule.step.sequence_ranks > 1:
             together = schedule.step.ranks_of(action.micro_batch) > 1
-            if block == "layer" and settings.sequence_chunk and together:  # what it says of the row are keys and values
+            if block == "layer" and settings.sequence_chunk and together:  # per token of the row: keys and values
                 per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
             tokens = -(-tokens // schedule.step.sequence_ranks)
         computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
         if any(schedule.model.units[unit].packed for unit in schedule.model.blocks[action.block].units):
             computing = max(computing, self.unpacking)
-        if Kind.OFFLOADED in kinds and block == "embedding":  # its output, which goes chunk by chunk
+        if Kind.OFFLOADED in kinds and block == "embedding":  # its output, offloaded chunk by chunk
             return computing + tokens * self.boundary
         if not settings.offload_dir or Kind.OFFLOADED not in kinds:
             return computing
@@ -190,10 +211,13 @@ class BlockMemory:
         return computing + min(tokens, IN_FILES * chunk) * self.boundary + IN_FILES // 2 * kept
 
     def staged(self, schedule: Schedule, chunk: int) -> int:
-        """What a device holds all the time of a schedule whose rows pass chunk by chunk into the host's memory.
+        """Return the bytes of the device buffers through which rows are offloaded chunk by chunk.
+
+        They exist during the whole run. 0 if the schedule offloads nothing.
 
         Args:
-            chunk: tokens of a micro-batch that pass at one time; 0 for whole rows, which do not pass.
+            schedule: the schedule.
+            chunk: tokens of a micro-batch that are moved at one time; 0 for whole rows, which have no such buffers.
         """
         written = {buffer.kind for program in schedule.programs for action in program for buffer in action.writes}
         sizes = {Kind.OFFLOADED: self.boundary, Kind.OFFLOADED_ATTENTION: self.kept.get(Kind.ATTENTION, 0)}
@@ -202,20 +226,19 @@ class BlockMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Memory of one step. Where processes differ, it is that of the process that needs most.
+    """Memory of one step in bytes, of the process that needs most.
 
     Args:
-        home_bytes: master weights, gradients, optimizer state and travelling copies at home; of homes in the host's
-            memory the latter, and the rooms through which the rest passes.
-        buffer_bytes: pools of units and slices on their way, messages in 8 bits and what packed units are dequantised
-            into included.
-        activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
-        working_bytes: what computing a block takes besides, if that is known. Where it is, both are those of the moment
-            at which they are most together.
-        host_bytes: activations that wait in the host's memory, homes that are there, and exact values of frozen units
-            that the compute dtype rounds.
-        file_bytes: activations that wait in files, of one process.
-        rank: whose memory on the device it is.
+        home_bytes: master weights, gradients, optimizer state and weights that travel, at home on the device. With
+            homes in CPU memory: only the weights that travel, and buffers through which the rest passes.
+        buffer_bytes: buffers of units and shards that travel, of coded messages, and of dequantised units.
+        activation_bytes: block inputs, their gradients, and what layers keep in addition.
+        working_bytes: temporary memory of the computing block, if known. Then ``activation_bytes`` and
+            ``working_bytes`` are from the moment at which their sum is largest.
+        host_bytes: CPU memory of offloaded activations, of homes, and of exact values of frozen units that the compute
+            dtype rounds.
+        file_bytes: activations in files.
+        rank: rank whose device memory this is.
     """
 
     home_bytes: int
@@ -230,7 +253,7 @@ class StepMemory:
         return f"{type(self).__name__}({self.parts()})"
 
     def parts(self) -> str:
-        """What a process holds, in words."""
+        """Return a line with the memory of a process by part, in MiB."""
         names = ("home", "buffer", "activation", "working", "host", "file")
         sizes = {name: getattr(self, f"{name}_bytes") for name in names}
         held = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items() if size)
@@ -239,11 +262,15 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(StepMemory):
-    """Costs of one step.
+    """Costs of one step: memory, and traffic of links.
 
     Args:
-        strategy, schedule: in words.
-        link_sent_bytes, link_received_bytes: for every node's link to the others.
+        parameters: number of parameters.
+        trainable: number of trained parameters.
+        strategy: description of the strategy.
+        schedule: description of the schedule.
+        link_sent_bytes: for every node the bytes that it sends to other nodes.
+        link_received_bytes: for every node the bytes that it receives from other nodes.
     """
 
     parameters: int
@@ -254,14 +281,20 @@ class Costs(StepMemory):
     link_received_bytes: tuple[int, ...]
 
     def __repr__(self) -> str:
-        """What a process holds, by its parts, and what a link carries."""
+        """Return a line with the memory of a process by part and the traffic of the busiest link."""
         sent = max(self.link_sent_bytes, default=0)
         return f"Costs({self.strategy}: {self.parts()}; the busiest link sends {sent / 1e6:.1f} MB a step)"
 
 
 def far_widths(settings: ScheduleSettings, widths: Widths, *, step: StepSpec | None = None) -> tuple[float, float]:
-    """Bytes of an element of weights, and of gradients, between nodes. Where a step's weights travel as they change,
-    what is frozen does not: then it is the mean of all.
+    """Return the mean bytes that one element of weights, and one of gradients, takes between nodes.
+
+    If weights travel as changes, frozen weights do not travel, which lowers the mean over all weights.
+
+    Args:
+        settings: settings with the compression.
+        widths: bytes of one element without compression.
+        step: the step; None if unknown.
     """
     travels, summands = 1.0, 1 if step is None else step.summands
     if step is not None and step.refreshes:
@@ -282,11 +315,18 @@ def held(
     absent: Sequence[int] = (),
     shares: Shares = ALIKE,
 ) -> StepMemory:
-    """The memory that a schedule takes; arguments as of ``costs``.
+    """Return the memory that a step of ``schedule`` needs, on the rank whose device needs most.
+
+    CPU memory and file space are the largest of all ranks.
 
     Args:
-        absent: of every rank, bytes that its device has less than others.
-        shares: of activations that are not of the usual size.
+        schedule: the schedule.
+        widths: bytes of one element.
+        activation_bytes: bytes of one activation of every kind, see ``peak_activations``.
+        working: function that returns the temporary memory (bytes) of an action.
+        absent: for every rank, bytes that its device has less than the largest one. They count as needed when the rank
+            is chosen, but are not in the result. Empty if equal.
+        shares: shares of activations that do not have the usual size.
     """
     ranks = schedule.played
     lacks = [absent[rank] if absent else 0 for rank in ranks]
@@ -321,10 +361,13 @@ def held(
 
 
 def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
-    """Bytes at home on a rank's device, with the rooms that others pass through, and in its host's memory."""
+    """Return the bytes of the homes of ``rank``: (on its device, in CPU memory).
+
+    With homes in CPU memory, the device has buffers through which portions of them pass; these are included."""
     on_device = in_host = 0.0
     elements, width, several = 0, 0, False
-    """Of a room, and whether there are two; a unit that is no larger than a slice passes through a single one."""
+    """Elements and bytes per element of a portion, and True if there are two portions at one time. A unit that is not
+    larger than a portion needs only one buffer."""
     step, copies = schedule.step, schedule.step.copies_in_host
     updates = (action for action in schedule.programs[rank] if action.op is Op.UPDATE)
     passing = {action.unit for action in updates if any(buffer.kind is Kind.LANDING for buffer in action.reads)}
@@ -338,7 +381,7 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
         in_host += home.stripe * widths.host(number, trainable=unit.trainable, copies=copies, gradient=gradient)
         if unit.trainable:
             different = widths.weight != widths.master
-            several |= home.stripe > min(widths.slice, SLICE)  # where matrices pass whole, a unit has some
+            several |= home.stripe > min(widths.slice, SLICE)  # a unit whose matrices pass whole has several portions
             elements = max(elements, min(home.stripe, widths.slice))
             tensors = ceil(widths.state(number) / widths.master)
             width = max(width, tensors * widths.master + (widths.weight if copies and different else 0))
@@ -346,14 +389,17 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
 
 
 def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:
-    """Bytes that a GPU's allocator holds besides what tensors take: memory made on one stream is never given to another
-    one, and what another one has used not before that is done with it.
+    """Return the bytes that a GPU's allocator reserves in addition to the peak of activations.
 
-    Every lane on which activations arrive has memory of its own, as much as it ever needs at one time. What has come or
-    gone there last may still be used.
+    Several streams need more. Memory that was allocated on one stream is never used for another stream. Memory that
+    another stream has used is only free when that stream is done with it. So every lane on which activations arrive has
+    memory of its own, up to its own peak. The last activations that were received or sent there may still be in use.
 
     Args:
-        sizes: of one activation of every kind.
+        schedule: the schedule.
+        rank: the rank.
+        sizes: bytes of one activation of every kind.
+        shares: shares of activations that do not have the usual size.
     """
     most, now, lane_of = dict[Lane, int](), dict[Lane, int](), dict[Buffer, Lane]()
     highest, travelling = 0, dict[Lane, int]()
@@ -374,10 +420,13 @@ def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares:
 
 
 def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:
-    """Bytes of activations for which gloo has room before the schedule says so: those whose receives are posted.
+    """Return the bytes of activations that gloo allocates for receives that are posted early.
 
     Args:
-        sizes: of one activation of every kind.
+        schedule: the schedule.
+        rank: the rank.
+        sizes: bytes of one activation of every kind.
+        shares: shares of activations that do not have the usual size.
     """
     largest = dict[Lane, int]()
     for action in schedule.programs[rank]:
@@ -395,12 +444,14 @@ def costs(
     working: Callable[[Action], int] = lambda _: 0,
     nodes: Topology | None = None,
 ) -> Costs:
-    """Add up a schedule.
+    """Return the costs of a step: memory of the process that needs most, and traffic of every node's link.
 
     Args:
-        activation_bytes: of one activation of every kind, see ``peak_activations``.
-        working: bytes that an action takes besides while it runs.
-        nodes: the real ones, where the schedule was built for others.
+        schedule: the schedule.
+        widths: bytes of one element.
+        activation_bytes: bytes of one activation of every kind, see ``peak_activations``.
+        working: function that returns the temporary memory (bytes) of an action.
+        nodes: the real nodes, if the schedule was built for others.
     """
     traffic = link_elements(schedule, physical=nodes)
     settings, units = schedule.step.settings, schedule.model.units
@@ -426,12 +477,14 @@ def costs(
 
 
 def _in_words(schedule: Schedule) -> str:
+    """Return a phrase with the number of micro-batches and how they are computed."""
     many = count(len(schedule.micro_batches), "micro-batch", "micro-batches")
     return f"{many} {schedule.step.strategy.in_words(schedule.step)}"
 
 
 def count(number: int, singular: str, many: str | None = None) -> str:
-    """
+    """Return a number with its noun in singular or plural.
+
     >>> count(1, "round"), count(2, "round")
     ('1 round', '2 rounds')
     """

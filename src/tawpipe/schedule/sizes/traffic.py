@@ -1,6 +1,6 @@
-"""How much crosses which link, counted from a schedule's actions; ``Strategy.traffic`` is the formula beside it.
+"""Traffic of links, counted from a schedule's actions. ``Strategy.traffic`` is the formula for comparison.
 
-Elements, not bytes: weights and gradients may travel in different dtypes.
+It is counted in elements, not bytes, because weights and gradients may travel in different dtypes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from tawpipe.topology import Topology
 
 
 def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tuple[LinkTraffic, ...]:
-    """What every node's link carries of weights and gradients, from the actions of the ranks that have some.
+    """Return the elements of weights and gradients that every node's link carries, counted from the actions.
 
-    A collective is counted as a ring in the order of its members, broadcast and reduce as a chain from or to the root.
+    A collective counts as a ring in the order of its members. A broadcast counts as a chain from its root, and a reduce
+    as a chain to its root. Ranks without a program are skipped.
 
     Args:
-        physical: the nodes that the ranks really are on, where the schedule was built for others (without grouping: for
-            nodes of one rank each).
+        schedule: the schedule.
+        physical: the real nodes, if the schedule was built for others (such as nodes of one rank each).
     """
     topology = physical or schedule.topology
     assert topology.world_size == schedule.topology.world_size
@@ -48,10 +49,12 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
 def borders_passed(
     schedule: Schedule, each: Callable[[int], int] = lambda _: 1, *, physical: Topology | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """How many activations of a boundary's size every node sends to others, and receives; other arguments as above.
+    """Return for every node how many boundary activations and gradients it (sends, receives) over its link.
 
     Args:
-        each: of a micro-batch what one counts.
+        schedule: the schedule.
+        each: function that returns the weight with which a micro-batch counts; 1 by default.
+        physical: the real nodes, if the schedule was built for others.
     """
     topology = physical or schedule.topology
     counts = [[0, 0] for _ in range(topology.num_nodes)]
@@ -64,10 +67,14 @@ def borders_passed(
 
 
 def scratch_bytes(schedule: Schedule, rank: int, gradient_bytes: int = 4) -> int:
-    """Bytes of the room that one rank needs for messages that are coded; those of a lane share a place.
+    """Return the bytes of the buffers in which one rank codes and decodes messages; 0 without compression.
+
+    Messages of one lane share a buffer.
 
     Args:
-        gradient_bytes: of an element of gradients that travel.
+        schedule: the schedule.
+        rank: the rank.
+        gradient_bytes: bytes of one gradient element that travels.
     """
     sizes, most = schedule.buffer_elements(rank), dict[Lane, int]()
     for action in schedule.programs[rank]:
@@ -75,7 +82,7 @@ def scratch_bytes(schedule: Schedule, rank: int, gradient_bytes: int = 4) -> int
             continue
         if action.op is Op.EXCHANGE:
             needed = sum(compressed_bytes(sizes[t.buffer]) for t in action.transfers)
-        elif action.compression == "exact" and not action.refreshes:  # one message leaves, one arrives
+        elif action.compression == "exact" and not action.refreshes:  # one message is sent, one is received
             needed = 2 * sum(coded_rooms(sizes[action.writes[0]], gradient_bytes))
         else:
             members = len(schedule.topology.group(action.group, rank))
@@ -90,8 +97,16 @@ def scratch_bytes(schedule: Schedule, rank: int, gradient_bytes: int = 4) -> int
 def _round_the_ring(
     schedule: Schedule, topology: Topology, rank: int, action: Action, sizes: dict[Buffer, int]
 ) -> tuple[int, int]:
-    """Elements that one member of a collective sends to the next one and receives from the one before, over slow
-    links.
+    """Return the elements that ``rank`` (sends, receives) over links between nodes in one collective.
+
+    The members form a ring in their order. A broadcast is a chain from the root, a reduce a chain to the root.
+
+    Args:
+        schedule: the schedule.
+        topology: the real nodes.
+        rank: a member of the group.
+        action: the collective.
+        sizes: elements of every buffer of ``rank``.
     """
     members = schedule.topology.group(action.group, rank)
     steps, at = len(members) - 1, members.index(rank)

@@ -1,1 +1,1 @@
-"""Every way to move weights that the runtime, the clock, the plan and the lab know, and steps that are checked."""
+"""Strategies that move weights, the table of all strategies, and the functions that make steps of them."""

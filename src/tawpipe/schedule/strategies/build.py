@@ -1,4 +1,4 @@
-"""Steps of a strategy: its settings checked against model and nodes, and the schedule that it makes of them."""
+"""Construction of steps and schedules: settings are checked against model and nodes, then the strategy builds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from tawpipe.topology import Topology
 def shares_of(
     count: int, topology: Topology, settings: ScheduleSettings, strategy: Strategy | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches 0..count-1 for every rank.
+    """Return for every rank its micro-batches, out of 0..count-1.
 
     Args:
-        strategy: one that is not in the table, in place of ``settings.strategy``.
+        count: number of micro-batches.
+        strategy: a strategy that is not in the table, in place of ``settings.strategy``.
 
     Raises:
-        UserError: settings that these nodes cannot have.
+        UserError: the settings are impossible on these nodes.
     """
     return (strategy or find(settings.strategy)).share(count, topology, settings)
 
@@ -42,15 +43,20 @@ def step_of(
     slices: tuple[tuple[int, ...], ...] = (),
     orders: tuple[str, ...] = (),
 ) -> StepSpec:
-    """A step to be scheduled, with its settings checked.
+    """Return a step to be scheduled, with its settings checked and open choices set.
 
     Args:
-        topology: the real one; nodes must be equally large, see ``Topology.evened``.
-        strategy: one that is not in the table, in place of ``settings.strategy``.
-        shared, slices, orders: see ``StepSpec``.
+        model: sizes of the model.
+        topology: the real nodes; they must be equally large, see ``Topology.evened``.
+        settings: settings of the schedule.
+        micro_batches: for every rank the indices of its micro-batches.
+        strategy: a strategy that is not in the table, in place of ``settings.strategy``.
+        shared: see ``StepSpec``.
+        slices: see ``StepSpec``.
+        orders: see ``StepSpec``.
 
     Raises:
-        UserError: a setting that cannot work for this model on these nodes.
+        UserError: a setting cannot work for this model on these nodes.
     """
     strategy = (strategy or find(settings.strategy)).configured(settings)
     recompute = "full" if settings.recompute == AUTO_RECOMPUTE else settings.recompute
@@ -77,8 +83,8 @@ def step_of(
     if step.step_cache and not settings.reuse:
         raise UserError("schedule.step_cache", settings.step_cache, "0 without reuse: nothing is used again")
     assert len(micro_batches) == topology.world_size and step.topology.is_even
-    _ = strategy.share(0, step.topology, settings)  # the view of the strategy may know smaller nodes
-    _ = step.homes  # and whether units can live there
+    _ = strategy.share(0, step.topology, settings)  # raises if sequence_ranks does not fit the strategy's nodes
+    _ = step.homes  # raises if units cannot be placed on these nodes
     return step
 
 
@@ -90,13 +96,17 @@ def step_of_bins(
     *,
     strategy: Strategy | None = None,
 ) -> StepSpec:
-    """A step of documents that were dealt, like ``step_of``.
+    """Return a step of documents that were assigned to packed micro-batches, with its settings checked.
 
     Args:
-        form: of the bins.
+        model: sizes of the model.
+        topology: the real nodes, as for ``step_of``.
+        settings: settings of the schedule.
+        form: numbers of packed micro-batches and slices, without the documents.
+        strategy: a strategy that is not in the table, in place of ``settings.strategy``.
 
     Raises:
-        UserError: a setting that cannot work.
+        UserError: a setting cannot work.
     """
     strategy, ranks = (strategy or find(settings.strategy)).configured(settings), settings.sequence_ranks or 1
     dealt_to = strategy.dealt_to(topology)
@@ -111,14 +121,15 @@ def step_of_bins(
 
 
 def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
-    """The schedule of a step.
+    """Return the schedule of a step, changed for context-parallel groups if there are any.
 
     Args:
+        step: the step.
         training: False for one forward pass with its loss.
-        ranks: those whose programs are made, all by default; see ``Strategy.build``.
+        ranks: ranks whose programs are made; None for all. See ``Strategy.build``.
 
     Raises:
-        UserError: nothing in the model is trainable.
+        UserError: no parameter of the model is trainable.
     """
     if training and not any(unit.trainable for unit in step.model.units):
         raise UserError("model", "no trainable parameter", "at least one parameter must require a gradient")

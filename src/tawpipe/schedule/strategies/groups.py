@@ -1,16 +1,17 @@
-"""Weights, gradients and the optimizer's state over groups of three sizes of their own (AsyncHZP, arXiv 2510.20111).
+"""Strategy with separate groups for weights, gradients and optimizer state (AsyncHZP, arXiv 2510.20111).
 
-Ranks are numbered node by node, and a group is an aligned block of them: part of a node, a node, several nodes, all.
+Ranks are numbered node by node. A group is an aligned block of ranks: part of a node, a node, several nodes, or all.
 
-    weights     every rank of a group keeps, for the step, its slice of what the group gathers for a visit
-    gradients   every visit's are reduced over a group, and add up there for the step
-    state       masters, moments and gradients at home are cut over a group; the world holds a copy for each group
+    weights     a group gathers weights once per step; each of its ranks keeps its shard of them for all visits
+    gradients   the gradients of every visit are reduced over a group, and added up there for the step
+    state       master weights, optimizer state and gradients at home are sharded over a group; there is one copy for
+                each group of this size
 
-The sizes, the node and the world are *cuts*: each divides the next. Between two neighbouring cuts a < b there is one
-hop each way, between the ranks that have the same place in their blocks of a ranks and lie in one block of b. So
-weights come from b to a, and a hop whose cuts are not below the group of weights is made once a step; gradients go from
-a to b, and a hop whose cuts are not below the group of gradients is made once a step. Beyond the group of the state
-there are copies, between which gradients are summed.
+The three sizes, the node size and the world size are *cuts*; each divides the next. Between two neighbouring cuts a < b
+there is one hop in each direction. Its ranks have equal positions in their blocks of a ranks, and are in one block of b
+ranks. Weights travel from b to a: a hop is run once per step if its cuts are not below the group of weights. Gradients
+travel from a to b: a hop is run once per step if its cuts are not below the group of gradients. Outside the group of
+the state there are copies, and gradients are summed between them.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
 MOST_TRIED = 4
-"""Sizes of the group of the state of which a plan looks at several ways."""
+"""Number of sizes of the state's group for which a plan tries several layouts."""
 _SIZE = re.compile(r"([0-9]{1,6})(n?)")
 _ROUNDED = "numbers pass several hops, and would be rounded at each"
 
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Ranks of the three groups, none larger than that of the state.
+    """Number of ranks in each of the three groups. The group of the state is the largest.
 
     Args:
-        said: how the user wrote them.
+        weights: ranks over which weights are kept.
+        gradients: ranks over which gradients are reduced.
+        state: ranks over which the optimizer state is sharded.
+        said: the user's text, for messages.
     """
 
     weights: int
@@ -52,10 +56,10 @@ class GroupSizes:
     said: str = ""
 
     def cuts(self, topology: Topology) -> tuple[int, ...]:
-        """1, the sizes, the node and the world, ascending.
+        """Return 1, the three sizes, the node size and the world size, ascending and without duplicates.
 
         Raises:
-            UserError: one does not divide the next.
+            UserError: a size does not divide the next one, or the group of the state is not the largest.
         """
         cuts = sorted({1, self.weights, self.gradients, self.state, topology.local_size, topology.world_size})
         if max(self.weights, self.gradients) > self.state or any(b % a for a, b in pairwise(cuts)):
@@ -70,10 +74,10 @@ class GroupSizes:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Grouped(WeightStrategy):
-    """AsyncHZP: three groups.
+    """AsyncHZP: separate groups for weights, gradients and optimizer state.
 
     Args:
-        groups: ``ScheduleSettings.groups``; empty for a node, a node and the world, which is ``tawpipe-step``.
+        groups: see ``ScheduleSettings.groups``. If empty: a node, a node and the world, which is ``tawpipe-step``.
     """
 
     groups: str = ""
@@ -97,10 +101,10 @@ class Grouped(WeightStrategy):
         return super().settle(replace(settings, groups=self.groups))
 
     def sizes(self, topology: Topology) -> GroupSizes:
-        """The three sizes on some nodes.
+        """Return the three group sizes on ``topology``, in ranks.
 
         Raises:
-            UserError: not three numbers.
+            UserError: ``groups`` is not three numbers.
         """
         if not self.groups:
             return GroupSizes(topology.local_size, topology.local_size, topology.world_size)
@@ -112,7 +116,7 @@ class Grouped(WeightStrategy):
         return GroupSizes(*numbers, said=self.groups)
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
-        """Stripes in the order in which hops put them together: the place in the smallest block counts most."""
+        """Return the home of a unit. Shards are in the order in which the hops put them together."""
         sizes = self.sizes(topology)
         cuts = [cut for cut in sizes.cuts(topology) if cut <= sizes.state]
         digits = [range(0, b, a) for a, b in pairwise(cuts)]
@@ -124,6 +128,7 @@ class Grouped(WeightStrategy):
         return Home.over(ranks, numel, multiple=topology.world_size // sizes.state, replicas=tuple(others))
 
     def route(self, rank: int, tour: Tour) -> Route:
+        """Return a route with one hop for each two neighbouring cuts."""
         topology = tour.step.topology
         sizes = self.sizes(topology)
         hops = list(pairwise(sizes.cuts(topology)))
@@ -139,26 +144,35 @@ class Grouped(WeightStrategy):
 
     @staticmethod
     def _hop(topology: Topology, a: int, b: int, collective: str, *, back: bool) -> Hop:
+        """Return the hop from groups of ``a`` ranks to groups of ``b`` ranks.
+
+        Its lane follows from its direction, and from whether it is between nodes."""
         far = b > topology.local_size
         near, away = (Lane.REDUCE, Lane.INTER_G) if back else (Lane.GATHER, Lane.INTER_W)
         return Hop(away if far else near, topology.strided_group(a, b), collective, far)
 
     def _held(self, topology: Topology) -> int:
-        """The cut whose slices of weights stay: of the group of weights; where that is the group of the state, from
-        which they come for every visit, the least there is, as under ``tawpipe-spread``; that of the state for none.
-        """
+        """Return the number of ranks over which the shards of a unit are spread that stay on the devices.
+
+        This is the size of the group of weights if that is smaller than the group of the state. Otherwise weights are
+        received anew for every visit, and it is the smallest group size above 1, as under ``tawpipe-spread`` (1 if
+        there is none)."""
         sizes = self.sizes(topology)
         if sizes.weights < sizes.state:
             return sizes.weights
         return next((cut for cut in sizes.cuts(topology) if cut > 1), 1)
 
     def slices_busy(self, step: StepSpec) -> int | None:
+        """Return the number of visits for which a received shard may still be in use after its own visit.
+
+        None if weights are not kept as shards."""
         held, ahead = self._held(step.topology), step.settings.look_ahead
         if held == self.sizes(step.topology).state:
             return None
         return ahead if held == 1 else min(ahead, STREAMING - 1)
 
     def why_not_exact(self, step: StepSpec) -> str:
+        """Return the reason why weights cannot be sent as changes with these groups, or ``""`` if they can."""
         topology = step.topology
         sizes, held = self.sizes(topology), self._held(topology)
         hops = [(a, b) for a, b in pairwise(sizes.cuts(topology)) if held <= a and b <= sizes.state]
@@ -178,24 +192,32 @@ class Grouped(WeightStrategy):
         return self._held(topology) == 1 < self.sizes(topology).state
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
-        """Of a unit that takes every hop."""
+        """Return the link traffic of a node for a unit that passes all hops between nodes once in each direction.
+
+        It is equal for all nodes."""
         weights, gradients = (
             sum(elements for _, elements in self._far(topology, home, back)) for back in (False, True)
         )
         return LinkTraffic(weights, weights, gradients, gradients)
 
     def _far(self, topology: Topology, home: Home, back: bool) -> Iterator[tuple[int, int]]:
-        """Of every hop between nodes its larger cut, and the elements that leave a node."""
+        """Yield for every hop between nodes (size of its larger groups, elements sent out of a node).
+
+        Args:
+            topology: the nodes and ranks.
+            home: home of the unit.
+            back: True for gradients, False for weights.
+        """
         sizes = self.sizes(topology)
         for a, b in pairwise(sizes.cuts(topology)):
             if b > topology.local_size and (back or b <= sizes.state):
                 copies = b > sizes.state
-                # Of a ring of b / a nodes: a rank sends all pieces but its own, twice in an all-reduce.
+                # In a ring of b / a nodes a rank sends all shards but its own, twice in an all-reduce.
                 each = 2 * home.stripe * a // b if copies else home.padded // b
                 yield b, topology.local_size * (b // a - 1) * each
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
-        """Hops that are made once a step, and those of every visit for which they are made."""
+        """Return the link traffic of every node in a step: each hop counts once per step, or once per visit."""
         topology, sizes, held = step.topology, self.sizes(step.topology), self._held(step.topology)
         if topology.num_nodes == 1:
             return (LinkTraffic(),)
@@ -216,8 +238,9 @@ class Grouped(WeightStrategy):
         return (0,)
 
     def layouts(self, topology: Topology) -> Sequence[Strategy]:
-        """Groups of whole nodes between one and all, which no other strategy has: with the fewest transfers, with the
-        least memory, and between.
+        """Return layouts with groups of several whole nodes, but not all, which no other strategy has.
+
+        For each size of the state's group there are three: fewest transfers, a compromise, and least memory.
         """
         if self.groups or topology.num_nodes == 1:
             return (self,)

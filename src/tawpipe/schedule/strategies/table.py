@@ -1,8 +1,8 @@
-"""The table of strategies, and what brings more of them into it.
+"""Table of strategies, and ways to add more of them.
 
-A new strategy is one class in one file. ``register`` puts it into the table, and it is run, timed, proved, drawn,
-planned and measured like the others (docs/add-a-strategy.md). A package can bring some by the entry point
-``tawpipe.strategies``; ``--import MODULE`` brings some to a command.
+A new strategy is one class in one file. ``register`` adds it to the table. Then it can be run, timed, proved, drawn,
+planned and measured like the others (docs/add-a-strategy.md). An installed package adds strategies by the entry point
+``tawpipe.strategies``; a command adds them by ``--import MODULE``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tawpipe.schedule.strategies.groups import Grouped
 from tawpipe.schedule.strategies.weights import Flat, Hybrid, Spread, Step, Striped, WeiPipe, Whole
 
 STRATEGIES: dict[str, Strategy] = {}
-"""Name -> strategy, in the order in which they are listed everywhere."""
+"""Name -> strategy, in the order in which strategies are listed everywhere."""
 
 
 def register(strategy: Strategy) -> Strategy:
-    """Put a strategy into the table, in place of one of the same name; returns it."""
+    """Add ``strategy`` to the table, in place of one of equal name, and return it."""
     STRATEGIES[strategy.name] = strategy
     return strategy
 
@@ -40,14 +40,16 @@ for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generate
 
 
 IMPORTS = "TAWPIPE_IMPORT"
-"""Variable that names the modules of ``--import``, separated as in PATH, for the processes that a command starts."""
+"""Environment variable with the modules of ``--import``, separated as in PATH, for processes that a command starts."""
 
 
 def import_strategies(modules: Sequence[str]) -> None:
-    """Import modules, or .py files, that bring strategies; here, and in every process that this one starts.
+    """Import modules or .py files that register strategies, in this process and in every process that it starts.
+
+    Directories of the modules are added to ``sys.path``. The modules are added to the environment variable ``IMPORTS``.
 
     Raises:
-        UserError: one that is not there, or that cannot be imported.
+        UserError: a module does not exist or cannot be imported.
     """
     for module in modules:
         path = Path(module)
@@ -67,23 +69,23 @@ def import_strategies(modules: Sequence[str]) -> None:
 
 @cache
 def _bring() -> None:
-    """Import what installed packages and the command that started this process bring, once."""
+    """Import, once, strategies of installed packages and those that the parent process imported."""
     for point in entry_points(group="tawpipe.strategies"):
         point.load()
     import_strategies([module for module in os.environ.get(IMPORTS, "").split(os.pathsep) if module])
 
 
 def strategies() -> dict[str, Strategy]:
-    """The table, with what installed packages bring."""
+    """Return a copy of the table, name -> strategy. Strategies of installed packages are imported first."""
     _bring()
     return dict(STRATEGIES)
 
 
 def find(name: str) -> Strategy:
-    """A strategy by its name.
+    """Return the strategy named ``name``.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: no strategy has this name.
     """
     known = strategies()
     if name not in known:
@@ -92,10 +94,15 @@ def find(name: str) -> Strategy:
 
 
 def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple[Strategy, ScheduleSettings]:
-    """What a library user means by ``schedule``: a strategy, which need not be in the table, and settings for it.
+    """Return the strategy and the settings that a library user means by ``schedule``.
+
+    A name or a strategy comes with default settings; a schedule comes with its own.
+
+    Args:
+        schedule: settings, a strategy (which need not be in the table), its name, or a built schedule.
 
     Raises:
-        UserError: something else, or no such strategy.
+        UserError: ``schedule`` is anything else, or no strategy has this name.
     """
     if isinstance(schedule, Schedule):
         return schedule.step.strategy, schedule.step.settings

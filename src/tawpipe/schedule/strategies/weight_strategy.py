@@ -1,7 +1,8 @@
-"""Strategies whose blocks all ranks visit in the same order: forward through all, backward through all, round by round.
+"""Base class of strategies in which all ranks visit the blocks in one order.
 
-A subclass says where units live (``home``) and which way weights and gradients take (``route``); the order of visits,
-what stays in buffers between them, the actions that compute and the end of the step are here.
+In every round the order is forward through all blocks, then backward through all blocks. A subclass defines where units
+live (``home``) and how weights and gradients travel (``route``). This class defines the order of visits, which weights
+stay in buffers between them, the actions that compute, and the end of the step.
 """
 
 from __future__ import annotations
@@ -27,47 +28,57 @@ from tawpipe.schedule.step_end import StepEnd
 from tawpipe.topology import Topology
 
 MOST_REPEATED = 8
-"""Rounds in which devices of several speeds have their shares, as nearly as can be; they stand for all of a step."""
+"""Most rounds in one period of a step, for devices of different speeds. Within a period each device has its share as
+exactly as possible, so that one period represents the whole step."""
 
 
 class WeightStrategy(Strategy):
-    """A strategy that moves weights to where activations are."""
+    """A strategy that moves weights to the devices that hold the activations."""
 
     @abstractmethod
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
-        """The home of a unit.
+        """Return the home of a unit.
 
         Args:
-            numel: its elements.
-            block: the first one that uses it.
-            at: the number of the place where the user wants it, see ``places``; None for the usual one.
+            topology: the nodes and ranks.
+            numel: elements of the unit.
+            block: index of the first block that uses the unit.
+            at: number of the place that the user chose, see ``places``; None for the default place.
         """
 
     @abstractmethod
     def route(self, rank: int, tour: Tour) -> Route:
-        """The way of weights and gradients on one rank."""
+        """Return the route of weights and gradients of one rank."""
 
     @abstractmethod
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
-        """What one node's link carries when a unit's weights come to every node once and its gradient goes home once,
-        on several nodes.
-        """
+        """Return the link traffic of ``node`` for one unit: weights to every node, one gradient home.
+
+        One transfer of the weights to every node, and one of the gradient to its home. Only used with several nodes."""
 
     def computes_in_place(self, topology: Topology) -> bool:
-        """True if a device to which a whole unit is sent computes from where it arrives."""
+        """Return True if a device that receives a whole unit computes from the buffer in which it arrives.
+
+        False in this class, whose units arrive as shards."""
         return False
 
     def cached(self, step: StepSpec) -> int:
-        """Units whose copies are kept for the step beyond what look-ahead needs."""
+        """Return the number of units whose copies are kept for the step, beyond what prefetching needs."""
         return step.step_cache if step.topology.num_nodes > 1 else 0
 
     def slices_busy(self, step: StepSpec) -> int | None:
-        """For how many visits a device's slice of a unit may still be in use after the one that it came for; None
-        where units do not come into a node as slices.
+        """Return the number of visits for which a received shard may still be in use after its own visit.
+
+        None if a node does not receive units as shards.
         """
         return None
 
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
+        """Return the home of every unit; units of nearly equal size are padded to one size.
+
+        Raises:
+            UserError: ``homes`` does not name one existing place for every unit.
+        """
         units, places = model.units, self.places(topology)
         if homes:
             wanted = spell_homes(homes)
@@ -84,7 +95,7 @@ class WeightStrategy(Strategy):
         )
 
     def tour(self, step: StepSpec, *, training: bool = True) -> Tour:
-        """The visits of a step, and what stays in buffers between them."""
+        """Return the visits of a step, and the plan of which weights stay in which buffers between them."""
         visits = training_visits(step) if training else forward_visits(step)
         return Tour(
             step,
@@ -99,6 +110,7 @@ class WeightStrategy(Strategy):
         )
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        """Return the schedule of a step: for every rank the actions of its route, and the end of the step."""
         tour = self.tour(step, training=training)
         programs: list[tuple[Action, ...]] = [()] * step.topology.world_size
         pools: list[tuple[Pool, ...]] = [()] * step.topology.world_size
@@ -111,9 +123,10 @@ class WeightStrategy(Strategy):
         return Schedule(name, step, tuple(programs), tuple(pools), training)
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
-        """Every time that a unit's weights come into a node, and every time that its gradient leaves it, which is once
-        a visit or once a step, what ``unit_traffic`` says.
-        """
+        """Return the link traffic of every node in a step, as the sum of ``unit_traffic`` over all transfers.
+
+        A unit's weights count once for each time they are received in a node. Gradients count once per visit, or once
+        per step under ``gradients_scope: step``."""
         topology = step.topology
         if topology.num_nodes == 1:
             return (LinkTraffic(),)
@@ -124,7 +137,7 @@ class WeightStrategy(Strategy):
         ]
         if step.settings.gradients_scope == "step":
             gradients = sorted(set(gradients))
-        alike = bool(self.stand_ins(topology, inside_is_even=True))  # one node's link stands for all
+        alike = bool(self.stand_ins(topology, inside_is_even=True))  # all nodes have equal traffic
         counts = [[0, 0, 0, 0] for _ in range(1 if alike else topology.num_nodes)]
         for node, total in enumerate(counts):
             units = [self.unit_traffic(topology, home, node) for home in step.homes]
@@ -135,9 +148,13 @@ class WeightStrategy(Strategy):
         return tuple(LinkTraffic(*four) for four in (counts * topology.num_nodes if alike else counts))
 
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
+        """Return a step of about ``rounds`` rounds, a longer one, and a factor, see ``Strategy.extended``.
+
+        The longer step has one period more: one round, or with devices of different speeds several. ``(step, step,
+        0.0)`` is returned for short steps, packed micro-batches, and unequal numbers of micro-batches."""
         shares, k = step.micro_batches, step.settings.micro_batches_per_visit
         together, whole = step.sequence_ranks, [len(share) for share in shares[:: step.sequence_ranks]]
-        # With devices of several speeds, so many rounds repeat each other, or do nearly.
+        # With devices of different speeds, rounds repeat (nearly) after `period` rounds.
         period = min(MOST_REPEATED, step.rounds // gcd(step.rounds, *whole)) if step.speeds else 1
         few = -(-rounds // period) * period
         uneven = not step.speeds and len(set(whole)) > 1
@@ -145,6 +162,7 @@ class WeightStrategy(Strategy):
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:
+            """Return the step shortened to ``to`` rounds."""
             each = [-(-many * to // step.rounds) if step.speeds else many - k * (step.rounds - to) for many in whole]
             return replace(step, micro_batches=consecutive(each, together))
 
@@ -152,7 +170,10 @@ class WeightStrategy(Strategy):
 
 
 def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
-    """One rank's actions but for the end of the step."""
+    """Yield the actions of one rank without the end of the step.
+
+    For each visit: transfers of weights (prefetched by ``look_ahead`` visits), computing with offloads and reloads, and
+    transfers of gradients."""
     step, model, visits = tour.step, tour.step.model, tour.visits
     ahead = 0
     yield from route.begin()
@@ -165,7 +186,7 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
                 ahead += 1
             weights = tuple(route.full[visit.weight_index, unit] for unit in model.blocks[visit.block].units)
         micro_batches = step.in_round(route.rank, visit.round)
-        for soon in visits[position + 1 : position + 2]:  # a visit ahead, so that it comes back while this one computes
+        for soon in visits[position + 1 : position + 2]:  # one visit ahead: reload while this one computes
             if soon.backward and step.moves(soon.block):
                 coming = step.in_round(route.rank, soon.round)
                 yield from (reload(soon.block, m, place, step.keeps(soon.block)) for place, m in enumerate(coming))

@@ -1,6 +1,6 @@
-"""The strategies that move weights to where activations are: TawPipe in its placements, flat sharding, HSDP, WeiPipe.
+"""Strategies that move weights to the activations: TawPipe with its placements, flat sharding, HSDP and WeiPipe.
 
-Each is one class; what it shares with the others is ``WeightStrategy`` (docs/add-a-strategy.md).
+Each strategy is one class; ``WeightStrategy`` has the common code (docs/add-a-strategy.md).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tawpipe.topology import Topology
 
 
 def inside(lane: Lane, collective: str) -> Hop:
-    """A collective between the ranks of a node."""
+    """Return a hop with a collective between all ranks of a node."""
     return Hop(lane, "node", collective, far=False)
 
 
 def between(lane: Lane, collective: str) -> Hop:
-    """A collective between the nodes, over a rail."""
+    """Return a hop with a collective between nodes, among the ranks of a rail."""
     return Hop(lane, "rail", collective, far=True)
 
 
 class Spread(WeightStrategy):
-    """TawPipe with every unit over all devices: a gather over each rail, then one inside each node.
+    """TawPipe with every unit sharded over all devices: an all-gather over each rail, then one inside each node.
 
-    Stripe l * nodes + n is on local rank l of node n, so that gathering over a rail, then inside the node, puts the
-    stripes in order.
+    Shard l * nodes + n has its home on local rank l of node n. So a gather over a rail, then inside the node, puts the
+    shards in order.
     """
 
     name = "tawpipe-spread"
@@ -49,22 +49,29 @@ class Spread(WeightStrategy):
         return Home.over(tuple(node[i] for i in range(topology.local_size) for node in topology.nodes), numel)
 
     def route(self, rank: int, tour: Tour) -> Route:
+        """Return a route with an all-gather over the rail and one inside the node, and reduce-scatters back."""
         across, within = tour.step.topology.num_nodes > 1, tour.step.topology.local_size > 1
         there = [between(Lane.INTER_W, "all_gather")] * across + [inside(Lane.GATHER, "all_gather")] * within
         back = [inside(Lane.REDUCE, "reduce_scatter")] * within + [between(Lane.INTER_G, "reduce_scatter")] * across
         return CollectiveRoute(rank, tour, there=there, back=back)
 
     def slices_busy(self, step: StepSpec) -> int | None:
+        """Return the number of visits for which a received shard may still be in use after its own visit.
+
+        It is the prefetch depth, but at most ``STREAMING - 1``. None on one node, or if nodes have one device."""
         in_slices = step.topology.num_nodes > 1 and step.topology.local_size > 1
         return min(step.settings.look_ahead, STREAMING - 1) if in_slices else None
 
     def why_not_exact(self, step: StepSpec) -> str:
+        """Return the reason why weights cannot be sent as changes if not all units stay in the node.
+
+        Returns ``""`` if all do (``step_cache: all``)."""
         if step.step_cache < len(step.model.units):
             return "a node drops what it has gathered; schedule.step_cache all keeps it, as tawpipe-step does"
         return ""
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
-        """(1 - 1/D) of the unit in and out, on D nodes."""
+        """Return (1 - 1/D) of the unit's elements for each of the four numbers, on D nodes."""
         return LinkTraffic(*[home.padded * (topology.num_nodes - 1) // topology.num_nodes] * 4)
 
     def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
@@ -72,7 +79,7 @@ class Spread(WeightStrategy):
 
 
 class Step(Spread):
-    """Hierarchical ZeRO: a node keeps what it has pulled, and sends gradients home once a step."""
+    """Hierarchical ZeRO: a node keeps the weights that it has received, and sends gradients home once per step."""
 
     name = "tawpipe-step"
     summary = "as tawpipe-spread, with weights kept in the node and gradients added up there for the whole step"
@@ -80,7 +87,7 @@ class Step(Spread):
 
 
 class Striped(Spread):
-    """TawPipe with every unit over the devices of one node: staggered sends, then a gather inside each node."""
+    """TawPipe with every unit sharded over the devices of one node: staggered sends, then gathers inside nodes."""
 
     name = "tawpipe-striped"
     summary = "every unit over the processes of one node, which sends it to the others"
@@ -98,12 +105,16 @@ class Striped(Spread):
         return "units go from their node to each of the others, in messages of one size"
 
     def route(self, rank: int, tour: Tour) -> Route:
-        if tour.step.topology.num_nodes == 1:  # one hop of collectives
+        """Return a route of staggered exchanges between nodes; on one node, a route of collectives."""
+        if tour.step.topology.num_nodes == 1:  # one node: one hop of collectives
             return super().route(rank, tour)
         return ExchangeRoute(rank, tour, whole=False)
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
-        """All of the unit into every node but its home."""
+        """Return the link traffic of ``node`` for one unit, in elements.
+
+        The node of its home sends the weights to all others and receives their gradients. Any other node receives the
+        weights once and sends the gradient once."""
         if topology.node_of(home.ranks[0]) == node:
             away = home.padded * (topology.num_nodes - 1)
             return LinkTraffic(weights_sent=away, gradients_received=away)
@@ -114,7 +125,10 @@ class Striped(Spread):
 
 
 class Whole(Striped):
-    """TawPipe as in its paper (AAAI 2026): a unit on one device, sent to one device of each other node, broadcast."""
+    """TawPipe as in its paper (AAAI 2026): a unit is whole on one device.
+
+    The unit is sent to one device of every other node, which broadcasts it.
+    """
 
     name = "tawpipe-whole"
     summary = "every unit on one process, which sends it to one process of every other node, as in the paper"
@@ -130,18 +144,25 @@ class Whole(Striped):
         return True
 
     def route(self, rank: int, tour: Tour) -> Route:
+        """Return a route of staggered exchanges of whole units; on one rank, a route without transfers."""
         if tour.step.topology.world_size == 1:
             return CollectiveRoute(rank, tour, there=[], back=[])
         return ExchangeRoute(rank, tour, whole=True)
 
     def slices_busy(self, step: StepSpec) -> int | None:
-        """The device that a unit is sent to computes from where it arrives. Only a cache gives it a place of its own,
-        which has to last as long as the copies that others keep: for all units.
-        """
+        """Return the prefetch depth if received units are cached, else None.
+
+        The device that receives a unit computes from the buffer in which it arrives. Only a cache has separate buffers.
+        They must last as long as the copies of the other ranks, so the cache must hold all units."""
         several = step.topology.num_nodes > 1 and step.topology.local_size > 1
         return step.settings.look_ahead if several and step.step_cache else None
 
     def check(self, step: StepSpec) -> None:
+        """Check the settings as ``Strategy.check`` does, and that ``step_cache`` is 0 or all.
+
+        Raises:
+            UserError: a setting does not work.
+        """
         super().check(step)
         if 0 < step.step_cache < len(step.model.units):
             raise UserError("schedule.step_cache", step.settings.step_cache, f"0 or all under {self.name}")
@@ -162,6 +183,7 @@ class Flat(WeightStrategy):
         return Home.over(topology.group("world", 0), numel)
 
     def route(self, rank: int, tour: Tour) -> Route:
+        """Return a route with one all-gather and one reduce-scatter over all ranks."""
         topology = tour.step.topology
         several, far = topology.world_size > 1, topology.num_nodes > 1
         there = [Hop(Lane.INTER_W, "world", "all_gather", far)] * several
@@ -169,13 +191,18 @@ class Flat(WeightStrategy):
         return CollectiveRoute(rank, tour, there=there, back=back)
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
-        """(P - 1)/P of the unit past each node, in a ring of P ranks."""
+        """Return (P - 1)/P of the unit's elements for each of the four numbers: a ring of P ranks."""
         return LinkTraffic(*[home.padded * (topology.world_size - 1) // topology.world_size] * 4)
 
     def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
-        return (0,) if inside_is_even else ()  # ranks at the ends of a node send less inside it than those between them
+        return (0,) if inside_is_even else ()  # ranks at the ends of a node send less inside it
 
     def check(self, step: StepSpec) -> None:
+        """Check the settings as ``Strategy.check`` does, and refuse gradients in 8 bits if nodes have several ranks.
+
+        Raises:
+            UserError: a setting does not work.
+        """
         super().check(step)
         compression = step.settings.gradients_compression
         if compression not in ("none", "exact") and step.topology.local_size > 1:
@@ -187,9 +214,9 @@ _PLAIN_SUM = "between nodes it sums up in an all-reduce, in the type of the grad
 
 
 class Hybrid(WeightStrategy):
-    """HSDP: one copy of everything per node; gradients are summed between the copies.
+    """HSDP: one copy of everything in every node; gradients are summed between the copies.
 
-    Stripes divide by the number of nodes, so that an all-reduce between these cuts them evenly.
+    Shards are divisible by the number of nodes, so that an all-reduce between nodes cuts them evenly.
     """
 
     name = "hsdp"
@@ -207,12 +234,13 @@ class Hybrid(WeightStrategy):
         return Home.over(ranks, numel, multiple=topology.num_nodes, replicas=tuple(others))
 
     def route(self, rank: int, tour: Tour) -> Route:
+        """Return a route with collectives inside the node, and an all-reduce of gradients over the rail."""
         across, within = tour.step.topology.num_nodes > 1, tour.step.topology.local_size > 1
         back = [inside(Lane.REDUCE, "reduce_scatter")] * within + [between(Lane.INTER_G, "all_reduce")] * across
         return CollectiveRoute(rank, tour, there=[inside(Lane.GATHER, "all_gather")] * within, back=back)
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
-        """No weights, and 2(1 - 1/D) of the gradient in and out, on D nodes."""
+        """Return 0 for weights, and 2(1 - 1/D) of the unit's elements for gradients sent and received, on D nodes."""
         return LinkTraffic(0, 0, *[2 * home.padded * (topology.num_nodes - 1) // topology.num_nodes] * 2)
 
     def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
@@ -223,8 +251,9 @@ _PASSED_ON = "numbers pass every process, and would be rounded each time"
 
 
 class WeiPipe(Spread):
-    """WeiPipe-Interleave (PPoPP 2025): weights and gradients go round a ring of all devices. On one device there is no
-    ring, and it is as any other strategy.
+    """WeiPipe-Interleave (PPoPP 2025): weights and gradients travel round a ring of all devices.
+
+    On one device there is no ring, and the strategy behaves as ``Spread``.
     """
 
     name = "weipipe"
@@ -242,13 +271,18 @@ class WeiPipe(Spread):
     }
 
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
-        super().place(model, topology, homes)  # looks at homes
+        super().place(model, topology, homes)  # checks `homes`
         return place_on_ring(model, topology)
 
     def why_not_exact(self, step: StepSpec) -> str:
         return "no node keeps what goes round the ring"
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        """Return the schedule of a step on the ring; on one device, the schedule of ``Spread``.
+
+        Raises:
+            UserError: the step has no micro-batch.
+        """
         if step.topology.world_size == 1:
             return super().build(step, training=training, ranks=ranks)
         if not any(step.micro_batches):
@@ -262,6 +296,11 @@ class WeiPipe(Spread):
         return ()
 
     def check(self, step: StepSpec) -> None:
+        """Check the settings as ``Strategy.check`` does; several devices need a prefetch depth of at least 1.
+
+        Raises:
+            UserError: a setting does not work.
+        """
         super().check(step)
         ahead = step.settings.look_ahead
         if ahead < 1 and step.topology.world_size > 1:
