@@ -1,1 +1,1 @@
-"""Generation and the service. Training reaches it through one door, ``Pipeline.generate``."""
+"""Text generation and the HTTP service. Training code uses it only through ``Pipeline.generate``."""

@@ -1,8 +1,8 @@
-"""Tokens drawn from logits: the likeliest, or at random among those that are likely enough.
+"""Sampling of tokens from logits: the likeliest token, or a random one among sufficiently likely tokens.
 
-A token's random number follows from its request's seed and its position alone, so that a request gets the same text
-whatever else is computed with it. One number chooses among all tokens, by their cumulated chances: a generator for each
-token would be as dear as the draw.
+The random number of a token depends only on the seed of its request and its position. A request therefore gets the same
+text, whatever else is computed in the same pass. One random number selects among all tokens by their cumulated
+probabilities. Creating a generator for each token would take as long as the draw itself.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from tawpipe.runtime.compute.randomness import seed_of
 from tawpipe.serving.passes import Drawn, Sampling
 
 LIKELY = 1024
-"""Tokens that are sorted first where ``top_p`` asks for the likeliest: mostly enough, and all of them are many."""
+"""Number of likeliest tokens that are sorted first for ``top_p``. They mostly suffice, without a sort of all tokens."""
 
 
 def draw(logits: Tensor, rows: Sequence[tuple[int, int, Sampling]]) -> list[Drawn]:
-    """Draw the next token of some requests.
+    """Sample one token for each row of ``logits``, and return a ``Drawn`` per row in the order of ``rows``.
+
+    With temperature 0, the likeliest token is selected. Otherwise the random number depends only on the request's seed
+    and on the position of the token.
 
     Args:
-        logits: [rows, vocabulary], of any floating type.
-        rows: of each the slot, the position of the token, and how it is drawn; at least one.
+        logits: [rows, vocabulary], of any floating-point type.
+        rows: (slot, position of the new token, sampling settings) for each row of ``logits``; at least one. The slot is
+            only copied to the result.
     """
     logprobs = _logprobs(logits)
-    tokens = logprobs.argmax(-1)  # on the device, for all rows at once
+    tokens = logprobs.argmax(-1)  # one operation on the device for all rows
     for at, (_, position, sampling) in enumerate(rows):
         if sampling.temperature > 0:
             tokens[at] = _chosen(logits[at], sampling, uniform(sampling.seed, position))
@@ -35,26 +39,31 @@ def draw(logits: Tensor, rows: Sequence[tuple[int, int, Sampling]]) -> list[Draw
 
 
 def score(logits: Tensor, tokens: Sequence[int], slot: int, first: int, likeliest: int) -> list[Drawn]:
-    """Tell the logprobs of tokens that are known.
+    """Return a ``Drawn`` with the logprob of each token in ``tokens``, in their order. Nothing is sampled.
 
     Args:
-        logits: [tokens, vocabulary], of any floating type: those before each token.
+        logits: [tokens, vocabulary], of any floating-point type; row i predicts ``tokens[i]``.
+        tokens: ids of the known tokens.
+        slot: slot of the request; only copied to the result.
         first: position of the first token.
-        likeliest: number of the likeliest tokens that are told besides each.
+        likeliest: number of likeliest tokens that are reported along with each token.
     """
     ids = torch.tensor(tokens, device="cpu").to(logits.device)
     return _told(_logprobs(logits), ids, [(slot, first + place, likeliest) for place in range(len(tokens))])
 
 
 def _logprobs(logits: Tensor) -> Tensor:
+    """Return the log-softmax of logits, in fp32 or in their own type if that is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def _told(logprobs: Tensor, tokens: Tensor, rows: Sequence[tuple[int, int, int]]) -> list[Drawn]:
-    """One token of each row of [rows, vocabulary] logprobs.
+    """Build the ``Drawn`` of one token in each row of ``logprobs``: its logprob, and the likeliest tokens of the row.
 
     Args:
-        rows: slot, position and number of the likeliest tokens that are told, of each row.
+        logprobs: [rows, vocabulary].
+        tokens: [rows], the token ids.
+        rows: (slot, position, number of likeliest tokens to report) for each row.
     """
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     most = min(max(count for _, _, count in rows), logprobs.shape[1])
@@ -68,12 +77,18 @@ def _told(logprobs: Tensor, tokens: Tensor, rows: Sequence[tuple[int, int, int]]
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number from 0 up to, not including, 1, that depends on these two alone."""
+    """Return a number in [0, 1) that depends only on ``seed`` and ``position``."""
     return (seed_of(seed, position) >> 11) * 2.0**-53
 
 
 def _chosen(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
-    """The token that ``number`` falls to, of [vocabulary] logits."""
+    """Return the id of the token that the random number ``number`` selects from one row of logits.
+
+    Args:
+        logits: [vocabulary].
+        sampling: temperature above 0, ``top_k`` and ``top_p``.
+        number: random number in [0, 1).
+    """
     chances = (logits.double() / sampling.temperature).softmax(-1)
     ids: Tensor | None = None
     if sampling.top_k and sampling.top_k < len(chances):
@@ -82,19 +97,26 @@ def _chosen(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
     if sampling.top_p < 1:
         if ids is None:
             chances, ids = _likeliest(chances, sampling.top_p)
-        # The fewest whose chances reach it: a token stays if those before it do not.
+        # top_p keeps the fewest likeliest tokens that reach it: a token stays if the tokens before it sum to less.
         kept = chances.cumsum(0) - chances < sampling.top_p
         kept[0] = True
         chances, ids = chances[kept], ids[kept]
     sums = chances.cumsum(0)
-    # Behind the last that has a chance at all is nothing, however the sum was rounded; or logits that are no numbers.
+    # Limit the index to the last token with a probability above 0, whatever rounding or NaN logits do to the sums.
     last = (sums < sums[-1]).sum().clamp(max=len(sums) - 1)
     place = torch.searchsorted(sums, sums[-1:] * number, right=True)[0].clamp(max=last)
     return place if ids is None else ids[place]
 
 
 def _likeliest(chances: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, in their order, at least those whose chances reach ``share``; and their ids."""
+    """Return the likeliest probabilities and their token ids, in descending order, enough to reach the sum ``share``.
+
+    The ``LIKELY`` likeliest tokens are returned if their sum reaches ``share``, else all tokens.
+
+    Args:
+        chances: [vocabulary], probabilities.
+        share: sum of probabilities to reach, at most 1.
+    """
     if len(chances) > LIKELY:
         likely = chances.topk(LIKELY)
         if likely.values.sum() >= share:

@@ -1,4 +1,7 @@
-"""Engines: a model whose weights stay computes passes for whoever holds requests, on one process or on a stage each."""
+"""Engines: compute the passes of requests with a model whose weights stay on their device.
+
+An engine runs in one process, or in several processes with one stage of the model each.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,18 @@ from tawpipe.serving.requests import Question, Slots
 from tawpipe.serving.stage import StayingStage
 
 PATIENCE = timedelta(minutes=1)
-"""For what a rank waits for another, by default; an idle feeder gives a pass every few seconds."""
+"""Default time limit for waiting for another rank. An idle feeder gives a pass every few seconds."""
 
 
 class Engine:
-    """The engine of one process: the passes of all groups, one after the other.
+    """Engine of a single process: computes the passes of all groups, one after another.
 
     Args:
-        chain: with the weights of all blocks held (``hold_weights``).
+        chain: the model, with the weights of all blocks loaded (``hold_weights``).
+        room: number of groups and KV-cache slots.
 
     Raises:
-        UserError: a model that requests cannot share, or a context that it has no positions for.
+        UserError: requests cannot share a pass of this model, or the context exceeds its positions.
     """
 
     def __init__(self, chain: Chain, room: Room) -> None:
@@ -47,7 +51,10 @@ class Engine:
         self.stage = StayingStage(chain, room)
 
     def compute(self, given: Pass) -> list[Drawn]:
-        """One pass through all blocks."""
+        """Compute one pass through all blocks and return the drawn and scored tokens.
+
+        The list is empty if the pass has no rows.
+        """
         if not given.rows:
             return []
         hidden, calls = self.stage.embed(given)
@@ -56,7 +63,9 @@ class Engine:
         return self.stage.head(hidden, given)
 
     def run(self, feeder: PassFeeder | None) -> None:
-        """Ask for passes, compute them and give what was drawn, until every group had one that was the last."""
+        """Compute the passes that ``feeder`` gives for group 0, 1, ... in turn, and return their tokens to it.
+
+        Returns when a pass of each group, one after another, was marked as last."""
         assert feeder is not None
         group, ended = 0, 0
         while ended < self.room.groups:
@@ -66,26 +75,29 @@ class Engine:
             group = (group + 1) % self.room.groups
 
     def close(self) -> None:
-        """Nothing is left to leave."""
+        """Do nothing: an engine of one process has no communication groups to leave."""
 
 
 def no_homes(device: torch.device) -> Any:
-    """What an executor is told of homes where weights are held by the stages themselves."""
+    """Return a stand-in for the executor's storage without units: serving stages hold their weights themselves."""
     return SimpleNamespace(device=device, in_host=False, units=(), master={})
 
 
 class StagesEngine:
-    """The engine of one of several processes, each of which holds a stage. Call every method on all of them.
+    """Engine of one of several processes, each with one stage of the model. Call every method on all processes.
 
     Args:
-        chain: with the weights of this rank's blocks held.
-        schedule: of a lap.
-        compression: of hidden states between stages: ``int8``, or none if empty.
-        timeout: of a wait for another rank.
-        transport: whose groups serve for it; its own by default, which ``close`` leaves.
+        chain: the model, with the weights of this rank's blocks loaded.
+        room: number of groups and KV-cache slots.
+        world: the processes.
+        schedule: schedule of a decode step.
+        compression: format of hidden states sent between stages: ``int8``, or empty for none.
+        timeout: time limit for waiting for another rank.
+        transport: existing communication groups to use. By default the engine creates its own. ``close`` leaves the
+            groups in both cases.
 
     Raises:
-        UserError: as ``Engine`` does.
+        UserError: requests cannot share a pass of this model, or the context exceeds its positions.
     """
 
     def __init__(
@@ -108,10 +120,13 @@ class StagesEngine:
         )
 
     def run(self, feeder: PassFeeder | None) -> None:
-        """Compute passes until one was the last; the requests are on the rank of the first stage, rank 0.
+        """Compute passes until the last pass of every group is computed. Call on all processes; blocks until then.
+
+        Args:
+            feeder: source of the passes on rank 0, which has the first stage; None on all other ranks.
 
         Raises:
-            Exception: another rank is gone, or something failed here.
+            Exception: another rank has ended, or an error occurred here.
         """
         rank = self.world.rank
         compute: Any = ServeCompute(self.stage, feeder, compression=self._compression)
@@ -129,7 +144,7 @@ class StagesEngine:
         executor.close()
 
     def close(self) -> None:
-        """Leave the groups of the laps."""
+        """Leave the communication groups of the decode steps."""
         self._transport.close()
 
 
@@ -144,18 +159,26 @@ def load_engine(
     timeout: timedelta = PATIENCE,
     trust_remote_code: bool = False,
 ) -> Engine | StagesEngine:
-    """The engine of a folder, ready for its first pass: the keys and values of all slots have their memory.
+    """Load a model and return an engine that is ready for requests.
+
+    The memory for the keys and values of all slots is allocated, and one request is computed as a test. Call on all
+    processes.
 
     Args:
         model: a folder with a model, its name on the Hub, or a preset with random weights.
-        world: the processes, on all of which this is called: a stage of equally many layers on each.
-        dtype: to compute in; ``auto`` is bf16 where every device computes in it or ``weights`` are in few bits, which
-            kernels multiply in it, else fp32.
-        weights: of linear layers: ``none`` for ``dtype``, ``w4`` or ``int8``; ``auto`` for what the folder has.
-        compression, timeout: as ``StagesEngine`` takes them.
+        room: number of groups and KV-cache slots, and their context.
+        world: the processes. Each gets a stage with an equal number of layers.
+        dtype: type to compute in. ``auto`` is bf16 if every device supports it or if ``weights`` are quantised, because
+            the kernels of quantised weights compute in bf16. Otherwise fp32.
+        weights: format of the weights of linear layers: ``none`` for ``dtype``, ``w4`` or ``int8``. ``auto`` keeps the
+            format in the folder.
+        compression: format of hidden states sent between stages, see ``StagesEngine``.
+        timeout: time limit for waiting for another rank.
+        trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        UserError: a model that is not served, before anything is loaded; or a setting that cannot work.
+        UserError: a setting cannot work, or the model cannot be served. Both are checked before weights are loaded.
+            Also raised if the logits of the test request are not numbers.
     """
     check_weights_form(weights)
     if dtype not in (AUTO, *DTYPES):
@@ -164,9 +187,9 @@ def load_engine(
         fast = computes_in_bfloat16(world.device) or weights not in (AUTO, EXACT)
         dtype = usual_dtype(all(world.gather_numbers(float(fast))), world.device.type)[0]
     folder = same_folder(world, str(model), code=trust_remote_code)
-    positions = room.context if folder is None else 1  # of a preset
+    positions = room.context if folder is None else 1  # a preset gets as many positions as the context
     built = build_model(str(model), max_positions=positions, trust_remote_code=trust_remote_code)
-    built.model.requires_grad_(False)  # nothing is trained, and what text does not use may be there
+    built.model.requires_grad_(False)  # nothing is trained; parts that text does not use stay
     chain = Chain(built.model)
     refuse_serving(chain, room.context)
     if world.size > 1 and chain.why_not_staged:
@@ -183,9 +206,9 @@ def load_engine(
     if world.size == 1:
         engine: Engine | StagesEngine = Engine(chain, room)
     else:
-        world.wait_patiently()  # for ranks that still read their weights: groups are made within ``timeout``
+        world.wait_patiently()  # other ranks may still read weights, and groups must form within timeout
         engine = StagesEngine(chain, room, world, schedule, compression=compression, timeout=timeout)
-    # So that everything has its memory, and what is wrong shows before the first request.
+    # Compute one request now, so that all memory is allocated and errors show before the first real request.
     first, told = Slots(room, waiting=1), list[Drawn | None]()
     first.ask(Question((0,), 1, Sampling(temperature=0)), lambda drawn, *_: told.append(drawn))
     first.drain()

@@ -1,7 +1,8 @@
-"""Texts from the model in training: its weights go to stages once, and tokens travel through them.
+"""Text generation with the model in training: weights go to pipeline stages once, and tokens travel through the stages.
 
-Families whose tokens mix otherwise than in attention by our mask, and models of fewer layers than there are processes,
-take an evaluation for every token instead, in which all weights travel as they do in training.
+Some models cannot be served this way: models whose tokens interact other than through attention with this project's
+mask, and models with fewer layers than processes. They compute a full evaluation for every new token, in which all
+weights travel as in training.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from tawpipe.serving.placing import build_placing
 from tawpipe.serving.requests import End, Question, Slots
 
 MOST_SLOTS = 64
-"""Texts that grow at one time, at most."""
+"""Maximum number of texts that are generated at one time in each group."""
 CHUNK = 256
-"""Tokens of a prompt that ride on one pass."""
+"""Maximum number of prompt tokens in one pass."""
 ROUNDED = 16
-"""Rows of an evaluation are padded to a multiple of so many tokens: not every token makes a shape new to kernels."""
+"""Rows of an evaluation are padded to a multiple of this number of tokens, so that kernels see few different shapes."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be generated.
+    """Texts to generate.
 
     Args:
-        prompts: token ids, at least one each.
-        tokens: how many to add to each, at most.
-        sampling: of the first prompt; the next ones have the seeds that follow.
-        stops: tokens that end a text.
+        prompts: token ids of each prompt; at least one each.
+        tokens: maximum number of tokens to add to each prompt.
+        sampling: sampling settings of the first prompt. Each later prompt uses the next higher seed.
+        stops: token ids that end a text.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -59,21 +60,27 @@ class Wanted:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text, at most."""
+        """Maximum number of tokens of the longest text, prompt included."""
         return max(map(len, self.prompts), default=0) + self.tokens
 
     def room(self, ranks: int) -> Room:
-        """The slots in which they grow on so many processes."""
+        """Return the groups, slots, context and chunk with which ``ranks`` processes generate these texts.
+
+        There are at most ``ranks`` groups. Each has a slot for every text of its share, at most ``MOST_SLOTS``."""
         texts = max(1, len(self.prompts))
         groups = min(ranks, texts)
         return Room(groups, min(MOST_SLOTS, -(-texts // groups)), self.longest, min(CHUNK, self.longest))
 
     def sampling_of(self, number: int) -> Sampling:
-        """How the tokens behind a prompt are drawn."""
+        """Return the sampling settings of the prompt with index ``number``: seed ``sampling.seed + number``."""
         return self.sampling._replace(seed=self.sampling.seed + number)
 
     def check(self, chain: Chain) -> None:
-        """Raises UserError for what cannot be generated."""
+        """Check prompts and sampling settings against the model's vocabulary and positions.
+
+        Raises:
+            UserError: a value is outside its range.
+        """
         vocabulary, most = chain.config.get_text_config().vocab_size, longest_context(chain)
         for prompt in self.prompts:
             if not prompt or not all(0 <= token < vocabulary for token in prompt):
@@ -92,7 +99,11 @@ class Wanted:
 
 
 class GrowingTexts:
-    """The texts that are wanted, as they grow."""
+    """Texts that are being generated: token ids and logprobs so far.
+
+    Args:
+        wanted: the prompts and their settings.
+    """
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
@@ -101,17 +112,27 @@ class GrowingTexts:
 
     @property
     def continuations(self) -> list[Continuation]:
+        """New tokens of each text and their logprobs, without the prompts."""
         texts = zip(self.texts, self._wanted.prompts, self._logprobs, strict=True)
         return [Continuation(tuple(ids[len(prompt) :]), tuple(numbers)) for ids, prompt, numbers in texts]
 
     def add(self, number: int, token: int, logprob: float) -> bool:
-        """A text has a new token; False if that was the last."""
+        """Append a token to the text with index ``number``; return True if the text continues, False if it is complete.
+
+        Args:
+            number: index of the text.
+            token: id of the new token. The text is complete with a stop token, or with its maximum number of new
+                tokens.
+            logprob: logprob of the token.
+        """
         self.texts[number].append(token)
         self._logprobs[number].append(logprob)
         return len(self._logprobs[number]) < self._wanted.tokens and token not in self._wanted.stops
 
     def ask(self, slots: Slots, number: int) -> None:
-        """Have a text grow in one of an engine's slots."""
+        """Queue the text with index ``number`` as a request in ``slots``, and return at once.
+
+        The new tokens are appended to this object later, when the engine draws them."""
 
         def tell(drawn: Drawn | None, end: End, words: str) -> None:
             if drawn is not None:
@@ -122,7 +143,10 @@ class GrowingTexts:
         slots.ask(question, tell)
 
     def in_slots(self, room: Room) -> Slots:
-        """All of them in the slots of an engine, which has computed them when its last pass is over."""
+        """Return a new queue of requests with all texts, which accepts no further requests.
+
+        The texts are complete after an engine with ``room`` has run with the returned object. With 0 tokens to add, the
+        queue is empty."""
         slots = Slots(room, waiting=len(self.texts))
         if self._wanted.tokens:
             for number in range(len(self.texts)):
@@ -132,7 +156,7 @@ class GrowingTexts:
 
 
 def why_by_evaluation(chain: Chain, ranks: int) -> str:
-    """The reason why every token takes an evaluation on so many processes; empty if weights stay."""
+    """Return the reason why ``ranks`` processes must evaluate whole texts for every token; ``""`` if stages work."""
     layers = len(chain.blocks) - 2
     if ranks > max(1, layers):
         return f"{layers} layers are too few for {ranks} stages"
@@ -140,10 +164,12 @@ def why_by_evaluation(chain: Chain, ranks: int) -> str:
 
 
 class Generator:
-    """Generates texts from the weights at home; what it makes for that stays for the next time.
+    """Generates texts with the weights in training. Its communication groups are kept for the next call.
 
     Args:
-        storage: the homes.
+        chain: the model.
+        storage: the home memory of the weights.
+        world: the processes.
     """
 
     def __init__(self, chain: Chain, storage: Storage, world: World) -> None:
@@ -151,9 +177,11 @@ class Generator:
         self._transport: Transport | None = None
 
     def run(self, wanted: Wanted) -> list[Continuation]:
-        """With nothing under way; on all ranks, which all get the same. Afterwards the chain has no weights again."""
+        """Load the weights into pipeline stages, generate the texts, and return their continuations on all ranks.
+
+        Call on all ranks, while no other action runs. Afterwards the chain holds no weights."""
         world, texts, room = self._world, GrowingTexts(wanted), wanted.room(self._world.size)
-        with torch.compiler.set_stance("force_eager"):  # passes have many lengths, and layers are compiled for rows
+        with torch.compiler.set_stance("force_eager"):  # compiled layers expect whole rows
             try:
                 engine = self._staged(room) if world.size > 1 else self._whole(room)
                 engine.run(texts.in_slots(room) if world.rank == 0 else None)
@@ -164,25 +192,27 @@ class Generator:
         return [Continuation(tuple(ids), tuple(logprobs)) for ids, logprobs in everyone[0]]
 
     def close(self) -> None:
-        """Leave the groups of the laps."""
+        """Leave the communication groups of the decode steps."""
         if self._transport is not None:
             self._transport.close()
 
     def _whole(self, room: Room) -> Engine:
-        """The engine of a process that has all blocks."""
+        """Load the weights of all blocks from home memory into the chain, and return the engine of a single process."""
         copies, blocks = self._storage.compute_copy, range(len(self._chain.blocks))
         hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
         return Engine(self._chain, room)
 
     def _staged(self, room: Room) -> StagesEngine:
-        """The engine of this rank's stage, to which weights have gone."""
+        """Send every stage's weights from their homes to its rank, load this rank's stage, and return its engine.
+
+        Call on all ranks. The first call also creates the communication groups, which waits for all ranks."""
         world, chain, homes = self._world, self._chain, self._storage.homes
         laps = build_laps(chain.spec, world.topology, room.groups)
         stages = laps.step.strategy.computes(laps.step)
         wanted = [[unit.index for unit in chain.units if set(stage).intersection(unit.blocks)] for stage in stages]
         placing = build_placing(chain.spec, world.topology, tuple(homes), wanted)
         if self._transport is None:
-            world.wait_patiently()  # for ranks that come later: groups are made within a time limit
+            world.wait_patiently()  # other ranks may arrive later, and groups must form within a time limit
             self._transport = Transport(world.topology, world.rank, [laps, placing], device=world.device)
             verify(placing, one_thread=True)
         placed = placed_weights(placing, self._storage, self._transport)
@@ -190,7 +220,11 @@ class Generator:
         return StagesEngine(chain, room, world, laps, transport=self._transport)
 
     def _numbers(self, unit: Unit, flat: Tensor) -> Tensor:
-        """A unit's numbers of what travels of it."""
+        """Return the weights of ``unit`` as plain values of the compute type, without padding or packing.
+
+        Args:
+            flat: flat tensor of the unit in the format in which it travels.
+        """
         if unit.packing is None:
             return flat[: unit.numel]
         numbers = torch.empty(unit.numel, dtype=self._storage.compute_dtype, device=flat.device)
@@ -199,7 +233,7 @@ class Generator:
 
 
 class Evaluating(Protocol):
-    """A ``Pipeline``, as far as an evaluation for every token needs it."""
+    """Methods of a ``Pipeline`` that generation by evaluation needs."""
 
     world: World
 
@@ -209,7 +243,17 @@ class Evaluating(Protocol):
 
 
 def by_evaluation(pipeline: Evaluating, wanted: Wanted) -> list[Continuation]:
-    """The same by an evaluation for every token, on all ranks."""
+    """Generate by evaluating all unfinished texts again for every new token, for models that cannot be served.
+
+    Call on all ranks.
+
+    Args:
+        pipeline: evaluates rows.
+        wanted: prompts and settings.
+
+    Returns:
+        New tokens and logprobs of each text, on all ranks.
+    """
     texts = GrowingTexts(wanted)
     growing = [*range(len(texts.texts))] if wanted.tokens else []
     while growing:
@@ -225,11 +269,12 @@ def by_evaluation(pipeline: Evaluating, wanted: Wanted) -> list[Continuation]:
 
 
 class DrawnTokens:
-    """Tokens that are drawn in one evaluation, behind the one position of each row whose label counts: it is the row's
-    number.
+    """Measure of an evaluation that draws the next token of each row.
+
+    In each row exactly one position has a label: the last token of the text. The label is the index of the row.
 
     Args:
-        rows: of each the position of its next token, and how that is drawn.
+        rows: for each row, the position of its next token and its sampling settings.
     """
 
     def __init__(self, rows: Sequence[tuple[int, Sampling]]) -> None:
@@ -237,7 +282,12 @@ class DrawnTokens:
         self._drawn: list[Drawn] = []
 
     def head(self, chain: Chain, batch: MicroBatch, number: int) -> Head:
+        """Return the head function of one micro-batch, which draws a token at each labelled position.
+
+        The function stores the tokens in this object and returns a loss of zero. ``number`` is not used."""
+
         def head(hidden: Tensor, labels: Tensor, cut: slice) -> Tensor:
+            """Draw and store the next token at each labelled position of ``hidden``; return a scalar zero as loss."""
             numbers = batch.labels[:, cut]
             for row, column in (numbers != IGNORE).nonzero().tolist():
                 drawn = int(numbers[row, column])
@@ -248,14 +298,14 @@ class DrawnTokens:
         return head
 
     def of(self, world: World) -> dict[int, tuple[int, float]]:
-        """Token and logprob by the number of the row, on all ranks. Call on all ranks."""
+        """Gather the drawn tokens of all ranks; return (token, logprob) by row index. Call on all ranks."""
         everyone = world.together(lambda: self._drawn)
         return {number: (token, logprob) for each in everyone for number, _, token, logprob, _ in each}
 
 
 @TEXTS.register
 class PipelineTexts:
-    """Continues prompts from a pipeline's weights, in stages or by an evaluation for every token."""
+    """Continues prompts with the weights of a pipeline, in stages or with an evaluation for every token."""
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
@@ -264,7 +314,17 @@ class PipelineTexts:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int], **sampling: Any
     ) -> list[Continuation]:
-        """Continue every prompt; see ``Pipeline.generate``."""
+        """Continue every prompt; see ``Pipeline.generate``.
+
+        Args:
+            prompts: token ids of each prompt.
+            max_tokens: maximum number of new tokens for each prompt.
+            stops: token ids that end a text.
+            **sampling: fields of ``Sampling``.
+
+        Raises:
+            UserError: a prompt or a setting is outside its range.
+        """
         wanted = Wanted(prompts, max_tokens, Sampling(**sampling), frozenset(stops))
         wanted.check(self._pipeline.chain)
         if why_by_evaluation(self._pipeline.chain, self._pipeline.world.size):
@@ -272,12 +332,18 @@ class PipelineTexts:
         return self._generator.run(wanted)
 
     def close(self) -> None:
-        """Leave the groups of the laps."""
+        """Leave the communication groups of the decode steps."""
         self._generator.close()
 
 
 def row_to_continue(number: int, ids: Sequence[int], length: int) -> MicroBatch:
-    """A text as a row with padding behind it; its last position is the only one that counts."""
+    """Build a micro-batch of one row from a text, padded to ``length`` tokens. Only the last text token has a label.
+
+    Args:
+        number: the label: index of the text.
+        ids: token ids of the text.
+        length: tokens of the row with padding.
+    """
     row, labels = torch.tensor([[*ids]]), torch.full((1, len(ids)), IGNORE)
     labels[0, -1] = number
     return MicroBatch(row, labels, torch.arange(len(ids))[None], (len(ids),)).longer(length)

@@ -1,4 +1,4 @@
-"""Models that requests can share: which ones, and their weights, which stay once they are there."""
+"""Models whose requests can share a pass, and loading of weights that then stay on their device."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from tawpipe.model.units import Unit
 
 
 def why_not_served(chain: Chain) -> str:
-    """The reason why requests cannot share a pass of this model; empty if they can."""
+    """Return the reason why requests cannot share a pass of this model; empty if they can."""
     return chain.in_turn or ("its layers carry a state along a row" if chain.mixing else "")
 
 
 def refuse_serving(chain: Chain, context: int) -> None:
-    """Refuse a model whose requests cannot share a pass, or a context that it has no positions for.
+    """Raise UserError if requests cannot share a pass of this model, or if ``context`` exceeds its positions.
 
     Args:
-        context: positions of a slot.
+        chain: the model.
+        context: number of positions of a KV-cache slot.
 
     Raises:
-        UserError: says why, and what serves it.
+        UserError: with the reason, and with other programs that can serve the model.
     """
     if why := why_not_served(chain):
         instead = "transformers serve takes the folder that tawpipe export writes, and so does vLLM if it knows it"
@@ -47,7 +48,7 @@ def refuse_serving(chain: Chain, context: int) -> None:
 
 
 def longest_context(chain: Chain) -> int:
-    """The most positions that a slot may have; 2**31 where nothing limits them."""
+    """Return the maximum number of positions of a KV-cache slot for this model, or 2**31 if nothing limits it."""
     config, uses = chain.config.get_text_config(), chain.positions
     limits = [getattr(config, "max_position_embeddings", None), uses.scaled_from]
     limits.append(None if uses.limit is None else uses.limit - uses.first)
@@ -56,12 +57,12 @@ def longest_context(chain: Chain) -> int:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of an element of each unit, of weights that stay.
+    """Bytes for each element of every unit, for weights that stay on their device.
 
     Attributes:
-        held: in memory.
-        few: that a pass of up to ``FEW`` tokens reads.
-        many: that any other pass reads and writes.
+        held: bytes in memory.
+        few: bytes that a pass of at most ``FEW`` tokens reads.
+        many: bytes that a pass of more tokens reads and writes.
     """
 
     held: tuple[float, ...]
@@ -70,10 +71,16 @@ class WeightBytes:
 
     @classmethod
     def of(cls, chain: Chain, form: str, dtype: torch.dtype, device: str) -> WeightBytes:
-        """Those of ``hold_weights`` on a type of device.
+        """Compute the bytes per element that each unit of ``chain`` has after ``hold_weights``. No weight is loaded.
+
+        Args:
+            chain: the model.
+            form: format of the weights of linear layers, as in ``hold_weights``.
+            dtype: type of all other weights.
+            device: type of device, for example ``cuda``.
 
         Raises:
-            UserError: nothing could have the form.
+            UserError: the format is unknown, or no weight can have it.
         """
         modules, units = _modules_of(chain, form, chain.units), list[tuple[float, ...]]()
         for unit in chain.units:
@@ -88,13 +95,24 @@ class WeightBytes:
 
 
 def form_there(chain: Chain, codes: Callable[[str], tuple[Tensor, Tensor] | None]) -> str:
-    """The form of the matrices of a folder, which is that of the first with codes; ``none`` if there is no such one."""
+    """Return the format of the first quantised weight in a folder; ``none`` if no weight is quantised.
+
+    Args:
+        chain: the model.
+        codes: returns codes and scales of the parameter with this name, or None if it is not quantised.
+    """
     names = (slot.name for unit in chain.units for slot in unit.slots)
     return next((form_of(pair[1]) for pair in map(codes, names) if pair is not None), EXACT)
 
 
 def _modules_of(chain: Chain, form: str, units: Iterable[Unit]) -> dict[str, str]:
-    """Weights of some units that can be in few bits -> the modules that they are of."""
+    """Map the names of the weights in ``units`` that ``form`` can quantise to the names of their modules.
+
+    Only weights of layers are included, not those in the embedding or the head. Empty for the format ``none``.
+
+    Raises:
+        UserError: the format is unknown, or no weight can have it.
+    """
     check_weights_form(form)
     ends = {0, len(chain.blocks) - 1}
     names = {slot.name for unit in units if ends.isdisjoint(unit.blocks) for slot in unit.slots}
@@ -113,16 +131,19 @@ def hold_weights(
     form: str = EXACT,
     codes: Callable[[str], tuple[Tensor, Tensor] | None] = lambda name: None,
 ) -> None:
-    """Give the parameters of some blocks their values for good. After ``Chain.prepare``.
+    """Load the parameters of some blocks permanently, quantised if ``form`` says so. Call after ``Chain.prepare``.
 
     Args:
-        values: of a unit in its flat layout, of any type and anywhere.
-        form: of matrices of linear layers: ``none`` for that of all others, ``w4`` or ``int8``; ``auto`` for that of
-            their codes, if they have some.
-        codes: of a parameter that is in few bits already, its codes and scales: taken if the form is theirs.
+        chain: the model that receives the weights.
+        blocks: numbers of the blocks.
+        values: returns a unit's values in its flat layout, of any type and on any device.
+        form: format of the weights of linear layers: ``none`` for the type of all other weights, ``w4`` or ``int8``.
+            ``auto`` keeps weights that have codes in their format.
+        codes: returns codes and scales of the parameter with this name if it is quantised already, else None. They are
+            used if they have the format ``form``, or with ``auto``.
 
     Raises:
-        UserError: no such form, or nothing that could have it.
+        UserError: the format is unknown, or no weight can have it.
     """
     wanted = set(blocks)
     units = [unit for unit in chain.units if wanted.intersection(unit.blocks)]

@@ -1,8 +1,8 @@
-"""What a rank computes in laps: passes through its stage, and the messages by which they go on to the next.
+"""Computation and messages of one rank during decode steps: passes through its stage, and transfers to the next stage.
 
-Stages know of a pass what the header of its message says, which stands in front of the hidden states; only the first
-one meets who holds the requests. Messages have the length that their pass needs: receives are posted before that is
-known, with room for the longest.
+Only the first stage talks to the owner of the requests. Every later stage learns about a pass from the header of its
+message, which precedes the hidden states. A message is as long as its pass needs. Receives are posted before that
+length is known, with a buffer for the longest message.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Row, Sampling
 from tawpipe.serving.stage import StayingStage
 
 MOST_TOLD = 20
-"""Likeliest tokens that are told besides a drawn one, at most."""
+"""Maximum number of likeliest tokens that are reported along with a drawn token."""
 ALIGNED = 16
-"""Bytes at multiples of which hidden states begin in a message: any type can be read there."""
+"""Alignment in bytes of the hidden states in a message, so that values of any type can be read there."""
 _HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iiiii?didqi")
 _TOKEN, _LIKELY, _ID = struct.Struct("<iiidi"), struct.Struct("<id"), 4
 
 
 def header_of(given: Pass) -> bytes:
-    """A pass without its tokens but with the known ones, for the stages behind the first one."""
+    """Encode a pass as the header of its message, for the stages after the first one.
+
+    It contains for each row: slot, position, number of tokens, sampling settings, and the ids of the known tokens. The
+    ids of the row's own tokens are not included, because only the first stage embeds them."""
     parts = [_HEAD.pack(len(given.rows), given.last)]
     for row in given.rows:
         drawn = row.draw is not None
@@ -47,13 +50,13 @@ def header_of(given: Pass) -> bytes:
 
 
 def header_bytes(rows: Sequence[Row]) -> int:
-    """Bytes of the header of a pass with these rows."""
+    """Return the size in bytes of the header of a pass with these rows."""
     known = sum(len(row.known) for row in rows)
     return -(-(_HEAD.size + len(rows) * _ROW.size + known * _ID) // ALIGNED) * ALIGNED
 
 
 def read_header(message: bytes, group: int) -> Pass:
-    """The inverse of ``header_of``, with zeros for tokens."""
+    """Decode a header that ``header_of`` made into a pass of group ``group``. The token ids of its rows are zeros."""
     count, last = _HEAD.unpack_from(message)
     rows, at = [], _HEAD.size
     for _ in range(count):
@@ -65,7 +68,7 @@ def read_header(message: bytes, group: int) -> Pass:
 
 
 def drawn_message(drawn: list[Drawn]) -> bytes:
-    """Drawn and known tokens on their way to the first stage."""
+    """Encode drawn and scored tokens as a message from the last stage to the first one."""
     parts = [_HEAD.pack(len(drawn), 0)]
     for token in drawn:
         parts.append(_TOKEN.pack(*token[:-1], len(token.top)))
@@ -74,7 +77,7 @@ def drawn_message(drawn: list[Drawn]) -> bytes:
 
 
 def read_drawn(message: bytes) -> list[Drawn]:
-    """The inverse of ``drawn_message``."""
+    """Decode a message that ``drawn_message`` made."""
     (count, _), at, drawn = _HEAD.unpack_from(message), _HEAD.size, list[Drawn]()
     for _ in range(count):
         *token, told = _TOKEN.unpack_from(message, at)
@@ -84,20 +87,20 @@ def read_drawn(message: bytes) -> list[Drawn]:
 
 
 class ServeCompute:
-    """The computing of a rank in laps, for ``Executor.loop``.
+    """Computation of one rank in decode steps, for ``Executor.loop``.
 
     Args:
-        stage: with the weights of this rank's blocks held.
-        feeder: who holds the requests; on the rank of the first stage, which asks nobody else.
-        compression: of hidden states between stages: ``int8``, or none if empty.
+        stage: stage with the weights of this rank's blocks.
+        feeder: source of the passes, on the rank of the first stage; None on the other ranks.
+        compression: format of hidden states sent between stages: ``int8``, or empty for none.
     """
 
     def __init__(self, stage: StayingStage, feeder: PassFeeder | None, *, compression: str = "") -> None:
         self.stage, self.chain, self.feeder, self.compression = stage, stage.chain, feeder, compression
         self.stream: Any = None
-        """The one that computes, on CUDA."""
+        """CUDA stream that computes; None on a CPU."""
         self._held: dict[Buffer, Any] = {}
-        """A pass with its hidden states, what its layers are called with, or a message, under the schedule's names."""
+        """Values by their buffer in the schedule: a pass with its hidden states, arguments of layers, or a message."""
         self._under_way = deque[torch.Event]()
         room = stage.room
         rows, tokens = room.slots + 1, room.slots + room.chunk
@@ -109,7 +112,10 @@ class ServeCompute:
         }
 
     def forward(self, action: Action, frame: Frame[LapInput]) -> None:
-        """FORWARD of a block for a group's pass. Weights are held, whatever the action reads."""
+        """Compute one block for one group's pass, store the output for the next block, and drop the ``frees``.
+
+        Block 0 first returns the tokens of the group's previous pass to the feeder, and gets the next pass from it,
+        which may wait. The last block stores the message with the drawn tokens."""
         block, group = action.block, action.micro_batch
         last = len(self.chain.blocks) - 1
         if block == 0:
@@ -127,7 +133,10 @@ class ServeCompute:
             self._held.pop(buffer, None)
 
     def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
-        """PREPARE: what the message of a pass says, and what layers are called with besides their input."""
+        """Run a PREPARE action on a later stage: decode a received message, and compute the layer arguments.
+
+        The pass with its hidden states replaces the message. The arguments are stored for the layers of this stage.
+        ``frame.given.last`` becomes True if the pass is the last one."""
         (arrived,) = action.reads
         carried, hidden = self._read(self._held[arrived], action.micro_batch)
         frame.given.last |= carried.last
@@ -135,14 +144,17 @@ class ServeCompute:
         self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
 
     def travel(self, action: Action, frame: Frame[LapInput]) -> None:
-        """An EXCHANGE of hidden states or of drawn tokens."""
+        """Run an EXCHANGE action: send and receive messages of hidden states or drawn tokens.
+
+        Sent messages are dropped from this rank, and received ones are stored. On CUDA, first wait until at most
+        ``TRAVELLING`` - 1 earlier exchanges are still running."""
         on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
         if len(self._under_way) == TRAVELLING:
             self._under_way.popleft().synchronize()
         for transfer in action.transfers:
             if transfer.send:
                 message = self._message(self._held.pop(transfer.buffer))
-                if frame.transport.ahead is None:  # a receive takes what it has room for, and no less
+                if frame.transport.ahead is None:  # the receive expects a message of full length
                     room = self._room[transfer.buffer.kind]
                     message = torch.nn.functional.pad(message, (0, room - message.numel()))
                 tensors[transfer.buffer] = message.to(self.chain.device)
@@ -150,7 +162,7 @@ class ServeCompute:
             tensors |= self.room_for(action, frame)
         received = frame.transport.exchange(action, tensors)
         self._held.update(received)
-        if on_cuda:  # or its memory would be given away before the other lane has read it
+        if on_cuda:  # keep the memory until the other lane has read it
             for tensor in tensors.values():
                 tensor.record_stream(torch.cuda.current_stream())
             for tensor in received.values():
@@ -158,13 +170,20 @@ class ServeCompute:
             self._under_way.append(torch.cuda.current_stream().record_event())
 
     def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
-        """Room for the longest messages that an EXCHANGE may receive."""
+        """Return empty buffers for the longest messages that an EXCHANGE action may receive."""
         empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
         return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}
 
     def _embed(self, group: int, given: LapInput) -> tuple[Pass, Tensor]:
+        """Return the tokens of a group's previous pass to the feeder, get the next pass, and compute its embedding.
+
+        The arguments of the layers are stored. ``given.last`` becomes True if the pass is the last one.
+
+        Returns:
+            The pass and its hidden states [1, tokens, hidden]; with 0 tokens for an empty pass.
+        """
         assert self.feeder is not None, "the first stage is where the requests are"
-        message = self._held.pop(ids(group), None)  # none before the first lap
+        message = self._held.pop(ids(group), None)  # None in the first decode step
         if message is not None:
             self.feeder.take(group, read_drawn(_as_bytes(message)))
         fed = self.feeder.feed(group)
@@ -174,6 +193,14 @@ class ServeCompute:
         return fed, hidden
 
     def _message(self, held: Any) -> Tensor:
+        """Encode a pass and its hidden states as one uint8 message; return a message unchanged.
+
+        Args:
+            held: (pass, hidden states), or a message with drawn tokens.
+
+        Raises:
+            UserError: the model's hidden states do not have the expected shape or type.
+        """
         if isinstance(held, Tensor):
             return held
         carried, hidden = held
@@ -182,7 +209,7 @@ class ServeCompute:
         if tuple(hidden.shape) != (1, tokens, self.chain.width) or hidden.dtype != self.chain.dtype:
             expected = f"hidden states (1, {tokens}, {self.chain.width}) in {self.chain.dtype} where a stage ends"
             raise UserError("model", self.chain.name, f"{expected}, not {tuple(hidden.shape)} in {hidden.dtype}")
-        if hidden.device.type == "cuda":  # or COMPUTE, which made it, would reuse its memory while this stream reads it
+        if hidden.device.type == "cuda":  # keep the memory of COMPUTE's tensor until this stream has read it
             hidden.record_stream(torch.cuda.current_stream())
         message = torch.empty(len(header) + self._hidden_bytes(tokens), dtype=torch.uint8, device=hidden.device)
         message[: len(header)].copy_(header)
@@ -193,6 +220,7 @@ class ServeCompute:
         return message
 
     def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor]:
+        """Decode a message into its pass and its hidden states, [1, tokens, width]."""
         carried = read_header(_as_bytes(message[: self._longest_header]), group)
         begin, tokens = header_bytes(carried.rows), sum(len(row.tokens) for row in carried.rows)
         part = message[begin : begin + self._hidden_bytes(tokens)]
@@ -203,16 +231,20 @@ class ServeCompute:
         return carried, hidden
 
     def _hidden(self, tokens: int) -> Tensor:
+        """Return an uninitialised tensor for the hidden states of ``tokens`` tokens."""
         return torch.empty(1, tokens, self.chain.width, dtype=self.chain.dtype, device=self.chain.device)
 
     def _hidden_bytes(self, tokens: int) -> int:
+        """Return the bytes of the hidden states of ``tokens`` tokens in a message."""
         numbers = tokens * self.chain.width
         return compressed_bytes(numbers) if self.compression else numbers * self.chain.dtype.itemsize
 
 
 def _as_tensor(message: bytes) -> Tensor:
+    """Copy bytes to a uint8 tensor on the CPU."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def _as_bytes(message: Tensor) -> bytes:
+    """Copy a uint8 tensor to bytes; waits for its device."""
     return message.cpu().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Seconds of a model's blocks on passes of some tokens: measured on a device, or estimated from its data sheet."""
+"""Seconds that a model's blocks take for passes of some tokens: measured on a device, or estimated from its data."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ from tawpipe.serving.held import WeightBytes, hold_weights
 from tawpipe.serving.planner import PassCost
 
 READS = 0.7
-"""Share of a memory's rate at which weights are read where nothing was measured."""
+"""Assumed share of the memory bandwidth with which weights are read, if nothing was measured."""
 TOKENS = (1, 4, 16, 64, 256)
-"""Of the passes that are measured; up to ``ALONE`` each is of another user, the others are one chunk."""
+"""Tokens of the measured passes. Up to ``ALONE`` tokens, each belongs to another user; larger passes are one chunk."""
 ALONE = 16
 
 
 def estimated_passes(
     model: ModelSpec, *, flops: float, memory_rate: float, weights: WeightBytes, key_width: float
 ) -> tuple[PassCost, ...]:
-    """What reading the weights takes, or multiplying with them, whichever is longer; and reading keys and values.
+    """Estimate from the data sheet of a device how many seconds each block takes for a pass of some tokens.
+
+    A block takes the longer of two times: reading its weights, and multiplying with them. Reading keys and values adds
+    to that. The embedding costs nothing.
 
     Args:
-        flops, memory_rate: of the device, per second, as its data sheet says.
-        weights: bytes of them.
-        key_width: bytes of a layer's keys and values of a token.
+        model: sizes of the blocks and units.
+        flops: floating-point operations per second of the device, from its data sheet.
+        memory_rate: memory bandwidth of the device in bytes per second, from its data sheet.
+        weights: bytes per element of each unit.
+        key_width: bytes of the keys and values of one token in one layer.
+
+    Returns:
+        The cost of every block, in the order of the blocks.
     """
     costs = []
     for block in model.blocks:
@@ -41,7 +49,7 @@ def estimated_passes(
             widths = weights.few if tokens <= FEW else weights.many
             sizes = [(model.units[unit], widths[unit]) for unit in block.units]
             everything, reached = (sum(getattr(u, name) * w for u, w in sizes) for name in ("parameters", "computing"))
-            read = min(everything, tokens * reached) / (READS * memory_rate)  # of a mixture, the experts met
+            read = min(everything, tokens * reached) / (READS * memory_rate)  # of a mixture, the selected experts
             points.append((float(tokens), max(read, 2 * met * tokens / (EFFICIENCY * flops))))
         cost = PassCost(tuple(sorted(points)), key_width / (READS * memory_rate) * (block.kind == "layer"))
         costs.append(PassCost() if block.kind == "embedding" else cost)
@@ -56,19 +64,26 @@ def measured_passes(
     form: str = EXACT,
     weights: WeightBytes,
 ) -> tuple[PassCost, ...]:
-    """One block of every kind, run with random weights. Keys and values are read as fast as the weights for one token.
+    """Measure on a device how many seconds each block takes for a pass: one block of every kind, with random weights.
+
+    The time to read keys and values is estimated: with the bandwidth at which weights are read for a single token.
 
     Args:
-        chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
-        form: of matrices of linear layers.
-        weights: bytes of them.
+        chain: model on the meta device. It is prepared here and cannot be used for anything else afterwards.
+        dtype: type to compute in.
+        device: device to measure.
+        form: format of the weights of linear layers.
+        weights: bytes per element of each unit.
+
+    Returns:
+        The cost of every block, in the order of the blocks. Blocks of one kind have the same cost.
     """
     try:
         bench, costs = Bench(chain, device, dtype, chunk_tokens=max(TOKENS)), dict[int, PassCost]()
         clock, width = Clock(bench), key_bytes(chain.config.get_text_config(), dtype)[0]
         progress.info(f"measuring {len(bench.kinds())} kinds of blocks on passes of up to {max(TOKENS)} tokens")
         for (kind, *_), blocks in bench.kinds().items():
-            if kind == "layer" and form != EXACT:  # from then on these modules compute, whatever is bound besides
+            if kind == "layer" and form != EXACT:  # the quantised modules compute from here on
                 hold_weights(chain, blocks[:1], lambda unit: bench.values(unit.index), form=form)
             shapes: Sequence[tuple[int, ...]] = [(1,) * n if n <= ALONE else (n,) for n in TOKENS]
             seconds = [clock.seconds(blocks[0], shape, backward=False)[0] for shape in shapes]

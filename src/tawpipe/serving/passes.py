@@ -1,10 +1,11 @@
-"""What goes between those who hold requests and the engine that computes for them. Without torch.
+"""Interface between the owner of requests (a ``PassFeeder``) and the engine that computes for them. Without torch.
 
-A *slot* holds one request's keys and values on every stage; a *group* is some slots that pass the stages together; in
-a *lap* every group passes once. The engine asks a ``PassFeeder`` for each pass of a group, and gives it what was drawn
-after that pass before it asks for the group's next one. All stages see the passes in the order in which they were fed,
-so chunks of one prompt may ride on successive passes, of whatever groups, and a slot can be given to another request
-between two passes: that begins again at position 0.
+A *slot* holds the keys and values of one request on every stage. A *group* is a number of slots that go through the
+stages together. In a *decode step* every group passes all stages once. The engine asks the feeder for each pass of a
+group. Before it asks for the group's next pass, it gives the feeder the tokens that were drawn.
+
+All stages see the passes in the order in which they were fed. So chunks of one prompt can be part of successive passes
+of any groups. A slot can be given to another request between two passes; the new request starts at position 0.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class Room:
-    """The places that an engine has: they stay as they are while it runs.
+    """Numbers and sizes of the KV-cache slots of an engine, fixed while it runs.
 
     Attributes:
-        groups: that pass in a lap.
-        slots: of each group.
+        groups: groups that pass the stages in a decode step.
+        slots: slots of each group.
         context: positions of each slot. The last token of an answer needs none.
-        chunk: tokens of a prompt that ride on one pass, at most.
+        chunk: maximum number of prompt tokens in one pass.
     """
 
     groups: int
@@ -32,15 +33,14 @@ class Room:
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn. Its random numbers follow from (seed, position of the token) alone.
+    """Sampling settings of a request. The random number of a token depends only on ``seed`` and the token's position.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among so many of the likeliest tokens; 0 for all.
-        top_p: draw among the fewest likeliest tokens whose chances reach this, of those that ``top_k`` leaves; 1 for
-            all.
-        seed: from 0 up to, not including, 2**63.
-        logprobs: how many of the likeliest tokens are told besides the drawn one.
+        temperature: divides the logits. 0 selects the likeliest token.
+        top_k: number of likeliest tokens to draw from; 0 for all.
+        top_p: draw from the fewest likeliest tokens whose probabilities reach this sum, after ``top_k``; 1 for all.
+        seed: in [0, 2**63).
+        logprobs: number of likeliest tokens that are reported along with the drawn one.
     """
 
     temperature: float = 1.0
@@ -52,16 +52,18 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A document of a pass: the next tokens of one slot.
+    """Document in a pass: the next tokens of one slot.
 
     Attributes:
-        slot: its number among all slots: ``group * Room.slots`` + its place in the group that passes with its one
-            token. No two rows of a pass have the same.
-        first: position of the first token. Where it is 0, a new request begins in the slot.
-        tokens: at least one.
-        draw: how the token behind them is drawn; None if none is, as they are a chunk that is not a prompt's last.
-        known: tokens that a prompt has behind those of the row, each one position later. Their logprobs are told.
-        likeliest: number of the likeliest tokens that are told besides each known one.
+        slot: index among all slots: ``group * Room.slots`` + index in the group that computes its single next token. No
+            two rows of a pass have the same slot.
+        first: position of the first token. At 0, a new request begins in the slot.
+        tokens: token ids, at least one.
+        draw: sampling settings of the token after the row; None if none is drawn, because the tokens are a chunk of a
+            prompt and not its last one.
+        known: prompt tokens at the positions after those of the row's tokens, whose logprobs are reported. Empty if no
+            logprobs of the prompt are wanted.
+        likeliest: number of likeliest tokens that are reported along with each known token.
     """
 
     slot: int
@@ -74,13 +76,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """What passes the stages at one time: a row of one token for slots of its group, and at most one row besides, with
-    tokens of a prompt for any slot.
+    """Tokens that pass the stages together.
+
+    They are one row with a single token for slots of the group, and at most one row with prompt tokens for a slot of
+    any group.
 
     Attributes:
-        group: the number of the group.
-        rows: none while the group has nothing to compute; the pass is made all the same.
-        last: nothing comes behind it: the engine stops when all groups have passed.
+        group: index of the group.
+        rows: may be empty while the group has nothing to compute; the empty pass is computed all the same.
+        last: no pass follows. The engine stops when the last passes of all groups are computed.
     """
 
     group: int
@@ -89,14 +93,16 @@ class Pass:
 
 
 class Drawn(NamedTuple):
-    """A token that was drawn, or a known one of a prompt.
+    """Token that was drawn, or a known token of a prompt that was scored.
 
     Attributes:
-        slot: the row's.
-        position: of the token in its slot: that of the row's last token, and one.
-        token: its id.
-        logprob: natural logarithm of its chance by the model's logits as they are: no temperature, no ``top_k``.
-        top: the likeliest tokens by the same logits and their logprobs, the likeliest first; as many as were asked for.
+        slot: slot of its row.
+        position: position of the token in its slot. For a drawn token, one more than the position of the row's last
+            token.
+        token: token id.
+        logprob: natural logarithm of its probability from the model's unchanged logits: without temperature and
+            ``top_k``.
+        top: ids and logprobs of the likeliest tokens by these logits, in descending order; as many as were asked for.
     """
 
     slot: int
@@ -107,20 +113,25 @@ class Drawn(NamedTuple):
 
 
 class PassFeeder(Protocol):
-    """Who holds the requests. The engine calls it from one thread, in the first stage's process."""
+    """Owner of the requests. The engine calls its methods from one thread in the process of the first stage."""
 
     def feed(self, group: int) -> Pass:
-        """The next pass of a group. May wait while no group has anything to do, at most ``IDLE_S`` in a lap, so that
-        an idle service is not busy and no watchdog runs out. Once a pass was ``last``, every later one is, too.
-        """
+        """Return the next pass of a group, which may be empty.
+
+        While no group has anything to compute, this may wait, at most ``IDLE_S`` seconds per decode step. An idle
+        service then uses little processor time, and no watchdog expires. After a pass marked ``last``, every later pass
+        is marked as well."""
         ...
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        """Take what was drawn after the group's last pass, before its next ``feed``: the known tokens of its rows in
-        their order, then a token for each row that draws.
+        """Receive the tokens from the group's previous pass. The engine calls this before the group's next ``feed``.
+
+        Args:
+            group: index of the group.
+            drawn: first the known tokens of its rows in their order, then a token for each row that draws one.
         """
         ...
 
 
 IDLE_S = 5.0
-"""Seconds between laps of an idle engine, at most."""
+"""Maximum number of seconds between decode steps of an idle engine."""

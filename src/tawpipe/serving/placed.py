@@ -1,4 +1,4 @@
-"""Placing weights, run: the stripes of units go from homes to where they are wanted whole."""
+"""Execution of a placing schedule: sends the shards of units from their homes to the ranks that need whole units."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from tawpipe.schedule.step import Schedule
 
 
 def placed_weights(schedule: Schedule, storage: Storage, transport: Transport) -> dict[int, Tensor]:
-    """Play a schedule of ``build_placing``: what this rank wants, by unit, as it travels, with the padding of its home.
-    Call on all ranks, with nothing under way.
+    """Run a schedule of ``build_placing`` and return the whole units that this rank needs. Call on all ranks.
+
+    No other action may be running.
 
     Args:
-        transport: with the groups of the schedule.
+        schedule: the placing schedule.
+        storage: home memory of this rank's shards.
+        transport: has the communication groups of the schedule.
+
+    Returns:
+        For each unit, its flat weights in the format in which they travel, with the padding of its home.
     """
     rank, buffers, placed = transport.rank, dict[Buffer, Tensor](), dict[int, Tensor]()
     for unit in storage.master:
@@ -29,6 +35,6 @@ def placed_weights(schedule: Schedule, storage: Storage, transport: Transport) -
             buffers[pooled(f"W{unit}", stripe)] = place
             if here is not None and home.index(rank) == stripe:
                 place.copy_(here)
-    for action in schedule.programs[rank]:  # one thread may block in each
+    for action in schedule.programs[rank]:  # each exchange may block; their order prevents deadlock
         transport.exchange(action, buffers)
     return placed

@@ -1,9 +1,11 @@
-"""Placing: weights go once from where they live in training to the ranks that are to compute with them for a while.
+"""Placing: sending weights once from their homes in training to the ranks that will compute with them for a while.
 
-A unit is cut into stripes at home. Each stripe goes straight to every rank that wants the unit, from the nearest copy
-of it, and what is there already does not move: of D nodes with equal shares each stage brings (1 - 1/D) of its weights
-over its link. There is one EXCHANGE for a unit on each rank that has to do with it, unit after unit on all of them, so
-that a thread which blocks in each waits for nobody for ever.
+Every unit is split into shards at its homes. Each shard goes directly to every rank that needs the unit, from the
+nearest copy. A shard that is already on the rank does not move. With D nodes of equal shares, each stage receives (1 -
+1/D) of its weights over its link.
+
+Each rank has one EXCHANGE for every unit that it sends or receives, in the order of the units on all ranks. A thread
+that blocks in each exchange can therefore not deadlock.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from tawpipe.topology import Topology
 
 @dataclass(eq=False)
 class Placing(Strategy):
-    """Weights go from their homes to those who want them, once.
+    """Strategy that sends weights once from their homes to the ranks that need them.
 
     Args:
-        homes: of the training strategy.
-        wanted: for every rank the units that it is to have whole.
+        homes: homes of all units in the training strategy.
+        wanted: for every rank, the units that it needs whole.
     """
 
     homes: tuple[Home, ...]
@@ -43,7 +45,9 @@ class Placing(Strategy):
         return self.homes
 
     def moves(self, topology: Topology) -> Iterator[tuple[int, int, int, int]]:
-        """(unit, stripe, from, to) of all that moves, in the order of the units."""
+        """Yield (unit, shard, source rank, target rank) of all transfers, in the order of the units.
+
+        A rank gets no shard that it holds already. The source is a holder in the target's node, if there is one."""
         for unit, home in enumerate(self.homes):
             for target in (rank for rank, units in enumerate(self.wanted) if unit in units):
                 for stripe in range(len(home.ranks)):
@@ -53,6 +57,7 @@ class Placing(Strategy):
                         yield unit, stripe, (near or holders)[0], target
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
+        """Return (sent, received) of each node: the number of elements that cross its link to other nodes."""
         counts = [[0, 0] for _ in range(step.topology.num_nodes)]
         for unit, _, source, target in self.moves(step.topology):
             ends = step.topology.node_of(source), step.topology.node_of(target)
@@ -62,6 +67,7 @@ class Placing(Strategy):
         return tuple(LinkTraffic(sent, received) for sent, received in counts)
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        """Build the schedule: for every rank, one EXCHANGE for each unit that it sends or receives."""
         assert not training, "nothing is trained when weights are placed"
         world = range(step.topology.world_size)
         parts: list[dict[int, list[Transfer]]] = [{} for _ in world]
@@ -74,7 +80,9 @@ class Placing(Strategy):
         return Schedule(self.name, step, programs, pools, training=False, placed=self.wanted)
 
     def _pools(self, program: tuple[Action, ...]) -> Iterator[Pool]:
-        """A pool with a place for each stripe of a unit of which some come; what does not come is in none of them."""
+        """Yield a buffer pool for each unit of which ``program`` receives shards.
+
+        The pool has a place for every shard of the unit. Places of shards that are not received stay unused."""
         for unit in dict.fromkeys(buffer.pool for action in program for buffer in action.writes):
             home = self.homes[int(unit[1:])]
             yield Pool(unit, Kind.WEIGHT, len(home.ranks), home.stripe)
@@ -83,11 +91,13 @@ class Placing(Strategy):
 def build_placing(
     model: ModelSpec, topology: Topology, homes: tuple[Home, ...], wanted: Sequence[Sequence[int]]
 ) -> Schedule:
-    """The schedule that brings every rank the units that it wants.
+    """Build the schedule that sends every rank the units that it needs.
 
     Args:
-        homes: of all units in training.
-        wanted: for every rank the units that it is to have whole.
+        model: sizes of the units.
+        topology: the ranks and their nodes.
+        homes: homes of all units in training.
+        wanted: for every rank, the units that it needs whole.
     """
     strategy = Placing(homes, tuple(tuple(sorted(units)) for units in wanted))
     settings = strategy.settle(ScheduleSettings(strategy=strategy.name, micro_batches_per_visit=1))

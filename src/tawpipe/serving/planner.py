@@ -1,12 +1,12 @@
-"""Serving, planned: how a model's tokens are had soonest for some users, on one device, on copies of it, or in stages.
+"""Plan of a service: the layout with the least time per token for a number of users, on one device, copies or stages.
 
-A pass takes a block the seconds of its tokens (``PassCost``), and from stage to stage its bytes over a link. Passes of
-G groups follow each other through P stages, so that a group's next token comes after
+The time of a pass in a block follows from its number of tokens (``PassCost``). Between stages, its bytes cross a link.
+Passes of G groups follow each other through P stages. The time from a group's token to its next one is
 
     max(sum of stages + sum of hops, G x the slowest stage or message)
 
-With few groups stages wait for the links; with many a group waits for the others. So the latency of the links says how
-many groups there should be, and not the number of stages.
+With few groups, stages wait for the links. With many groups, a group waits for the other groups. So the latency of the
+links determines the best number of groups, and the number of stages does not.
 """
 
 from __future__ import annotations
@@ -28,39 +28,42 @@ from tawpipe.simulate.cost_model import ID_BYTES
 from tawpipe.topology import Topology
 
 GROUPS = 4
-"""Groups for each stage, at most, that a plan tries."""
+"""Maximum number of groups per stage that a plan tries."""
 CHUNKS = tuple(2**n for n in range(13))
-"""Tokens of a prompt that may ride on a pass."""
+"""Numbers of prompt tokens in a pass that a plan tries."""
 LONGER = 2.0
-"""Times as long as without it that a pass with a chunk may take: all users of its group wait for it."""
+"""Maximum factor by which a chunk of a prompt may lengthen a pass, for which all users of its group wait."""
 SIMPLER = 1.05
-"""Times as long as the least that a token may take where that needs fewer stages."""
+"""A layout with fewer stages is preferred if its time per token is at most the least time multiplied by this."""
 HAND_S = 7e-4
-"""Seconds of a hop besides the link's: threads that wake one after the other, and the calls of a transfer. Measured on
-CPUs (benchmarks/results/README.md#serving-serving)."""
+"""Seconds of a hop in addition to the link's: threads that wake one after another, and the calls of a transfer.
+Measured on CPUs (benchmarks/results/README.md#serving-serving)."""
 ROOMS = 4
-"""Passes for which a process has room besides caches, for each group: what comes, what goes, and what it computes."""
+"""Buffers for a pass in each process, for each group, in addition to KV caches: received, sent and computed data."""
 
 
 TOLD = ("kind", "replicas", "groups", "slots", "chunk", "token_s", "first_s", "tokens_per_s", "memory_bytes", "fits")
-"""What ``--json`` says of a way besides its stages."""
+"""Attributes of a layout that ``--json`` prints, in addition to its stages."""
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Seconds of a block on a pass.
+    """Seconds that a block takes for a pass.
 
     Args:
-        points: (tokens, seconds), ascending; between them and behind the last two seconds grow evenly. With few tokens
-            they are those of reading the weights.
-        key_s: for each token whose keys and values are read besides.
+        points: (tokens, seconds), in ascending order. Between two points, and beyond the last two, seconds are
+            interpolated linearly. For few tokens they are the time to read the weights.
+        key_s: additional seconds for each token whose keys and values are read.
     """
 
     points: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
     key_s: float = 0.0
 
     def seconds(self, tokens: float, keys: float = 0.0) -> float:
-        """
+        """Return the seconds for a pass of ``tokens`` tokens that reads the keys and values of ``keys`` tokens.
+
+        An empty pass takes 0 seconds.
+
         >>> PassCost(((1, 2.0), (8, 2.0), (16, 4.0))).seconds(4), PassCost(((1, 2.0), (9, 4.0))).seconds(13)
         (2.0, 5.0)
         """
@@ -76,20 +79,22 @@ class PassCost:
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """A model to be served, and on what.
+    """Model to serve, its users, and the machine.
 
     Args:
-        costs: of every block.
-        users: whose tokens come at the same time.
-        context: tokens of a user's prompt and answer.
-        boundary_bytes: of a token between two stages.
-        key_bytes: of a layer's keys and values of a token.
-        weight_bytes: of an element of each unit; 2 where it is empty.
-        memory_bytes: of a device; 0 for no limit.
-        system_bytes: of a device that the driver and libraries take, or of a process.
-        source: of ``costs``, in words.
-        why_not_staged: the reason why its layers cannot be on other devices than the embedding; mostly empty.
-        hand_s: of a hop besides the link's; 0 for the formula alone.
+        model: sizes of the model's blocks and units.
+        costs: costs of every block.
+        machine: devices and links.
+        users: number of users whose tokens are computed at the same time.
+        context: tokens of a user's prompt and answer together.
+        boundary_bytes: bytes of one token's hidden states between two stages.
+        key_bytes: bytes of one token's keys and values in one layer.
+        weight_bytes: bytes per element of each unit; 2 if empty.
+        memory_bytes: memory of a device in bytes; 0 for no limit.
+        system_bytes: bytes of a device, or of a process, that driver and libraries need.
+        source: description of the origin of ``costs``.
+        why_not_staged: reason why layers cannot be on other devices than the embedding; mostly empty.
+        hand_s: seconds of a hop in addition to the link's; 0 for the formula alone.
     """
 
     model: ModelSpec
@@ -113,7 +118,9 @@ class ServeRequest:
                 raise UserError(f"--{name}", value, f"a whole number from {least}")
 
     def link_of(self, source: int, target: int) -> tuple[float, float]:
-        """(seconds for a byte, seconds besides) from one rank to another."""
+        """Return (seconds per byte, latency in seconds per message) from rank ``source`` to rank ``target``.
+
+        The latency includes ``hand_s``. If the ranks are in two nodes, the slower of the nodes' links counts."""
         topology, machine = self.machine.topology, self.machine
         ends = {topology.node_of(source), topology.node_of(target)}
         between = [machine.between_of.get(node, machine.between) for node in ends]
@@ -122,11 +129,13 @@ class ServeRequest:
 
 
 def fullest_bytes(model: ModelSpec, stages: Layout, weight_bytes: Sequence[float], cache_bytes: float) -> float:
-    """Weights, and keys and values, of the stage that has most of both.
+    """Return the bytes of weights, keys and values on the stage that needs the most memory.
 
     Args:
-        weight_bytes: of an element of each unit.
-        cache_bytes: of a layer.
+        model: sizes of the model's blocks and units.
+        stages: blocks of each stage.
+        weight_bytes: bytes per element of each unit.
+        cache_bytes: bytes of the keys and values of one layer.
     """
     homes, most = Laps(stages).place(model, Topology.grid(stages.stages, 1)), 0.0
     for rank in range(stages.stages):
@@ -138,12 +147,13 @@ def fullest_bytes(model: ModelSpec, stages: Layout, weight_bytes: Sequence[float
 
 
 def lap_seconds(stages: Sequence[float], messages: Sequence[float], latencies: Sequence[float], groups: int) -> float:
-    """Seconds after which a group passes again: those of a token.
+    """Return the seconds from one pass of a group to its next pass, which is the time between two tokens of a user.
 
     Args:
-        stages: seconds of each.
-        messages: seconds that each message holds its link, the last of them with the drawn tokens.
-        latencies: of each message besides.
+        stages: seconds that each stage computes.
+        messages: seconds that each message occupies its link. The last message holds the drawn tokens.
+        latencies: further seconds of each message.
+        groups: number of groups.
 
     >>> lap_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 6), lap_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 8)
     (0.06, 0.08)
@@ -153,11 +163,15 @@ def lap_seconds(stages: Sequence[float], messages: Sequence[float], latencies: S
 
 @dataclass(frozen=True)
 class ServeWay:
-    """A way to serve: ``replicas`` pipelines side by side, each of ``stages.stages`` devices.
+    """Layout of a service: ``replicas`` pipelines side by side, each with ``stages.stages`` devices.
 
     Args:
-        slots: of each group.
-        chunk: tokens of a prompt that ride on a pass.
+        request: model, users and machine.
+        replicas: number of pipelines.
+        stages: blocks of each stage.
+        groups: groups of users in each pipeline.
+        slots: KV-cache slots of each group.
+        chunk: prompt tokens in one pass.
     """
 
     request: ServeRequest = field(repr=False)
@@ -168,7 +182,10 @@ class ServeWay:
     chunk: int = 0
 
     def stage_seconds(self, chunk: int = 0) -> list[float]:
-        """Seconds of each stage on a pass of a whole group, and a chunk; contexts are full."""
+        """Return the seconds of each stage for a pass with one token per slot of a group and ``chunk`` prompt tokens.
+
+        All contexts are assumed to be full.
+        """
         request, blocks = self.request, self.request.model.blocks
         keys = (self.slots + chunk) * request.context
 
@@ -179,7 +196,13 @@ class ServeWay:
         return [sum(map(of, self.stages.blocks_of(stage))) for stage in range(self.stages.stages)]
 
     def hops(self, chunk: int = 0) -> tuple[list[float], list[float]]:
-        """Seconds for which messages hold their links, and latencies, round the stages of the slowest pipeline."""
+        """Return seconds that each message occupies its link, and latency of each message, in the slowest pipeline.
+
+        The last message goes from the last stage back to the first one. Both lists are [0.0] for a single stage.
+
+        Args:
+            chunk: prompt tokens in a pass.
+        """
         size, request = self.stages.stages, self.request
         if size == 1:
             return [0.0], [0.0]
@@ -198,9 +221,11 @@ class ServeWay:
 
     @cached_property
     def first_s(self) -> float:
-        """Seconds from when the first chunk of a prompt as long as the context begins to its first token, while every
-        pass has a chunk: on the mean, whichever group it begins with. Chunks follow each other from pass to pass, and
-        the last one goes through all stages; behind the first stage it waits for a slower one, as those before it do.
+        """Mean seconds from the first chunk of a prompt to the first token of its answer, while every pass has a chunk.
+
+        The prompt is as long as the context. The mean is over the groups in which it can begin. Its chunks follow each
+        other from pass to pass, and the last one goes through all stages. If a later stage is slower than the first
+        one, the last chunk waits for that stage, as all earlier chunks do.
         """
         times, (held, latencies) = self.stage_seconds(self.chunk), self.hops(self.chunk)
         lap = lap_seconds(times, held, latencies, self.groups)
@@ -209,12 +234,12 @@ class ServeWay:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all users."""
+        """Tokens per second of all users together."""
         return self.request.users / self.token_s
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Of the fullest device: weights, caches of all its slots, and rooms of passes."""
+        """Bytes on the device that needs the most memory: weights, all KV caches, buffers of passes, and the system."""
         request, room = self.request, self.groups * self.slots * self.request.context
         rooms = ROOMS * self.groups * (self.slots + self.chunk) * request.boundary_bytes
         widths = request.weight_bytes or (2.0,) * len(request.model.units)
@@ -223,16 +248,21 @@ class ServeWay:
 
     @property
     def fits(self) -> bool:
+        """True if every device has enough memory."""
         return not self.request.memory_bytes or self.memory_bytes <= self.request.memory_bytes
 
     @property
     def kind(self) -> str:
-        """One of ``one machine``, ``replicas`` and ``pipeline``."""
+        """Name of the layout: ``one machine``, ``replicas`` or ``pipeline``."""
         return "pipeline" if self.stages.stages > 1 else "replicas" if self.replicas > 1 else "one machine"
 
 
 def best_chunk(way: ServeWay) -> int:
-    """The largest chunk with which no stage takes more than ``LONGER`` times as long, at most the context."""
+    """Return the largest number of prompt tokens per pass that lengthens passes by at most ``LONGER`` times.
+
+    The slowest stage or message with the chunk is compared with the slowest one without it. The result is at least 1
+    and at most the context.
+    """
     usual = max((*way.stage_seconds(), *way.hops()[0]))
     sizes = [size for size in CHUNKS if size <= way.request.context]
     fitting = [size for size in sizes if max((*way.stage_seconds(size), *way.hops(size)[0])) <= LONGER * usual]
@@ -240,9 +270,11 @@ def best_chunk(way: ServeWay) -> int:
 
 
 def ways(request: ServeRequest) -> Iterator[ServeWay]:
-    """Of every number of replicas and stages the fastest number of groups, the fewest of those that are as fast; those
-    that fit if any does.
-    """
+    """Yield the best layout for every number of replicas and stages in turn.
+
+    A number of stages is left out if it exceeds the number of layers, or if the model cannot be split into stages. Best
+    is the layout with the least time per token among those that fit in memory, or among all if none fits. Of equally
+    fast layouts it is the one with the fewest groups."""
     world, blocks = request.machine.world_size, len(request.model.blocks)
     shapes = [(1, 1), *((world // size, size) for size in range(1, world + 1) if world % size == 0)]
     for replicas, size in dict.fromkeys(shapes):
@@ -259,17 +291,22 @@ def ways(request: ServeRequest) -> Iterator[ServeWay]:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """The ways to serve, and the one to take."""
+    """Layouts of a service, and the best of them.
+
+    Args:
+        request: model, users and machine.
+    """
 
     request: ServeRequest
 
     @cached_property
     def ways(self) -> tuple[ServeWay, ...]:
+        """Best layout for every number of replicas and stages."""
         return tuple(ways(self.request))
 
     @cached_property
     def chosen(self) -> ServeWay | None:
-        """Of the ways that are nearly as fast as the fastest that with the fewest stages; None if none fits."""
+        """Layout with the fewest stages among those with nearly the least time per token; None if none fits."""
         fitting = [way for way in self.ways if way.fits]
         least = min((way.token_s for way in fitting), default=0.0)
         good = [way for way in fitting if way.token_s <= SIMPLER * least]
@@ -277,7 +314,7 @@ class ServePlan:
 
     @property
     def reason(self) -> str:
-        """The verdict in a sentence or two."""
+        """Verdict of the plan in one or two sentences, for the user."""
         way, request = self.chosen, self.request
         if way is None:
             least = min(self.ways, key=lambda way: way.memory_bytes)
@@ -296,7 +333,7 @@ class ServePlan:
         return f"pipeline: {way.stages.stages} stages{copies}: {why}"
 
     def table(self) -> Iterator[str]:
-        """A line for every way."""
+        """Yield the lines of a table with one row per layout: the heading, then ``ways`` in their order."""
         rows = [("way", "stages", "groups", "slots", "chunk", "token", "first token", "tokens/s", "memory")]
         for way in self.ways:
             memory = f"{way.memory_bytes / 2**30:.1f} GiB" + ("" if way.fits else ", too much")
@@ -307,7 +344,7 @@ class ServePlan:
         return columns(rows)
 
     def spelled_out(self) -> dict:
-        """Plain data, for ``--json``."""
+        """Return the request, the verdict and all layouts as a dict of plain values, for ``--json``."""
         ways = [
             {name: getattr(way, name) for name in TOLD} | {"stages": way.stages.stages, "chosen": way == self.chosen}
             for way in self.ways

@@ -1,7 +1,7 @@
-"""Requests in the slots of an engine's groups: who comes in, what each pass computes, who has ended.
+"""Requests in the KV-cache slots of an engine: accepting requests, building passes, and ending requests.
 
-They may be asked from one thread, as HTTP does it, and the engine feeds from another. A request that is given up has
-left its slot when the next pass is fed. Without torch.
+Requests can be added from one thread, such as the HTTP thread, while the engine takes passes in another. A cancelled
+request has left its slot when the next pass is built. Without torch.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ from typing import Literal
 from tawpipe.serving.passes import IDLE_S, Drawn, Pass, Room, Row, Sampling
 
 End = Literal["", "stop", "length", "error"]
-"""How a request has ended: by a token that ends a text, by a limit of tokens, by a failure; or not yet."""
+"""End of a request: ``stop`` (by a stop token), ``length`` (by a token limit), ``error``; ``""`` if it is open."""
 Tell = Callable[[Drawn | None, End, str], None]
-"""Is told each token of a request, whether it ends with that, and of a failure what is to be said. The token is None
-for a failure, and at the end of a request without an answer."""
+"""Callback of a request: receives a token, the end or ``""``, and the message of a failure or ``""``.
+
+It is called for each token of the request. The token is None for a failure, and at the end of a request that draws no
+tokens.
+"""
 
 
 class NoRoom(Exception):
-    """As many requests wait as may."""
+    """Raised if the maximum number of requests are already waiting."""
 
 
 class Ended(Exception):
-    """The service takes no requests any more."""
+    """Raised if the service accepts no more requests."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the model.
+    """Prompt and settings of a request.
 
     Attributes:
-        prompt: at least one token, at most the context.
-        tokens: of the answer at most; the context may end it before. With 0 the prompt alone is computed.
-        stops: tokens that end it.
-        scored: tell the logprobs of the prompt's tokens, but of the first one, before those of the answer.
+        prompt: token ids; at least one and at most the context.
+        tokens: maximum number of tokens of the answer. The context may end it earlier. With 0, only the prompt is
+            computed.
+        sampling: how tokens are drawn.
+        stops: token ids that end the answer.
+        scored: report the logprobs of all prompt tokens but the first, before the tokens of the answer.
     """
 
     prompt: tuple[int, ...]
@@ -49,13 +54,16 @@ class Question:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request from when it is asked until it ends.
+    """Request from its acceptance to its end.
 
     Attributes:
-        slot: None while it waits for one.
-        given: tokens that were in a pass.
-        answer: tokens that were drawn.
-        latest: the last of them; None while it is not known, or was given to a pass.
+        question: prompt and settings.
+        tell: callback for its tokens.
+        slot: KV-cache slot; None while the request waits for one.
+        given: number of tokens that were put into passes.
+        answer: number of tokens drawn.
+        latest: last drawn token; None if it is not known yet or was already put into a pass.
+        given_up: True if the request was cancelled or has failed; its callback is not called again.
     """
 
     question: Question
@@ -68,11 +76,14 @@ class Ticket:
 
     @property
     def in_prompt(self) -> bool:
-        """True while some of the prompt was in no pass."""
+        """True while a part of the prompt was not put into a pass yet."""
         return self.given < len(self.question.prompt)
 
     def next_row(self, chunk: int) -> Row:
-        """What its slot computes next: of the prompt at most ``chunk`` tokens, or the token that was drawn last."""
+        """Return the next row of this request for a pass, and count its tokens as computed.
+
+        The row holds the next prompt tokens, at most ``chunk``, or else the token that was drawn last. It draws a token
+        unless more of the prompt follows, or the request wants no answer."""
         assert self.slot is not None
         asked, first = self.question, self.given
         tokens = asked.prompt[first : first + chunk]
@@ -87,10 +98,13 @@ class Ticket:
 
 @dataclass
 class Counts:
-    """What has happened since the service began.
+    """Counters since the start of the service.
 
     Attributes:
-        ends: requests by how they have ended; ``given up`` by those who asked, too.
+        passes: passes built.
+        prompt_tokens: tokens of completely read prompts.
+        answer_tokens: tokens drawn.
+        ends: number of requests by the way in which they ended; cancelled ones as ``given up``.
     """
 
     passes: int = 0
@@ -100,13 +114,14 @@ class Counts:
 
 
 class Slots:
-    """Requests that wait and those in slots; the ``PassFeeder`` of an engine.
+    """Waiting requests and requests in KV-cache slots; the ``PassFeeder`` of an engine.
 
-    Prompts are read one after the other, a chunk with every pass, whatever its group.
+    Prompts are read one after another: every pass, of any group, takes a chunk of the current prompt.
 
     Args:
-        waiting: requests that may wait for a slot, besides those that find one free.
-        idle_s: seconds between laps in which nothing is computed.
+        room: groups, slots and context of the engine.
+        waiting: maximum number of requests that wait for a slot, in addition to requests that find a free one.
+        idle_s: maximum seconds between decode steps while there are no requests.
     """
 
     def __init__(self, room: Room, *, waiting: int, idle_s: float = IDLE_S) -> None:
@@ -114,47 +129,52 @@ class Slots:
         self._most_waiting, self._idle_s = waiting, idle_s
         self._places = range(room.groups * room.slots)
         self._slots: dict[int, Ticket] = {}
-        """Those with a request in them."""
+        """Occupied slots and their requests."""
         self._queue = deque[Ticket]()
         self._reading: Ticket | None = None
-        """Whose prompt is read."""
+        """Request whose prompt is being read, or None."""
         self._drawing: list[dict[int, Ticket]] = [{} for _ in range(room.groups)]
-        """For each group's pass on its way: slot -> request for which tokens are drawn or known ones are scored."""
+        """For each group's pass being computed: slot -> request for which the pass draws or scores tokens."""
         self._closing: list[Ticket | None] = [None] * room.groups
-        """Request without an answer whose prompt ends in each group's pass that is on its way."""
+        """For each group's pass being computed: a request without an answer whose prompt ends in this pass, or None."""
         self._changed = threading.Condition()
         self.ending = self._last = False
-        """True if no more requests are taken; and once a pass was the last."""
+        """True if no more requests are accepted. ``_last`` is True once a pass was marked as the last."""
 
     @property
     def in_use(self) -> int:
-        """Slots with a request in them."""
+        """Number of slots with a request."""
         return len(self._slots)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._queue)
 
     @property
     def most(self) -> int:
-        """Requests that may be open at one time."""
+        """Maximum number of requests at one time, waiting ones included."""
         return self._most_waiting + len(self._places)
 
     def ask(self, question: Question, tell: Tell) -> Ticket:
-        """Begin a request, which waits for a slot.
+        """Queue a request for a slot and return its ticket.
 
         Args:
-            tell: called from the engine's thread; it returns at once.
+            question: prompt and settings.
+            tell: callback for tokens. It is called in the engine's thread and must return at once.
 
         Raises:
-            NoRoom: too many wait.
-            Ended: the service is ending.
+            NoRoom: too many requests are waiting.
+            Ended: the service accepts no more requests.
         """
         return self.ask_all([(question, tell)])[0]
 
     def ask_all(self, questions: Sequence[tuple[Question, Tell]]) -> list[Ticket]:
-        """Begin several requests, or none of them where there is no room for all; see ``ask``."""
+        """Queue several requests, or none of them if there is not enough space for all; see ``ask``.
+
+        Args:
+            questions: (question, callback) of each request.
+        """
         with self._changed:
             if self.ending:
                 raise Ended
@@ -166,7 +186,9 @@ class Slots:
         return tickets
 
     def give_up(self, ticket: Ticket) -> None:
-        """Nobody wants the rest of a request; of no effect on one that has ended. It is told nothing more."""
+        """Cancel a request; its callback is not called again. Has no effect on a request that has ended.
+
+        A waiting request leaves the queue at once. A computed one leaves its slot at the next ``feed``."""
         with self._changed:
             ticket.given_up = True
             if ticket in self._queue:
@@ -174,13 +196,17 @@ class Slots:
                 self.counts.ends["given up"] += 1
 
     def drain(self) -> None:
-        """Take no more requests, and end the engine when those that were taken have ended."""
+        """Accept no more requests. The engine ends when all accepted requests have ended."""
         with self._changed:
             self.ending = True
             self._changed.notify_all()
 
     def fail(self, words: str) -> None:
-        """End every request now, as the service cannot go on; each is told why."""
+        """End all requests with an error, accept no more, and call the callbacks of requests not cancelled.
+
+        Args:
+            words: message for the callback of every request.
+        """
         with self._changed:
             self.ending = True
             tickets = [*self._queue, *self._slots.values()]
@@ -195,7 +221,11 @@ class Slots:
             self._changed.notify_all()
 
     def feed(self, group: int) -> Pass:
-        """The group's next pass: the latest token of each of its busy slots, and a chunk of the prompt that is read."""
+        """Build the next pass of a group: the latest token of each busy slot, and a chunk of the current prompt.
+
+        First frees the slots of cancelled requests, and moves a waiting request to a free slot if no prompt is being
+        read. For group 0, waits up to ``idle_s`` seconds while there are no requests. The pass is marked as last if no
+        requests are accepted and none is left."""
         with self._changed:
             if group == 0 and not (self.ending or self._queue or self._slots):
                 self._changed.wait(self._idle_s)
@@ -222,11 +252,19 @@ class Slots:
             return Pass(group, rows, self._last)
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
-        """Tell those for whom a token was drawn or scored, and free the slots of those that end with it."""
+        """Pass the drawn and scored tokens to the callbacks of their requests, and free the slots of requests that end.
+
+        A request ends with a stop token, with its maximum number of tokens, or at the end of the context. Tokens of
+        cancelled requests are dropped.
+
+        Args:
+            group: index of the group whose pass was computed.
+            drawn: its tokens.
+        """
         with self._changed:
             for token in drawn:
                 ticket = self._drawing[group][token.slot]
-                if ticket.given_up:  # its slot may be another's by now
+                if ticket.given_up:  # its slot may hold another request by now
                     continue
                 if token.position < len(ticket.question.prompt):
                     ticket.tell(token, "", "")
@@ -247,12 +285,13 @@ class Slots:
                 self._free(closing, "length")
 
     def _emptiest(self) -> int:
-        """A free slot, of a group with the fewest requests."""
+        """Return a free slot in a group with the fewest requests."""
         busy = Counter(slot // self.room.slots for slot in self._slots)
         free = (slot for slot in self._places if slot not in self._slots)
         return min(free, key=lambda slot: busy[slot // self.room.slots])
 
     def _free(self, ticket: Ticket, how: str) -> None:
+        """Free the slot of a request, and count its end as ``how``."""
         assert ticket.slot is not None
         del self._slots[ticket.slot]
         if ticket is self._reading:

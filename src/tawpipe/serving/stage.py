@@ -1,4 +1,4 @@
-"""A stage whose weights stay: some blocks of a model, and the keys and values of all slots for its layers."""
+"""A stage whose weights stay: some blocks of a model, with the keys and values of all slots for its layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from tawpipe.serving.held import refuse_serving
 from tawpipe.serving.passes import Drawn, Pass, Room
 
 LOGITS = 2**24
-"""Logits of a prompt's known tokens that exist at one time, at most."""
+"""Maximum number of logits that exist at one time while the known tokens of a prompt are scored."""
 
 
 class StayingStage:
-    """Computes passes; each of them, in one order, in all blocks that run here. The weights of these are held.
+    """Computes passes in the blocks of this stage, whose weights are loaded.
+
+    All blocks must see the passes in one order.
 
     Args:
-        chain: is put into evaluation mode.
+        chain: the model; it is put into evaluation mode.
+        room: groups and KV-cache slots.
 
     Raises:
-        UserError: a model that requests cannot share, or a context that it has no positions for.
+        UserError: requests cannot share a pass of this model, or the context exceeds its positions.
     """
 
     def __init__(self, chain: Chain, room: Room) -> None:
@@ -38,7 +41,14 @@ class StayingStage:
 
     @torch.no_grad()
     def embed(self, given: Pass) -> tuple[Tensor, tuple[LayerCall, ...]]:
-        """Hidden states [1, T, H] of a pass with rows, and what its layers are called with."""
+        """Embed the tokens of a pass that has rows.
+
+        Returns:
+            Hidden states [1, tokens, hidden], and the arguments of the layers.
+
+        Raises:
+            UserError: a token id is outside of the vocabulary.
+        """
         batch = self._batch(given)
         if not 0 <= int(batch.input_ids.min()) <= int(batch.input_ids.max()) < self._vocabulary:
             tokens = [int(batch.input_ids.min()), int(batch.input_ids.max())]
@@ -46,18 +56,37 @@ class StayingStage:
         return self.chain.embed(batch.to(self.chain.device))
 
     def calls(self, given: Pass) -> tuple[LayerCall, ...]:
-        """What layers are called with, where the embedding is not; of the rows' tokens their number counts alone."""
+        """Return the arguments of the layers for a pass, on a stage without the embedding.
+
+        Only the number of tokens in each row is used, not their ids."""
         return self.chain.calls(self._batch(given).to(self.chain.device))
 
     @torch.no_grad()
     def layer(self, block: int, hidden: Tensor, calls: tuple[LayerCall, ...]) -> Tensor:
-        """[1, T, H] -> [1, T, H]."""
+        """Compute a layer for a pass, and store the keys and values of its tokens in their slots.
+
+        Args:
+            block: number of the layer's block.
+            hidden: input, [1, tokens, hidden].
+            calls: arguments of the layers, from ``embed`` or ``calls``.
+
+        Returns:
+            Hidden states [1, tokens, hidden].
+        """
         self.cache.begin(block)
         return self.chain.layer(block, hidden, calls)
 
     @torch.no_grad()
     def head(self, hidden: Tensor, given: Pass) -> list[Drawn]:
-        """Score the known tokens of a pass, and draw behind the rows that want it, of [1, T, H]."""
+        """Score the known tokens of a pass, and draw a token after each row that has sampling settings.
+
+        Args:
+            hidden: output of the last layer, [1, tokens, hidden].
+            given: the pass.
+
+        Returns:
+            First the scored tokens, then the drawn ones.
+        """
         ends = [*accumulate(len(row.tokens) for row in given.rows)]
         scored, most = list[Drawn](), max(1, LOGITS // self._vocabulary)
         for row, end in zip(given.rows, ends, strict=True):
@@ -73,5 +102,6 @@ class StayingStage:
         return scored + draw(logits, wanted)
 
     def _batch(self, given: Pass) -> PassBatch:
+        """Return the rows of a pass as one batch of packed documents, with the KV-cache slot and position of each."""
         parts = [SlotTokens(row.slot, row.first, row.tokens) for row in given.rows]
         return self.cache.batch(parts, self.chain.positions.first)

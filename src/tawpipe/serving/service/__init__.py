@@ -1,1 +1,1 @@
-"""The service over HTTP: settings, requests, answers."""
+"""HTTP service: settings, requests and answers."""

@@ -1,4 +1,4 @@
-"""The answers to one request: tokens that the engine draws for it, as text, in the form of OpenAI's interface."""
+"""Answers to one request: turns the tokens that the engine draws into text, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from tawpipe.serving.service.fields import Fields, Refusal
 from tawpipe.serving.service.text import BROKEN, AnswerText, Prompt, StopStrings, TextPieces
 
 WAIT_S = 2
-"""Seconds after which a request for which there was no room may be tried again."""
+"""Seconds after which a client may retry a request that was refused because too many requests were waiting."""
 LEAST_LOGPROB = -9999.0
-"""In the place of minus infinity, which JSON does not have."""
+"""Value that replaces a logprob of minus infinity, which JSON cannot represent."""
 GONE = 499
-"""The status of what nobody reads any more."""
+"""HTTP status of an answer whose client has disconnected."""
 
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """New text and tokens of an answer.
+    """New text and tokens of one answer.
 
     Attributes:
-        index: number of the prompt.
-        drawn: tokens whose text is let out with it, each with the characters of the answer before it.
-        scored: logprobs of the prompt's tokens but the first, in the first part of an echo; else None.
-        finish: how the answer has ended, with its last part.
+        index: index of the prompt.
+        text: new text.
+        drawn: tokens whose text is complete with this part, each with the number of characters of the answer before it.
+        scored: logprobs of all prompt tokens but the first, in the first part of an answer with ``echo``; else None.
+        finish: reason for the end of the answer, in its last part; else empty.
     """
 
     index: int
@@ -48,12 +49,15 @@ class AnswerPart:
 
 @dataclass
 class _Growing:
-    """The answer to one prompt as its tokens come.
+    """State of the answer to one prompt while its tokens arrive.
 
     Attributes:
-        prompt: number of its tokens.
-        scored: logprobs of the prompt for the first part of an echo; else None.
-        tells_end: the token that ends the answer counts among the drawn ones.
+        index: index of the prompt.
+        prompt: number of the prompt's tokens.
+        text: text of the answer.
+        scored: logprobs of the prompt, collected for the first part of an answer with ``echo``; else None.
+        tells_end: report the token that ends the answer among the drawn tokens.
+        tokens: number of tokens drawn.
     """
 
     index: int
@@ -64,7 +68,14 @@ class _Growing:
     tokens: int = 0
 
     def part(self, drawn: Drawn | None, end: End) -> AnswerPart | None:
-        """The part that a token makes; None for a token of the prompt."""
+        """Add a token, and return the new text and tokens that can be sent now; None for a scored token of the prompt.
+
+        The returned part may have no text, for example while a character is incomplete or a stop string may follow.
+
+        Args:
+            drawn: new token, or None if the answer ends without one.
+            end: reason for the end of the answer, or empty.
+        """
         if self.scored is not None and drawn is not None and drawn.position < self.prompt:
             return self.scored.append(drawn)
         text, told = "", list[tuple[int, Drawn]]()
@@ -82,26 +93,30 @@ class _Growing:
 
 
 class Answering:
-    """A request in the service, from its questions to the last part of its answers. In the thread of an event loop.
-    Called as an ASGI application, it sends the answers' events as they come.
+    """Request for a chat completion in the service, from its questions to the last part of its answers.
+
+    Use it in the thread of an event loop. Called as an ASGI application, it sends the answers as a stream of events.
 
     Args:
-        asked: of a request for a chat completion; its prompts are those of the questions, read.
-        model: the name that the answer says.
-        seconds: after which the answer ends with what there is.
+        slots: queue of requests of the engine.
+        asked: fields of the request, with tokenized prompts.
+        questions: the engine's question for each prompt.
+        tokenizer: decodes tokens.
+        model: model name that the answer states.
+        seconds: time limit after which the answer ends with its present text.
 
     Raises:
-        Refusal: there is no room, or the service is ending.
+        Refusal: too many requests are waiting, or the service is ending.
     """
 
     name, kind, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    """How the answer's id begins; and the kinds of object that a whole answer and a part of one are."""
+    """Prefix of the answer's id; then the object types of a whole answer and of a part of an answer."""
     continues = False
     """True if an answer continues the text of its prompt, and the token that ends it has a logprob."""
     opening: Sequence[dict[str, Any]] = (
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
     )
-    """Choices of the first events of a stream."""
+    """Choices in the first events of a stream."""
 
     def __init__(
         self, slots: Slots, asked: Fields, questions: Sequence[Question], tokenizer: Any, *, model: str, seconds: float
@@ -119,7 +134,7 @@ class Answering:
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + seconds
         self._news = asyncio.Queue[tuple[int, Drawn | None, End, str] | None]()
-        """News of the engine about a prompt; None after the client has gone."""
+        """Messages from the engine about a prompt; None after the client has disconnected."""
         try:
             self._tickets = slots.ask_all([(each, partial(self._tell, at)) for at, each in enumerate(questions)])
         except NoRoom as error:
@@ -128,18 +143,24 @@ class Answering:
             raise Refusal(503, "the service is ending", code="ending") from error
 
     def _tell(self, index: int, drawn: Drawn | None, end: End, words: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is there
+        """Put a message from the engine's thread into the queue of the event loop."""
+        with contextlib.suppress(RuntimeError):  # the event loop has closed
             self._loop.call_soon_threadsafe(self._news.put_nowait, (index, drawn, end, words))
 
     def _give_up(self) -> None:
+        """Cancel the requests of all prompts in the engine."""
         for ticket in self._tickets:
             self._slots.give_up(ticket)
 
     @contextlib.contextmanager
     def watched(self, receive: Receive) -> Iterator[None]:
-        """The answer ends where its client goes; behind it the slots are free, whatever is missing."""
+        """Cancel the requests when the client disconnects, and at the end of the context in every case.
+
+        The end of the context frees the slots, even if the answer is incomplete.
+        """
 
         async def watch() -> None:
+            """Wait for the client to disconnect, then cancel the requests."""
             while (await receive())["type"] != "http.disconnect":
                 pass
             self._give_up()
@@ -153,10 +174,13 @@ class Answering:
             self._give_up()
 
     async def parts(self) -> AsyncIterator[AnswerPart]:
-        """The parts of the answers as they come; the last one of each says how it ends. None after the client has gone.
+        """Yield the parts of all answers as they arrive. The last part of each answer has the reason for its end.
+
+        Parts without anything new for the client are left out. Stops early if the client disconnects. If the time limit
+        passes, each answer ends with its present text.
 
         Raises:
-            Refusal: the service has failed, or no token was there in time.
+            Refusal: the service has failed, or an answer had no token within the time limit.
         """
         growing = dict(enumerate(self._answers))
         while growing:
@@ -175,7 +199,7 @@ class Answering:
             index, drawn, end, words = news
             if end == "error":
                 raise Refusal(503, words, code="failed")
-            if index not in growing:  # a stop string has ended it
+            if index not in growing:  # the answer has ended at a stop string
                 continue
             part = growing[index].part(drawn, end)
             if part is None:
@@ -187,10 +211,10 @@ class Answering:
                 yield part
 
     async def whole(self, receive: Receive) -> Response:
-        """The answers when they are complete.
+        """Wait for the complete answers and return them in one response; status ``GONE`` if the client disconnects.
 
         Raises:
-            Refusal: as ``parts``.
+            Refusal: as in ``parts``.
         """
         with self.watched(receive):
             parts = [part async for part in self.parts()]
@@ -204,13 +228,14 @@ class Answering:
         return JSONResponse(self._head(self.kind) | {"choices": choices, "usage": self._usage})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answers to the client as a stream of server-sent events."""
         headers = {"cache-control": "no-cache"}
         response = StreamingResponse(self.events(), headers=headers, media_type="text/event-stream")
         with self.watched(receive):
             await response.stream_response(send)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answers as server-sent events. What fails is the last of them; else it is ``[DONE]``."""
+        """Yield the answers as server-sent events. The last event is ``[DONE]``, or the error if the request fails."""
         usage = {"usage": None} if self.asked.usage else {}
         try:
             for choice in self.opening:
@@ -225,24 +250,27 @@ class Answering:
             yield b"data: [DONE]\n\n"
 
     def choice(self, part: AnswerPart) -> dict[str, Any]:
-        """A whole answer to one prompt."""
+        """Return the complete answer as an entry of ``choices`` in the format of the API."""
         message = {"role": "assistant", "content": part.text, "refusal": None}
         return {"index": 0, "message": message, "logprobs": self._logprobs(part), "finish_reason": part.finish}
 
     def chunk(self, part: AnswerPart) -> dict[str, Any]:
-        """A part of an answer in a stream."""
+        """Return a part of an answer as an entry of ``choices`` in the format of the API's streams."""
         delta = {"content": part.text} if part.text else {}
         return {"index": 0, "delta": delta, "logprobs": self._logprobs(part), "finish_reason": part.finish or None}
 
     def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that every answer and event begins with, for the object type ``kind``."""
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     @property
     def _usage(self) -> dict[str, int]:
+        """Numbers of tokens of all prompts, of all answers, and in total, in the format of the API."""
         prompt, tokens = sum(len(prompt.ids) for prompt in self.prompts), sum(each.tokens for each in self._answers)
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
     def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
+        """Return the logprobs of a part's tokens in the format of the API, or None if they were not requested."""
         if not self.asked.logprobs:
             return None
         content = [
@@ -252,13 +280,14 @@ class Answering:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return text, logprob and bytes of a token. The bytes are None for a token that is no whole character."""
         text = self.spelling(token)
         spelt = None if BROKEN in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
 
 
 class Completing(Answering):
-    """A request for completions, in OpenAI's form; ``asked`` is of one, and each prompt has an answer."""
+    """Request for text completions, in the format of OpenAI's API. Each prompt has one answer."""
 
     name, kind, streamed = "cmpl", "text_completion", "text_completion"
     continues, opening = True, ()
@@ -271,7 +300,9 @@ class Completing(Answering):
     chunk = choice
 
     def _columns(self, part: AnswerPart) -> dict[str, list[Any]]:
-        """Texts, logprobs, likeliest tokens and offsets. The first token of a prompt has no logprob."""
+        """Return a dict of four lists with one element per token: texts, logprobs, likeliest tokens and text offsets.
+
+        With ``echo``, the prompt's tokens come first. The first token of a prompt has None as logprob."""
         prompt, columns = self.prompts[part.index], ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         rows = [] if part.scored is None else [(self.spelling(prompt.ids[0]), None, None, 0)]
         rows += [(*self._row(token), prompt.offsets[token.position]) for token in part.scored or ()]
@@ -279,12 +310,16 @@ class Completing(Answering):
         return {name: [row[at] for row in rows] for at, name in enumerate(columns)}
 
     def _row(self, token: Drawn) -> tuple[str, float, dict[str, float]]:
+        """Return the token's text, its logprob, and the logprobs of the likeliest tokens by their texts.
+
+        The token itself is included among the likeliest."""
         likely = dict[str, float]()
         for other, logprob in (*token.top, (token.token, token.logprob)):
-            # Of several tokens with one text the likeliest counts.
+            # If several tokens have the same text, the first and likeliest one is kept.
             likely.setdefault(self.spelling(other), max(logprob, LEAST_LOGPROB))
         return self.spelling(token.token), max(token.logprob, LEAST_LOGPROB), likely
 
 
 def _event(content: dict[str, Any]) -> bytes:
+    """Encode ``content`` as one server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

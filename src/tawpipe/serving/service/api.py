@@ -1,4 +1,4 @@
-"""The routes of the service, in the form of OpenAI's interface, as a Starlette application."""
+"""Routes of the service as a Starlette application, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from tawpipe.serving.service.settings import ServeConfig
 from tawpipe.serving.service.text import Prompt, Prompts
 
 BODY_S = 30.0
-"""Seconds in which a request's body has come."""
+"""Maximum number of seconds for receiving the body of a request."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN = "/health"
-"""The route that needs no key."""
+"""Route that needs no API key."""
 
 
 @dataclass(eq=False)
 class Service:
-    """The routes for one model.
+    """Routes that answer requests with one model.
 
     Args:
-        config: says what a request may take, and whether only this machine can ask.
-        name: of the model.
-        stops: tokens that end an answer.
-        defaults: how tokens are drawn where a request does not say.
+        config: limits of a request, and the address of the service.
+        slots: queue of requests of the engine.
+        tokenizer: decodes tokens.
+        prompts: makes prompts from chats and texts.
+        name: name of the model.
+        stops: token ids that end an answer.
+        defaults: sampling settings that a request does not set.
         vocabulary: number of the model's tokens.
     """
 
@@ -59,10 +62,10 @@ class Service:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompts")
 
     def application(self, key: str | None) -> ASGIApp:
-        """The application of these routes.
+        """Return the ASGI application with all routes.
 
         Args:
-            key: that every request but ``/health`` must bring; None for none.
+            key: API key that every request except ``/health`` must send; None for none.
         """
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -82,17 +85,21 @@ class Service:
         return guarded
 
     async def models(self, _: Request) -> JSONResponse:
+        """Answer ``/v1/models``: the list with this service's model."""
         return JSONResponse({"object": "list", "data": [self._card]})
 
     async def model(self, request: Request) -> JSONResponse:
+        """Answer ``/v1/models/{name}`` with the model's description; refuse another name with status 404."""
         self._check_name(request.path_params["name"])
         return JSONResponse(self._card)
 
     async def health(self, _: Request) -> JSONResponse:
+        """Answer ``/health``: status 200 with "ok", or 503 with "ending"."""
         ending = self.slots.ending
         return JSONResponse({"status": "ending" if ending else "ok"}, status_code=503 if ending else 200)
 
     async def metrics(self, _: Request) -> PlainTextResponse:
+        """Answer ``/metrics`` with counters in the text format of Prometheus."""
         counts, room = self.slots.counts, self.slots.room
         numbers = (
             ("slots", "gauge", room.groups * room.slots),
@@ -108,14 +115,27 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def chat(self, request: Request) -> Any:
-        """The answer to a chat as a whole, or a stream of its parts."""
+        """Answer ``/v1/chat/completions`` with a whole answer, or with a stream of its parts."""
         return await self._answer(request, read_asked, Answering)
 
     async def complete(self, request: Request) -> Any:
-        """The completions of some prompts as a whole, or a stream of their parts."""
+        """Answer ``/v1/completions`` with whole completions, or with a stream of their parts."""
         return await self._answer(request, read_completion, Completing)
 
     async def _answer(self, request: Request, read: Callable[[bytes, Sampling], Fields], form: type[Answering]) -> Any:
+        """Read a request, queue its prompts in the engine, and return the response.
+
+        For a stream, the response is returned at once and sends parts later. Otherwise this waits for the complete
+        answers.
+
+        Args:
+            request: the HTTP request.
+            read: reads the fields of its body.
+            form: class of the answer.
+
+        Raises:
+            Refusal: the request is not valid, or too many requests are waiting.
+        """
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body's content-type is to be application/json")
         asked = read(await self._body(request), self.defaults)
@@ -123,7 +143,7 @@ class Service:
         if len(asked.prompts) > self.slots.most:
             words = f"{len(asked.prompts)} prompts; at most {self.slots.most} here"
             raise Refusal(400, f"prompt: got {words}", param="prompt", code="invalid_value")
-        # Another thread makes the prompts, as others' answers go on meanwhile.
+        # Make the prompts in another thread, so that other answers continue meanwhile.
         prompts = await asyncio.get_running_loop().run_in_executor(self._reader, self._prompts, asked)
         questions = [self._question(asked, number, prompt.ids) for number, prompt in enumerate(prompts)]
         asked, seconds = replace(asked, prompts=prompts), self.config.request_s
@@ -131,6 +151,11 @@ class Service:
         return answering if asked.stream else await answering.whole(request.receive)
 
     async def _body(self, request: Request) -> bytes:
+        """Receive the complete body of a request and return it.
+
+        Raises:
+            Refusal: the body is too long, or does not arrive within ``BODY_S`` seconds.
+        """
         limit, body = self.config.max_body_kib * 1024, bytearray()
         too_long = Refusal(413, f"the body has more than {limit} bytes", code="body_too_long")
         length = request.headers.get("content-length", "")
@@ -147,7 +172,11 @@ class Service:
         return bytes(body)
 
     def _prompts(self, asked: Fields) -> list[Prompt]:
-        """Read the prompts."""
+        """Return the tokens of every prompt of a request: chats by the chat template, texts by the tokenizer.
+
+        Raises:
+            Refusal: a token id is outside of the vocabulary, or no prompt can be made.
+        """
         prompts = list[Prompt]()
         for number, prompt in enumerate(asked.prompts):
             name, by_ids = _name(asked, number), asked.field == "prompt" and isinstance(prompt, list)
@@ -165,9 +194,20 @@ class Service:
         return prompts
 
     def _question(self, asked: Fields, number: int, prompt: list[int]) -> Question:
-        """Tokens to be computed for the prompt with this number."""
+        """Return the engine's request for the prompt with index ``number``: tokens, limit, sampling and seed.
+
+        Without a seed in the HTTP request, each prompt gets a different one.
+
+        Args:
+            asked: fields of the HTTP request.
+            number: index of the prompt.
+            prompt: its token ids.
+
+        Raises:
+            Refusal: prompt and answer exceed the context, or the answer exceeds ``max_tokens``.
+        """
         context, most, name = self.slots.room.context, self.config.max_tokens, _name(asked, number)
-        room = context - len(prompt) + 1  # the last token that is drawn takes no place
+        room = context - len(prompt) + 1  # the last drawn token needs no position
         usual = USUAL_TOKENS if asked.field == "prompt" else most
         wanted = min(room, most, usual) if asked.tokens is None else asked.tokens
         if room < 1 or wanted > room:
@@ -177,32 +217,36 @@ class Service:
         if wanted > most:
             message = f"max_tokens: got {wanted}; at most {most} here"
             raise Refusal(400, message, param="max_tokens", code="invalid_value")
-        # Without a seed, equal prompts of a request get different answers.
+        # Without a seed in the request, equal prompts get different answers.
         seed = asked.sampling.seed if asked.seeded else (asked.sampling.seed + number) % 2**63
         sampling, scored = asked.sampling._replace(seed=seed), asked.echo and asked.logprobs
         return Question(tuple(prompt), wanted, sampling, self.stops, scored)
 
     def _check_name(self, name: str) -> None:
+        """Refuse a request for another model with status 404."""
         if name != self.name:
             message = f"model {name!r} not found; this service has {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     @property
     def _card(self) -> dict[str, Any]:
+        """Description of the model in the format of the API."""
         return {"id": self.name, "object": "model", "created": self._born, "owned_by": "tawpipe"}
 
 
 def _name(asked: Fields, number: int) -> str:
-    """The field of the prompt with this number."""
+    """Return the name of the request's field that holds the prompt with index ``number``."""
     return asked.field if len(asked.prompts) == 1 else f"{asked.field}[{number}]"
 
 
 def _refusal(scope: Scope, key: str | None, *, loopback: bool) -> Refusal | None:
-    """The refusal of who may not ask.
+    """Check the Host header and the API key of a request; return the refusal, or None if the request may be answered.
 
     Args:
-        key: that a request must bring but for ``/health``; None for none.
-        loopback: refuse requests whose Host is not this machine's own name: such come from pages of other hosts.
+        scope: ASGI scope of the request.
+        key: API key that every request except ``/health`` must send; None for none.
+        loopback: refuse requests whose Host header is not a name of this machine. A web page of another host could send
+            them.
     """
     headers = Headers(scope=scope)
     host = headers.get("host", "")
@@ -218,6 +262,7 @@ def _refusal(scope: Scope, key: str | None, *, loopback: bool) -> Refusal | None
 
 
 def _answer(refusal: Refusal) -> JSONResponse:
+    """Build the error response of a refusal: status, JSON body, and headers for a retry or a missing key."""
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
     if refusal.wait_s is not None:
         headers["Retry-After"] = str(refusal.wait_s)
@@ -225,12 +270,15 @@ def _answer(refusal: Refusal) -> JSONResponse:
 
 
 async def _refused(_: Request, refusal: Refusal) -> JSONResponse:
+    """Return the error response for a request that raised a refusal."""
     return _answer(refusal)
 
 
 async def _no_route(request: Request, error: HTTPException) -> JSONResponse:
+    """Return the error response for a request with an unknown path or method."""
     return _answer(Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _broken(_: Request, error: Exception) -> JSONResponse:
+    """Return an error response with status 500 for a request that raised an unexpected exception."""
     return _answer(Refusal(500, f"a fault of the service: {type(error).__name__}"))

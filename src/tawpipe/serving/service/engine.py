@@ -1,4 +1,4 @@
-"""The service in the first process: the engine in the main thread, HTTP in another, signals, and how it ends."""
+"""The service in its first process: engine in the main thread, HTTP server in another thread, signals, and shutdown."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from tawpipe.streams import lossy
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARTS: Any = {"http": "h11", "loop": "asyncio", "ws": "none", "lifespan": "off", "log_config": None}
 LEFT_OUT: Any = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
-"""How uvicorn does its work, and what it does not do."""
+"""Settings of uvicorn: ``PARTS`` selects its components, and ``LEFT_OUT`` switches features off."""
 CONNECTIONS = 64
-"""Connections besides those of requests that have a slot or wait for one."""
+"""Number of connections that are allowed beyond one for every request in a slot or waiting for one."""
 LAST_S = 3
-"""Seconds in which those that are told of the end read it."""
+"""Seconds in which clients may read the last parts of their answers at shutdown."""
 FAILED = "the service has failed and ends; the answer is not complete"
 OUT_OF_TIME = "the service ends; the answer was not complete in time"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, before the model is loaded; it does not listen yet.
+    """Bind a socket to an address and return it, without listening. This checks the address before the model is loaded.
 
     Raises:
-        UserError: the address is not this machine's, or is taken.
+        UserError: the address does not belong to this machine, or is in use.
     """
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as closed:  # but not where all goes well
+        with contextlib.ExitStack() as closed:  # closes the socket if an error occurs
             taken = closed.enter_context(socket.socket(family, kind, number))
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind(address)
@@ -53,15 +53,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def answered_by_http(application: ASGIApp, listening: socket.socket, *, most: int) -> Iterator[None]:
-    """Uvicorn answers requests in a thread of its own. In the end it lets go of the port, and gives those that read an
-    answer ``LAST_S`` seconds.
+    """Run uvicorn in another thread within the context. The context begins when the server accepts requests.
+
+    At its end, the server releases its port, and clients that are reading an answer get ``LAST_S`` seconds.
 
     Args:
-        listening: a bound socket, which is closed.
-        most: connections at one time.
+        application: answers the requests.
+        listening: bound socket; the server closes it.
+        most: maximum number of connections at one time.
 
     Raises:
-        RunError: the server has not started.
+        RunError: the server did not start.
     """
     limits: Any = {"limit_concurrency": most, "timeout_graceful_shutdown": LAST_S}
     server = uvicorn.Server(uvicorn.Config(application, **limits, **PARTS, **LEFT_OUT))
@@ -86,15 +88,20 @@ def run_service(
     config: ServeConfig,
     ready: str,
 ) -> None:
-    """Serve until a signal ends it: requests that are open may end, new ones are refused. Call in the main thread.
+    """Serve until a signal ends the service: open requests can then finish, and new ones are refused.
+
+    Call in the main thread.
 
     Args:
-        compute: what is asked, until the last pass.
-        listening: a bound socket, which is closed.
-        ready: printed when requests are answered.
+        compute: runs the engine on the requests until the last pass.
+        slots: queue of requests.
+        application: answers HTTP requests.
+        listening: bound socket; it is closed at the end.
+        config: settings of the service.
+        ready: line that is printed when the server accepts requests.
 
     Raises:
-        Exception: what ``compute`` raised; every open request was told that the service has failed.
+        Exception: raised by ``compute``. Every open request was ended with an error before.
     """
     most = slots.room.groups * slots.room.slots + config.max_waiting + CONNECTIONS
     with drained_by_signals(slots, config.drain_s), answered_by_http(application, listening, most=most):
@@ -102,15 +109,21 @@ def run_service(
             print(ready, file=lossy(sys.stdout, name="standard output"), flush=True)
             compute(slots)
         finally:
-            slots.fail(FAILED)  # of no effect on a service that has drained
+            slots.fail(FAILED)  # no effect if all requests have ended
 
 
 @contextlib.contextmanager
 def drained_by_signals(slots: Slots, drain_s: float) -> Iterator[None]:
-    """SIGTERM and SIGINT drain the service; after ``drain_s`` seconds, or by a second one, what is open ends."""
-    signals = SimpleQueue[float | None]()  # which a handler may put into, whatever it interrupts
+    """Within the context, make SIGTERM and SIGINT end the service: it accepts no requests, and finishes the open ones.
+
+    ``drain_s`` seconds after the signal, or at a second signal, all open requests are ended with an error. The earlier
+    signal handlers are restored at the end of the context. Call in the main thread."""
+    signals = SimpleQueue[float | None]()  # its put is safe in a signal handler
 
     def watch() -> None:
+        """Wait for a signal, then drain the service; end open requests at a second signal or after ``drain_s`` seconds.
+
+        Returns without doing anything more when None arrives, at the end of the context."""
         if (first := signals.get()) is None:
             return
         slots.drain()
@@ -135,6 +148,9 @@ def drained_by_signals(slots: Slots, drain_s: float) -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """In the other processes, which end with the first one's last pass, or as it is gone."""
+    """Ignore SIGTERM and SIGINT in this process.
+
+    For the processes of the other stages: they end with the last pass of the first process, or when it has died.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

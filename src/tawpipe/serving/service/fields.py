@@ -1,4 +1,4 @@
-"""Fields of a request for a chat completion or a completion: a field that is not taken is refused by its name."""
+"""Fields of requests for chat completions and text completions. Unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tawpipe.serving.passes import Sampling
 MOST_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant")
 USUAL_TOKENS = 16
-"""Tokens of a completion at most, where the request does not say."""
+"""Maximum number of tokens of a text completion if the request does not set it."""
 NUMBERS = {
     "top_logprobs": (0, 20),
     "logprobs": (0, 20),
@@ -24,12 +24,12 @@ NUMBERS = {
     "max_completion_tokens": (0, 2**31),
     "max_tokens": (0, 2**31),
 }
-"""Fields that are numbers, the least and the most of each; they are whole where these are."""
+"""Numeric fields, each with its minimum and maximum. A field takes whole numbers only if its minimum is an ``int``."""
 TAKEN = ("model", "stop", "stream", "stream_options", "logprobs", "temperature", "top_k", "top_p", "seed", "max_tokens")
 OF_CHAT = (*TAKEN, "messages", "top_logprobs", "max_completion_tokens")
 OF_COMPLETION = (*TAKEN, "prompt", "echo")
 Neutral = Mapping[str, tuple[object, ...] | type]
-"""Values, or the type of any value, of fields that change nothing: some clients always say them."""
+"""Fields that change nothing, with their allowed values or the type of any value. Some clients always send them."""
 WITHOUT_EFFECT: dict[str, tuple[object, ...] | type] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), str),
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty", "typical_p"), (1,)),
@@ -59,13 +59,14 @@ ON_STREAM: Neutral = dict.fromkeys(("include_obfuscation", "continuous_usage_sta
 
 
 class Refusal(Exception):
-    """A request that is answered with an error, in the form that OpenAI's interface gives errors.
+    """Request that is answered with an error in the format of OpenAI's API.
 
     Args:
-        status: of HTTP.
-        param: the field that is at fault.
-        code: a word for programs.
-        wait_s: seconds after which it is worth while to ask again.
+        status: HTTP status.
+        message: text for the user.
+        param: name of the field that is wrong, or None.
+        code: word that identifies the error for programs, or None.
+        wait_s: seconds after which a retry may succeed, or None.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Refusal(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Body of the error response."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -84,19 +85,22 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Fields:
-    """A request whose fields are right.
+    """Checked fields of a request.
 
     Attributes:
-        prompts: the messages of a chat; or texts, or lists of token ids, each to be completed. Later their tokens.
-        tokens: of the answer at most; None where the request does not say.
+        model: name of the model.
+        prompts: one list of messages for a chat; for completions, texts or lists of token ids. Later replaced by
+            prompts with their tokens.
+        sampling: how tokens are drawn.
+        tokens: maximum number of tokens of the answer; None if the request does not set it.
         stops: strings that end the answer.
-        stream: send the text as it comes.
+        stream: send the text in parts as it is generated.
         usage: end the stream with the numbers of tokens.
-        logprobs: tell each token's, and those of so many others that ``sampling`` says.
-        echo: begin with the prompt.
+        logprobs: report the logprob of each token, and the ``sampling.logprobs`` likeliest tokens with their logprobs.
+        echo: begin the answer with the prompt.
         reasoning: False for an answer without reasoning before it.
-        seeded: the seed is the request's, not a random number.
-        field: name of the field that has the prompts.
+        seeded: True if the request sets the seed, False if it is random.
+        field: name of the field that holds the prompts.
     """
 
     model: str
@@ -114,13 +118,16 @@ class Fields:
 
 
 def read_asked(body: bytes, defaults: Sampling) -> Fields:
-    """Read the body of a request for a chat completion.
+    """Parse and check the body of a request for a chat completion, and return its fields.
 
     Args:
-        defaults: how tokens are drawn where the request does not say; its seed is of no effect.
+        body: JSON text.
+        defaults: sampling settings for fields that the request does not set. Its seed is not used: without a seed in
+            the
+            request, a random one is chosen.
 
     Raises:
-        Refusal: it is no JSON object, or has a field that is not taken, or with a value that it may not have.
+        Refusal: the body is not a JSON object, or a field is unsupported or has an invalid value.
     """
     fields = _fields(body, OF_CHAT, WITHOUT_EFFECT_ON_CHAT)
     logprobs, others = _bool(fields, "logprobs"), _number(fields, "top_logprobs", 0)
@@ -136,13 +143,16 @@ def read_asked(body: bytes, defaults: Sampling) -> Fields:
 
 
 def read_completion(body: bytes, defaults: Sampling) -> Fields:
-    """Read the body of a request for completions.
+    """Parse and check the body of a request for text completions, and return its fields.
 
     Args:
-        defaults: as ``read_asked`` takes them.
+        body: JSON text.
+        defaults: sampling settings for fields that the request does not set. Its seed is not used: without a seed in
+            the
+            request, a random one is chosen.
 
     Raises:
-        Refusal: as ``read_asked`` raises it.
+        Refusal: the body is not a JSON object, or a field is unsupported or has an invalid value.
     """
     fields = _fields(body, OF_COMPLETION, WITHOUT_EFFECT_ON_COMPLETION)
     echo, tokens = _bool(fields, "echo"), _number(fields, "max_tokens", None)
@@ -154,11 +164,17 @@ def read_completion(body: bytes, defaults: Sampling) -> Fields:
 
 
 def _fields(body: bytes, taken: Sequence[str], neutral: Neutral) -> dict[str, Any]:
-    """Fields of a body that are not null.
+    """Parse a JSON body, check the names of its fields, and return all fields whose value is not null.
+
+    Fields in ``neutral`` are returned, too. The values of supported fields are not checked here, except ``model``.
 
     Args:
-        taken: names of fields that count.
-        neutral: values of other fields that change nothing.
+        body: JSON text.
+        taken: names of supported fields.
+        neutral: accepted fields without effect, with the values that change nothing.
+
+    Raises:
+        Refusal: the body is not a JSON object, a field is unsupported, or ``model`` is not a string.
     """
     try:
         given = json.loads(body, parse_constant=_no_constant)
@@ -173,7 +189,17 @@ def _fields(body: bytes, taken: Sequence[str], neutral: Neutral) -> dict[str, An
 
 
 def _check_others(fields: Mapping[str, Any], taken: Sequence[str], neutral: Neutral, where: str = "") -> None:
-    """Refuse a field that is not taken, unless its value changes nothing."""
+    """Refuse fields that are neither in ``taken`` nor null, unless ``neutral`` accepts their value.
+
+    Args:
+        fields: names and values.
+        taken: names of supported fields; their values are not checked.
+        neutral: accepted fields without effect, with the values that change nothing.
+        where: prefix of the names in messages.
+
+    Raises:
+        Refusal: with the name of the first such field.
+    """
     for name, value in fields.items():
         if value is None or name in taken:
             continue
@@ -190,10 +216,23 @@ def _check_others(fields: Mapping[str, Any], taken: Sequence[str], neutral: Neut
 
 
 def _asked(fields: Mapping[str, Any], prompts: Sequence[Any], tokens: int | None, defaults: Sampling) -> Fields:
+    """Check the fields that both kinds of requests share, and return the checked request.
+
+    Missing sampling settings come from ``defaults``, and a missing seed is random.
+
+    Args:
+        fields: fields of the request.
+        prompts: its prompts, already checked.
+        tokens: maximum number of tokens of the answer; None if the request does not set it.
+        defaults: sampling settings of the model.
+
+    Raises:
+        Refusal: a value is invalid.
+    """
     stream, usual = _bool(fields, "stream"), defaults._replace(seed=secrets.randbits(63))
     names = ("temperature", "top_k", "top_p", "seed")
     numbers = {name: _number(fields, name, getattr(usual, name)) for name in names}
-    numbers["top_k"] = max(0, numbers["top_k"])  # -1 is for all, too
+    numbers["top_k"] = max(0, numbers["top_k"])  # -1 means all tokens, like 0
     if not numbers["top_p"]:
         _refuse("top_p", "a number above 0, at most 1")
     sampling, stops = usual._replace(**numbers), _stops(fields.get("stop"))
@@ -202,25 +241,36 @@ def _asked(fields: Mapping[str, Any], prompts: Sequence[Any], tokens: int | None
 
 
 def with_defaults(generation: Any) -> Sampling:
-    """How a model's own generation config draws tokens; where it says nothing, as OpenAI's interface does."""
+    """Return the sampling settings of a generation config, with OpenAI's defaults for missing ones.
+
+    Only ``temperature``, ``top_k`` and ``top_p`` are read."""
     values = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p")}
     return Sampling(**{name: value for name, value in values.items() if value is not None})
 
 
 def _no_constant(word: str) -> NoReturn:
+    """Raise ValueError for NaN and infinities in JSON."""
     raise ValueError(f"{word} is no number")
 
 
 def _refuse(name: str, expected: str) -> NoReturn:
+    """Raise a ``Refusal`` with status 400 for an invalid value.
+
+    Args:
+        name: name of the field.
+        expected: allowed values.
+    """
     raise Refusal(400, f"{name}: expected {expected}", param=name, code="invalid_value")
 
 
 def _bool(fields: Mapping[str, Any], name: str) -> bool:
+    """Return the boolean field ``name``, or False if it is missing; raise a Refusal for a value of another type."""
     value = fields.get(name, False)
     return value if isinstance(value, bool) else _refuse(name, "true or false")
 
 
 def _number(fields: Mapping[str, Any], name: str, usual: Any = None) -> Any:
+    """Return the numeric field ``name``, or ``usual`` if it is missing; raise a Refusal outside of ``NUMBERS``."""
     if name not in fields:
         return usual
     value, (low, high) = fields[name], NUMBERS[name]
@@ -231,6 +281,11 @@ def _number(fields: Mapping[str, Any], name: str, usual: Any = None) -> Any:
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
+    """Check ``stream_options``; return True if the stream is to end with the numbers of tokens, False without options.
+
+    Raises:
+        Refusal: an option is unsupported, or is set for an answer that is not streamed.
+    """
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         _refuse("stream_options", "an object with include_usage")
@@ -242,6 +297,11 @@ def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _stops(value: object) -> tuple[str, ...]:
+    """Return the stop strings of a request; ``()`` for None or an empty string. Other types raise a Refusal.
+
+    Args:
+        value: one string, or a list of at most ``MOST_STOPS`` strings that are not empty.
+    """
     stops = [] if value is None or value == "" else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         _refuse("stop", f"a text, or a list of at most {MOST_STOPS}, none of them empty")
@@ -249,12 +309,26 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def _messages(value: object) -> list[dict[str, str]]:
+    """Check the messages of a chat; return role, content and name of each, with the content as one text.
+
+    Raises:
+        Refusal: a message is invalid, or there is none.
+    """
     if not isinstance(value, list) or not value:
         _refuse("messages", "a list of at least one message")
     return [_message(f"messages[{number}]", message) for number, message in enumerate(value)]
 
 
 def _message(name: str, message: object) -> dict[str, str]:
+    """Check one message; return its ``role``, its ``content`` as one text, and its ``name`` if it has one.
+
+    Args:
+        name: name of the message in error messages, for example ``messages[0]``.
+        message: the message. Its content is a string, or a list of text parts, which are joined.
+
+    Raises:
+        Refusal: the message is invalid.
+    """
     if not isinstance(message, dict):
         _refuse(name, "an object with role and content")
     _check_others(message, ("role", "content", "name"), IN_MESSAGES, f"{name}.")
@@ -268,6 +342,7 @@ def _message(name: str, message: object) -> dict[str, str]:
 
 
 def _part(name: str, part: object) -> str:
+    """Check one part of a message's content and return its text; raise a Refusal for parts that are not text."""
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, dict) else None
         raise Refusal(400, f"{name}: only text is taken, not {kind!r}", param=name, code="unsupported")
@@ -276,6 +351,7 @@ def _part(name: str, part: object) -> str:
 
 
 def _text(name: str, value: object) -> str:
+    """Return ``value`` if it is a string that UTF-8 can encode; else raise a Refusal that names ``name``."""
     if not isinstance(value, str):
         _refuse(name, "a text")
     try:
@@ -286,7 +362,14 @@ def _text(name: str, value: object) -> str:
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """Texts, or lists of token ids."""
+    """Return the prompts of a completion as a list, with each prompt as a text or a list of token ids.
+
+    Args:
+        value: a text, a list of token ids, or a list of texts or of lists of token ids.
+
+    Raises:
+        Refusal: ``value`` is anything else, or is empty.
+    """
     if isinstance(value, str):
         return [_text("prompt", value)]
     if not isinstance(value, list) or not value:
@@ -298,6 +381,7 @@ def _prompts(value: object) -> list[str | list[int]]:
 
 
 def _ids(name: str, value: object) -> list[int]:
+    """Return ``value`` if it is a list of at least one token id; else raise a Refusal that names ``name``."""
     if not isinstance(value, list) or not value:
         _refuse(name, "a list of at least one token id")
     for number, token in enumerate(value):

@@ -1,4 +1,4 @@
-"""The settings of the service. Without torch: what cannot work is refused before a model is loaded."""
+"""Settings of the service. Without torch, so that wrong settings are refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,89 +18,92 @@ WeightForm = Literal["auto", "none", "int8", "w4"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Settings of a service; the string under each is its help."""
+    """Settings of a service. The string under each field is its help text."""
 
     model: str = ""
-    """Folder of a model: the output folder of a run, or a Hugging Face folder with safetensors."""
+    """Folder of the model: the output folder of a run, or a Hugging Face folder with safetensors."""
 
     name: str | None = None
-    """Name of the model in requests. Unset: that of its folder."""
+    """Name of the model in requests. Unset: the name of its folder."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Another one than this machine's own needs an API key."""
+    """Address to listen at. Any address other than this machine's own (127.0.0.1, localhost) needs an API key."""
 
     port: int = bounded(8000, minimum=0, maximum=65535)
-    """Port to listen at. 0: a free one, which is said."""
+    """Port to listen at. 0: a free port, which is printed."""
 
     api_key_file: str | None = None
-    """File whose first line every request must bring as `Authorization: Bearer KEY`."""
+    """File whose first line is the API key. Every request must then send `Authorization: Bearer KEY`."""
 
     chat_template: str | None = None
-    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own; without one there are
-    completions, but no chats."""
+    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the template of the tokenizer. If it has
+    none, completions work and chats are refused."""
 
     weights: WeightForm = "auto"
-    """Few bits for the matrices of layers. auto: as the folder has them. none: as dtype says. int8: a scale for each
-    row. w4: 4 bits, a scale for each 128 numbers of a row."""
+    """Number format of the matrices of layers. auto: as in the folder. none: the type given by dtype. int8: 8 bits with
+    a scale for each row. w4: 4 bits with a scale for each 128 numbers of a row."""
 
     compression: Literal["none", "int8"] = "none"
-    """Form of hidden states on their way from stage to stage: int8 halves the bytes, and rounds."""
+    """Compression of hidden states sent from stage to stage. int8: half of the bytes, with rounding. none: no
+    compression."""
 
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Type of numbers to compute in. auto: bfloat16 where the devices compute in it, or under few bits, else
+    """Type of numbers to compute in. auto: bfloat16 if the devices compute in it or if the weights are quantised, else
     float32."""
 
     context: int = bounded(open_number(4096), minimum=2)
-    """Tokens of a prompt and its answer together. Unset: 4096, or as many as the model has positions for."""
+    """Maximum number of tokens of a prompt and its answer together. Unset: 4096, or the number of positions of the
+    model if it has fewer."""
 
     slots: int = bounded(8, minimum=1)
-    """Requests of a group: they are computed together."""
+    """Number of requests that are computed together in one group."""
 
     groups: int = bounded(open_number(1), minimum=1)
-    """Groups of requests that follow each other through the stages. Unset: one for each process."""
+    """Number of groups of requests that follow each other through the stages. Unset: one for each process."""
 
     chunk: int = bounded(256, minimum=1)
-    """Tokens of a prompt that are computed beside the others' next tokens, at most."""
+    """Maximum number of prompt tokens that are computed together with the next tokens of other requests."""
 
     max_tokens: int = bounded(4096, minimum=1)
-    """Tokens of an answer at most; also of one that does not say how many it wants."""
+    """Maximum number of tokens of an answer. Also used for a chat request that sets no maximum."""
 
     max_waiting: int = bounded(64, minimum=0)
-    """Requests that may wait for a slot; more are refused with 429."""
+    """Maximum number of requests that wait for a slot. Further requests are refused with status 429."""
 
     max_body_kib: int = bounded(4096, minimum=1)
-    """KiB of a request at most; more are refused with 413."""
+    """Maximum size of a request in KiB. Larger requests are refused with status 413."""
 
     request_s: float = bounded(600.0, above=0)
-    """Seconds after which an answer ends with what it has."""
+    """Seconds after which an answer ends with the text it has so far."""
 
     drain_s: float = bounded(60.0, above=0)
-    """Seconds after SIGTERM in which open answers may end."""
+    """Seconds after SIGTERM in which open answers may finish."""
 
     timeout_s: float = bounded(60.0, minimum=1)
-    """Seconds that a process waits for another before the service ends with an error. While nobody asks, an empty pass
-    goes round in a tenth of it, at most every 5 s."""
+    """Seconds that a process waits for another process before the service ends with an error. While there are no
+    requests, the processes exchange an empty pass every tenth of this time, at most every 5 s."""
 
     nproc: int | None = bounded(None, minimum=1)
-    """Processes to start here: a stage of the model on each. Unset: one for each GPU, else one."""
+    """Number of processes to start here, each with one stage of the model. Unset: one for each GPU, or one without a
+    GPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Devices to compute on."""
+    """Type of the devices to compute on."""
 
     max_restarts: int = bounded(0, minimum=0)
-    """How often the service starts again after a process has died; not with torchrun, which has its own."""
+    """Number of restarts of the service after a process has died. Not for torchrun, which has its own setting."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
     @property
     def idle_s(self) -> float:
-        """Seconds between the laps of a service that nobody asks."""
+        """Seconds between empty decode steps while there are no requests."""
         return min(IDLE_S, self.timeout_s / 10)
 
     @property
     def loopback(self) -> bool:
-        """True if only this machine can ask."""
+        """True if the service can be reached only from this machine."""
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
@@ -115,10 +118,10 @@ OPTIONS: Options[ServeConfig] = Options(
 
 
 def load(argv: Sequence[str]) -> ServeConfig:
-    """The settings of a command line.
+    """Parse the arguments of ``tawpipe serve`` and return the checked settings.
 
     Raises:
-        UserError: one that cannot be read, or cannot work.
+        UserError: a setting cannot be parsed or cannot work: no model is set, or the address needs an API key.
     """
     config = OPTIONS.parse(argv)
     for leaf in OPTIONS.leaves.values():
@@ -132,10 +135,10 @@ def load(argv: Sequence[str]) -> ServeConfig:
 
 
 def read_key(config: ServeConfig) -> str | None:
-    """The API key, or None where there is none.
+    """Return the API key from the first line of its file, or None if no file is set.
 
     Raises:
-        UserError: the file cannot be read, or its first line is no key.
+        UserError: the file cannot be read, or its first line is not a valid key.
     """
     if config.api_key_file is None:
         return None

@@ -1,4 +1,4 @@
-"""One process of the service: the first one answers requests, the others compute their stage until it ends."""
+"""One process of the service: rank 0 answers requests, the other ranks compute their stage until rank 0 ends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from tawpipe.serving.service.text import Prompts
 
 
 def serve(config: ServeConfig, folder: Path) -> None:
-    """Serve the model of a folder until a signal ends it; every process of the service calls it.
+    """Serve the model in a folder until a signal ends the service. Call in every process of the service.
+
+    Rank 0 answers HTTP requests. The other ranks ignore signals, and compute their stage until rank 0 ends.
 
     Raises:
-        UserError: a setting, or a model, that cannot work; before its weights are read.
+        UserError: a setting or the model cannot work. Raised before weights are loaded.
     """
     launched = LaunchEnvironment.read(os.environ)
     first = launched is None or launched.rank == 0
-    listening = bound_socket(config.host, config.port) if first else None  # nobody waits for weights in vain
+    listening = bound_socket(config.host, config.port) if first else None  # check the address before loading weights
     tokenizer = load_tokenizer(str(folder), "--model")
     prompts = Prompts(tokenizer, config.chat_template)
     text_config = text_config_of(str(folder), config.trust_remote_code)
@@ -56,6 +58,14 @@ def serve(config: ServeConfig, folder: Path) -> None:
 
 
 def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> Engine | StagesEngine:
+    """Load the model in ``folder`` and return the engine of this process. Call in every process.
+
+    Args:
+        config: settings of the service.
+        folder: folder of the model.
+        world: the processes.
+        longest: maximum context of the model; the default of the setting ``context`` is limited to it.
+    """
     context = min(int(config.context), longest) if isinstance(config.context, Open) else config.context
     groups = world.size if isinstance(config.groups, Open) else config.groups
     return load_engine(
@@ -73,6 +83,7 @@ def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> En
 def _service(
     config: ServeConfig, folder: Path, slots: Slots, tokenizer: Any, prompts: Prompts, vocabulary: int
 ) -> Service:
+    """Build the HTTP routes, with the stop tokens and sampling defaults of the model's generation config."""
     generation = SimpleNamespace(**read_settings(folder, GENERATION))
     name = config.name or Path(config.model).expanduser().resolve().name
     stops = {*stops_of(SimpleNamespace(generation_config=generation), tokenizer), prompts.end_of_text} - {None}

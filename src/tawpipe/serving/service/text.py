@@ -1,4 +1,4 @@
-"""Messages and texts to prompts, and tokens of an answer to its text as they come."""
+"""Conversion of messages and texts to prompts, and of an answer's tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tawpipe.data.chats.messages import Malformed
 
 T = TypeVar("T")
 BROKEN = "\ufffd"
-"""What decoding gives for bytes that are no whole character."""
+"""Character that decoding yields for bytes which are not a whole character."""
 PATIENCE = 16
-"""Tokens after which bytes that are still no text are let out as they are: one character has four at most."""
+"""Number of tokens after which incomplete bytes are emitted as they are. A character has at most four bytes."""
 
 
 class Prompt(NamedTuple):
-    """A prompt.
+    """Tokens of a prompt.
 
     Attributes:
-        ids: at least one token.
-        text: of the prompt, where it is asked for.
-        offsets: characters of the text before each token.
+        ids: token ids, at least one.
+        text: text of the prompt, if it was asked for; else empty.
+        offsets: for each token, the number of characters of the text before it.
     """
 
     ids: list[int]
@@ -34,11 +34,12 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Maker of prompts: from messages by a chat template, or from texts.
+    """Makes prompts from messages with a chat template, or from texts.
 
     Args:
-        tokenizer: it is copied, so that another thread may use it at the same time.
-        template: ``chatml``, ``plain``, or a file with a Jinja template; None for the tokenizer's, if it has one.
+        tokenizer: it is copied, so that another thread can use it at the same time.
+        template: ``chatml``, ``plain``, or a file with a Jinja template. None uses the template of the tokenizer, if it
+            has one.
 
     Raises:
         UserError: the template cannot render a chat.
@@ -50,19 +51,22 @@ class Prompts:
         )
         self._tokenizer: Any = changed
         self.template = str(changed.chat_template or "")
-        """The chat template; empty where there is none."""
+        """Chat template; empty if there is none."""
         self.end_of_text: Any = changed.eos_token_id
-        """The token that ends a turn by the template; None where the tokenizer has none."""
+        """Token id that ends a turn in the template; None if the tokenizer has none."""
 
     def tokens(self, messages: Sequence[dict[str, str]], *, reasoning: bool = True) -> list[int]:
-        """Tokens of the prompt for an answer to messages. A developer is the system, unless the template names both.
+        """Render a chat with the chat template, and return the token ids after which the model generates its answer.
+
+        The role ``developer`` becomes ``system``, unless the template knows ``developer``.
 
         Args:
+            messages: role and content of each message.
             reasoning: False for an answer without reasoning before it.
 
         Raises:
-            Malformed: the template refuses the messages, makes nothing of them, or has no way to answer without
-                reasoning; or there is no template.
+            Malformed: there is no template; or it refuses the messages, renders no tokens, or cannot switch off
+                reasoning.
         """
         from jinja2.exceptions import TemplateError
 
@@ -83,13 +87,16 @@ class Prompts:
         raise Malformed("of which the model's chat template makes no tokens")
 
     def completed(self, prompt: str | list[int], *, echo: bool = False) -> Prompt:
-        """Return the prompt that a completion continues, with the special tokens that the tokenizer adds to a text.
+        """Return the tokens of a prompt that is continued without a chat template.
+
+        A text gets the special tokens that the tokenizer adds. An empty prompt becomes the token that begins a text.
 
         Args:
-            echo: say its text, and where each token begins in it.
+            prompt: a text, or token ids.
+            echo: also return the text, and the offset of each token in it.
 
         Raises:
-            Malformed: there are no tokens.
+            Malformed: the prompt has no tokens, and the tokenizer has none that begins a text.
         """
         tokenizer = self._tokenizer
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -103,38 +110,41 @@ class Prompts:
         pieces = [*map(read.add, ids), read.end()]
         decoded, begins = "".join(pieces), accumulate(map(len, pieces[:-2]), initial=0)
         text = prompt if isinstance(prompt, str) else decoded
-        added = len(decoded) - len(text) if decoded.endswith(text) else 0  # by special tokens in front of a text
+        added = len(decoded) - len(text) if decoded.endswith(text) else 0  # characters of special tokens
         return Prompt(ids, text, [min(max(0, begin - added), len(text)) for begin in begins])
 
 
 class TextPieces:
-    """Tokens to pieces of text, none of which ends within a character.
+    """Converts tokens to pieces of text that never end within a character.
 
-    Tokens are decoded behind those of the piece before, as many tokenizers spell a word's beginning by what precedes.
+    Tokens are decoded together with the tokens of the previous piece, because many tokenizers spell the beginning of a
+    word depending on the token before it.
 
     Args:
-        before: tokens behind which the text begins.
-        special: special tokens are text, too.
+        tokenizer: decodes tokens.
+        before: tokens that precede the text.
+        special: include the text of special tokens.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), *, special: bool = False) -> None:
-        # What is under a fast tokenizer decodes a few tokens in a tenth of the time.
+        # The backend of a fast tokenizer decodes a few tokens in a tenth of the time.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._special = special
         self._ids = [*before[-PATIENCE:]]
         self._told = len(self._ids)
-        """How many of the ids were let out."""
+        """Number of ids whose text was emitted."""
 
     def add(self, token: int) -> str:
-        """The text that is complete with this token."""
+        """Add a token and return the text that is complete with it; empty if a character is incomplete."""
         self._ids.append(token)
         return self._new(whole=len(self._ids) - self._told > PATIENCE)
 
     def end(self) -> str:
-        """What is left when no token follows."""
+        """Return the remaining text when no token follows, even if its last character is incomplete."""
         return self._new(whole=True)
 
     def _new(self, *, whole: bool) -> str:
+        """Return the text that was not emitted yet; empty if it ends within a character, unless ``whole`` is set."""
         before, text = self._decode(self._ids[: self._told]), self._decode(self._ids)
         if not whole and (len(text) <= len(before) or text.endswith(BROKEN)):
             return ""
@@ -142,14 +152,15 @@ class TextPieces:
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
+        """Decode token ids, with special tokens only if ``special`` was set."""
         return self._tokenizer.decode(ids, skip_special_tokens=not self._special)
 
 
 class StopStrings:
-    """Text up to the first of some strings, which is left out; the end of what came is held back while it may begin
-    one.
+    """Emits text up to the first of several stop strings, which is left out.
 
-    Of several, that counts which ends first: however the text is cut into pieces, the same is let out.
+    Text at the end that may be the beginning of a stop string is held back. If several strings match, the one that ends
+    first counts. So the emitted text does not depend on how it is divided into pieces.
 
     >>> stops = StopStrings(["END", "."])
     >>> [stops.add("so E"), stops.add("N"), stops.add("T E"), stops.add("ND?"), stops.found]
@@ -162,7 +173,10 @@ class StopStrings:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The text that can be let out now."""
+        """Append text; return the text that can be emitted now, which may be ``""``. Call only until ``found`` is set.
+
+        If a stop string is complete, ``found`` becomes True. Only the text before the stop string is returned, and the
+        rest is dropped. An end of the text that may begin a stop string is held back."""
         text = self._held + text
         ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if ends:
@@ -173,24 +187,25 @@ class StopStrings:
         return text[: len(text) - held]
 
     def end(self) -> str:
-        """What is held back, when nothing follows."""
+        """Return the text that is held back, when no text follows; afterwards none is held."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that may begin ``stop``."""
+    """Return the number of characters at the end of ``text`` that may begin ``stop``; 0 if none may."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 @dataclass
 class AnswerText(Generic[T]):
-    """The text of one answer as its tokens come, and what is told of each token once its text is let out.
+    """Text of one answer as its tokens arrive, with a note for each token that is returned when its text is emitted.
 
     Attributes:
-        stops: once one was found, nothing more comes.
-        come: characters of the tokens so far.
+        pieces: converts tokens to text.
+        stops: stop strings. After one is found, no more text is emitted.
+        come: number of characters of the tokens so far.
     """
 
     pieces: TextPieces
@@ -198,21 +213,27 @@ class AnswerText(Generic[T]):
     come: int = 0
     _let_out: int = 0
     _notes: list[tuple[int, T]] = field(default_factory=list)
-    """Of tokens whose text is held back: characters that came before each, and what is told of it."""
+    """For each token whose text is held back: number of characters before it, and its note."""
 
     def add(self, token: int, note: T) -> tuple[str, list[T]]:
-        """The text, and the notes of tokens, that can be let out now."""
+        """Append a token with a note; return the text, and the notes of tokens, that can be emitted now.
+
+        Both may be empty. A note is returned when the first character of its token is emitted."""
         self._notes.append((self.come, note))
         return self._out(self.pieces.add(token))
 
     def end(self) -> tuple[str, list[T]]:
-        """What is left, when no token follows."""
+        """Return the remaining text and notes when no token follows.
+
+        If a stop string was found, notes of later tokens are dropped.
+        """
         text, notes = self._out(self.pieces.end())
         if self.stops.found:
             return text, notes
         return text + self.stops.end(), notes + [note for _, note in self._notes]
 
     def _out(self, piece: str) -> tuple[str, list[T]]:
+        """Append a piece of text; return the text that can be emitted, and the notes of tokens that begin in it."""
         self.come += len(piece)
         text = self.stops.add(piece)
         self._let_out += len(text)
