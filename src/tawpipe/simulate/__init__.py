@@ -1,4 +1,4 @@
-"""The clock that plays a schedule with a cost model instead of running it.
+"""Simulation of a schedule: a clock runs it with a cost model instead of devices.
 
 timeline = play(schedule, CostModel.timed(...))
 print(timeline.step_seconds, timeline.idle(rank=0).transfer_s)

@@ -1,22 +1,22 @@
-"""Plays a schedule against the clock of a cost model.
+"""Simulation of a schedule by a clock with a cost model.
 
-The rules are those that ``schedule/proof/verify.py`` proves and the runtime follows:
+The rules are those that ``schedule/proof/verify.py`` proves and that the runtime follows:
 
-* a lane runs its actions in their order, one at a time; the lanes of a rank run side by side;
-* an action starts when its lane is free and what it depends on (``Hazards``, from step to step) has ended;
-* a collective begins when it has started on all its members, and ends for all at once;
+* a lane runs its actions in order, one at a time; the lanes of a rank run concurrently;
+* an action starts when its lane is free and its dependencies (``Hazards``, also from step to step) have ended;
+* a collective begins when it has started on all its members, and ends on all at the same time;
 * each part of an exchange begins when both sides have started, and the exchange ends with its last part;
-* a message holds its sender, and the lane that receives it, for its bytes and not for the latency of the last one: what
-  begins ahead (``Action.begins_ahead``) may follow on that lane;
-* where homes are in the host's memory, all lanes of a rank share its link to the host, each way.
+* a message occupies its sender and the receiving lane while its bytes pass, but not during its last latency. In the
+  meantime an action that begins ahead (``Action.begins_ahead``) may follow on that lane;
+* if homes are in host memory, all lanes of a rank share its link to the host, in each direction.
 
-Compute takes the cost model's seconds. A transfer shares the ports on its way with whatever else is in flight
-(``network.py``), between its latencies. Steps follow each other without a barrier, as they do in the runtime.
+Compute takes the seconds of the cost model. A transfer shares the ports on its way with all other transfers in flight
+(``network.py``), between its latencies. Steps follow each other without a barrier, as in the runtime.
 
-The play is in proportion to ranks x actions x steps. A step repeats: its dependencies are derived once and shifted, and
-from the second or third step on the times repeat too, so that few steps tell about all. Where units and nodes are even,
-the rails are alike, and so are the rounds in the middle of a step: one rail with its share of every port, and few
-rounds, can then stand for all of them.
+The simulation takes time in proportion to ranks x actions x steps. Steps repeat: dependencies are derived once and
+shifted, and from the second or third step on the times repeat, too, so that few steps are enough. If units and nodes
+are even, all rails are equal, and so are the rounds in the middle of a step. Then one rail with its share of every
+port, and few rounds, can represent all.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from tawpipe.simulate.transfers import Load, Transfers
 from tawpipe.topology import Topology
 
 HOSTED = (Op.UPDATE, Op.ADD, Op.RAISE, Op.OFFLOAD, Op.RELOAD)
-"""Operations that may pass the link between a device and its host."""
+"""Operations that may use the link between a device and its host."""
 
 
 def play(schedule: Schedule, cost_model: CostModel, *, steps: int = 4, physical: Topology | None = None) -> Timeline:
-    """When every action of ``steps`` successive steps starts and ends.
+    """Simulate ``steps`` successive steps and return the timeline of all actions.
 
     Args:
-        steps: at least 1. With 4 the third is free of the first one's start and of the last one's end.
-        physical: the nodes that the ranks really are on, where the schedule was built for others (without grouping: for
-            nodes of one rank each). Links are those of these nodes.
+        schedule: the schedule of one step.
+        cost_model: seconds of computing, and links.
+        steps: at least 1. With 4, the third is affected neither by the start of the first nor by the end of the last.
+        physical: the nodes on which the ranks really are, if the schedule was built for other ones (without grouping:
+            for nodes of one rank each). Links are those of these nodes.
 
     Raises:
-        ScheduleError: something waits for ever, or operations of a group do not match; with what waits for what.
+        ScheduleError: a deadlock, with what waits for what; or operations of a group do not match.
         UserError: the cost model lacks a block.
     """
     assert steps >= 1
@@ -56,11 +58,10 @@ def play(schedule: Schedule, cost_model: CostModel, *, steps: int = 4, physical:
 
 
 def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[list[int]]]:
-    """Actions on other lanes that each action waits for: (in its own step, in the step before), as indices.
+    """Return, for each action, the indices of the actions on other lanes that must end before it.
 
-    Every step after the first has the same dependencies, because every buffer that is written at all is written in
-    every step.
-    """
+    The first list is for actions of the same step, the second for those of the step before. Every step after the first
+    has equal dependencies, because every buffer that is written at all is written in every step."""
     hazards: Hazards[int] = Hazards()
     size = len(program)
     for index, action in enumerate(program):
@@ -76,8 +77,14 @@ def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[lis
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """One lane of one rank: the actions of a step, and how far it is; ``first`` is the number of the rank's first
-    instance in the step that the lane is in. ``landing`` counts those that it is done with and that have not ended.
+    """State of one lane of one rank.
+
+    Args:
+        order: indices of the lane's actions in the rank's program.
+        first: number of the rank's first instance in the current step of the lane.
+        step, position: step, and index in ``order``, of the next action.
+        busy: True while an action occupies the lane.
+        landing: number of actions that no longer occupy the lane but have not ended.
     """
 
     rank: int
@@ -91,22 +98,28 @@ class _Lane:
 
 @dataclass(slots=True)
 class LaneGranted:
-    """In the log: an instance got its lane."""
+    """Log entry: an instance has got its lane."""
 
     number: int
 
 
 @dataclass(slots=True)
 class End:
-    """In the log: an instance is done."""
+    """Log entry: an instance has ended."""
 
     number: int
 
 
 @dataclass(eq=False, slots=True)
 class Transit:
-    """A transfer that has begun: which instances take part, when it began, which of them came last; and of a message
-    the sender, else -1.
+    """Transfer that has begun.
+
+    Args:
+        load: bytes and latencies.
+        members: instances that take part.
+        began: time at which it began.
+        latest: instance that arrived last.
+        sender: instance that sends, for a message; else -1.
     """
 
     load: Load
@@ -117,10 +130,9 @@ class Transit:
 
 
 class Player:
-    """The play. Instances of actions are numbered: those of a rank one after the other, step by step.
+    """State of a simulation. The instances of a rank's actions are numbered one after another, step by step.
 
-    ``log`` keeps the order of all starts, ends and transits: one in which nothing comes before what it depends on.
-    """
+    ``log`` contains all starts, ends and transits in an order in which each follows everything that it depends on."""
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, steps: int, physical: Topology | None = None) -> None:
         cost_model = cost_model.in_sets(schedule.step.sequence_ranks, schedule.step.shared)
@@ -134,28 +146,30 @@ class Player:
         self.start, self.begin, self.end = self.record.start, self.record.begin, self.record.end
         self.open_parts = [0] * total
         self.open_bytes = [0] * total
-        """Of transfers, parts that are not there, and parts whose bytes have not passed."""
+        """For transfers: number of parts whose bytes have not passed. ``open_parts``: number of parts that have not
+        arrived."""
         self.waits = [0] * total
         self.bytes = [[NodeBytes() for _ in range(self.physical.num_nodes)] for _ in range(steps)]
         self.events: list[tuple[float, int, int, object]] = []
         self.count = 0
         self.lanes: list[_Lane] = []
         self._seconds: list[list[float | None]] = [[None] * size for size in self.record.sizes]
-        """What ``seconds`` said of actions of a rank: it says the same in every step."""
+        """Cached results of ``seconds`` by rank and action; they are equal in every step."""
         self.lane_of: list[list[_Lane]] = []
         self.same_step: list[list[list[int]]] = []
         self.next_step: list[list[list[int]]] = []
         self.rendezvous: Rendezvous[int] = Rendezvous(self.record.text)
         self._loads: dict[tuple[int, int], Load | None] = {}
-        """Of actions of ranks, what passes the link to the host."""
+        """Cached loads on the link to the host, by rank and action."""
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         self._taking_part: dict[tuple[int, str], int] = {}
-        """First member and group -> how many are played; the others do what these do, when they do."""
+        """(first member, group) -> number of simulated members. The other members do the same at the same time."""
         self.log: list[LaneGranted | End | Transit] = []
         for rank, program in enumerate(schedule.programs):
             self._prepare(rank, program)
 
     def _prepare(self, rank: int, program: tuple[Action, ...]) -> None:
+        """Create the lanes of a rank, and set for every instance of its actions how many others it waits for."""
         same, before = dependencies(program)
         followers: tuple[list[list[int]], list[list[int]]] = ([[] for _ in program], [[] for _ in program])
         for waiting, sources in zip(followers, (same, before), strict=True):
@@ -179,6 +193,11 @@ class Player:
     # the loop
 
     def run(self) -> Timeline:
+        """Process all events in the order of time and return the timeline.
+
+        Raises:
+            ScheduleError: some actions wait forever.
+        """
         for lane in self.lanes:
             self._try(lane, 0.0, -1)
         while self.events:
@@ -198,7 +217,7 @@ class Player:
                 assert isinstance(what, Transit)
                 self._arrived(what, now)
             if not self.events or self.events[0][0] > now:
-                for when, flow in self.network.settle(now):  # once for all that happens at one time
+                for when, flow in self.network.settle(now):  # once for all events of one time
                     self._at(when, _ARRIVED, (flow, flow.version))
         if any(lane.step < self.steps for lane in self.lanes):
             raise ScheduleError(self._deadlock())
@@ -206,13 +225,20 @@ class Player:
         return Timeline(self.schedule, self.physical, self.record, moved)
 
     def _at(self, when: float, kind: int, what: object) -> None:
+        """Add an event at time ``when``."""
         self.count += 1
         heapq.heappush(self.events, (when, self.count, kind, what))
 
     # actions
 
     def _try(self, lane: _Lane, now: float, cause: int) -> None:
-        """Start the head of a lane if nothing holds it back; ``cause`` is what has just ended."""
+        """Start the next action of a lane, unless the lane is busy or the action waits for others.
+
+        Args:
+            lane: the lane.
+            now: time in seconds.
+            cause: instance whose end may let it start; -1 at time zero.
+        """
         if lane.busy or lane.step == self.steps:
             return
         index = lane.order[lane.position]
@@ -232,7 +258,9 @@ class Player:
             self._go_on(lane, now)
 
     def _hosted(self, rank: int, index: int) -> Load | None:
-        """The load of an action on the link to the host, see ``Transfers.hosted``."""
+        """Return the bytes that an action moves between device and host, as a load; None if it moves none; cached.
+
+        None as well if homes are not in host memory, see ``Transfers.hosted``."""
         action = self.schedule.programs[rank][index]
         if not self.schedule.step.homes_in_host or action.op not in HOSTED:
             return None
@@ -242,14 +270,18 @@ class Player:
         return self._loads[rank, index]
 
     def _note_start(self, number: int, now: float, cause: int) -> None:
+        """Record the time at which an instance gets its lane, and the instance that caused it.
+
+        A ``LaneGranted`` entry is added to the log."""
         self.start[number] = now
         self.log.append(LaneGranted(number))
         self.record.cause[number] = cause
 
     def _go_on(self, lane: _Lane, now: float) -> None:
-        """Let the head of a lane run, which has started and which no other rank takes part in, and at once what follows
-        it there, as long as no other lane waits for the end of the one and nothing holds the next one back.
-        """
+        """Run the action that has got its lane and involves no other rank, and the actions behind it.
+
+        An action behind it is run at once if nothing waits for the end of the one before it, and nothing holds it back.
+        The end of the last one becomes an event."""
         program, seconds = self.schedule.programs[lane.rank], self._seconds[lane.rank]
         same, later = self.same_step[lane.rank], self.next_step[lane.rank]
         while True:
@@ -262,7 +294,7 @@ class Player:
             if same[index] or later[index] or lane.position + 1 == len(lane.order):
                 break
             after = lane.order[lane.position + 1]
-            grouped = program[after].group  # of exchanges, too
+            grouped = program[after].group  # exchanges have a group, too
             if self.waits[lane.first + after] or grouped or self._hosted(lane.rank, after):
                 break
             self.end[number] = now
@@ -272,7 +304,11 @@ class Player:
         self._at(now, _ENDED, number)
 
     def seconds(self, rank: int, action: Action) -> float:
-        """Seconds of an action that no other rank takes part in."""
+        """Return the seconds that an action without communication takes on ``rank``, fixed cost included.
+
+        Raises:
+            ScheduleError: the operation is unknown.
+        """
         costs = self.cost_model
         if action.op is Op.FORWARD:
             work = max(costs.forward_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
@@ -283,7 +319,7 @@ class Player:
             )
         elif action.op is Op.KEYS:
             work = max(costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
-        elif action.op is Op.KEYS_BACKWARD:  # once more, and the gradients of its input and its weights
+        elif action.op is Op.KEYS_BACKWARD:  # recomputation, gradients of input and of weights
             work = max(3 * costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD_INPUT:
             again = self.schedule.step.recomputes(action.block, action.micro_batch)
@@ -306,6 +342,7 @@ class Player:
         return work + costs.action_s
 
     def _start_collective(self, rank: int, number: int, action: Action, now: float) -> None:
+        """Register a rank at a collective, and start the transfer if all simulated members have arrived."""
         members = self._members(action.group, rank)
         self.open_parts[number] = self.open_bytes[number] = 1
         here = self.rendezvous.collective(number, action, members, self._taking_part[members[0], action.group])
@@ -319,12 +356,14 @@ class Player:
         self._go(Transit(load, tuple(here), now, number))
 
     def _members(self, group: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group to which ``rank`` belongs, and cache how many of them are simulated."""
         if (group, rank) not in self._groups:
             members = self._groups[group, rank] = self.schedule.topology.group(group, rank)
             self._taking_part[members[0], group] = sum(bool(self.schedule.programs[member]) for member in members)
         return self._groups[group, rank]
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
+        """Register a rank at an exchange, and start each transfer whose other side has arrived."""
         self.open_parts[number] = self.open_bytes[number] = len(action.transfers)
         for transfer, other, _ in self.rendezvous.exchange(number, rank, action):
             sender, receiver = (rank, transfer.peer) if transfer.send else (transfer.peer, rank)
@@ -332,6 +371,7 @@ class Player:
             self._go(Transit(load, (number, other), now, number, number if transfer.send else other))
 
     def _go(self, transit: Transit) -> None:
+        """Start a transfer: count its bytes, and schedule the event at which its first byte leaves."""
         load, step = transit.load, self.record.step(transit.latest)
         for node, amount in load.sent:
             self.bytes[step][node].sent += amount
@@ -344,6 +384,10 @@ class Player:
         self._at(ready, _ON_THE_WAY if load.ports else _ARRIVED, transit)
 
     def _arrived(self, transit: Transit, now: float) -> None:
+        """Handle the moment at which the last byte of a transfer has left: free the lanes.
+
+        If the transfer's least time is not over, it is handled again when it is. A sender's part ends now. A receiver's
+        lane is free now, and its part arrives later by ``Load.landing_s`` (if that is 0, now)."""
         if now < (least := transit.began + transit.load.least_s):
             self._at(least, _ARRIVED, transit)
             return
@@ -359,13 +403,13 @@ class Player:
                 self._landed(number, now)
 
     def _landed(self, number: int, now: float) -> None:
-        """A part of an instance is there."""
+        """Count one part of an instance as arrived; the instance ends with its last part."""
         self.open_parts[number] -= 1
         if self.open_parts[number] <= 0:
             self._ended(number, now)
 
     def _free(self, number: int, now: float) -> None:
-        """A lane is done with its head, which has not ended."""
+        """Free the lane of an instance that has not ended, and try to start the next action there."""
         rank, _, index = self.record.where(number)
         lane = self.lane_of[rank][index]
         lane.landing += 1
@@ -373,6 +417,7 @@ class Player:
         self._try(lane, now, number)
 
     def _pass(self, lane: _Lane) -> None:
+        """Mark a lane as free and move it to its next action, which may be in the next step."""
         lane.busy = False
         lane.position += 1
         if lane.position == len(lane.order):
@@ -380,6 +425,7 @@ class Player:
             lane.first += self.record.sizes[lane.rank]
 
     def _ended(self, number: int, now: float) -> None:
+        """Record the end of an instance, free its lane, and start what waited for it."""
         self.end[number] = now
         self.log.append(End(number))
         rank, step, index = self.record.where(number)
@@ -395,16 +441,25 @@ class Player:
             self._release(rank, first + self.record.sizes[rank], self.next_step[rank][index], now, number)
 
     def _release(self, rank: int, first: int, followers: list[int], now: float, cause: int) -> None:
-        """Let actions of a rank wait for one thing less, in the step whose first instance has the number ``first``."""
+        """Count one awaited action as ended for each follower, and try to start those that wait for none.
+
+        Args:
+            rank: rank of the instance and of the followers.
+            first: number of the rank's first instance in the step of the followers.
+            followers: indices of actions in the rank's program.
+            now: time in seconds.
+            cause: instance that has ended.
+        """
         waits, lanes = self.waits, self.lane_of[rank]
         for index in followers:
             waits[first + index] -= 1
             if not waits[first + index]:
                 self._try(lanes[index], now, cause)
 
-    # what to say when nothing moves
+    # messages about deadlocks
 
     def _deadlock(self) -> str:
+        """Return a message that lists all actions that wait forever, and what each waits for."""
         lines = []
         for lane in self.lanes:
             if lane.step < self.steps:
@@ -413,6 +468,7 @@ class Player:
         return "deadlock: these wait for ever\n  " + "\n  ".join(lines)
 
     def _missing(self, number: int) -> list[str]:
+        """Return descriptions of what an instance waits for."""
         rank, step, index = self.record.where(number)
         action = self.record.action(number)
         if self.start[number] != self.start[number]:
@@ -431,7 +487,9 @@ class Player:
 
 
 def _may_follow(action: Action) -> bool:
-    """True if an action may start on a lane to which something is still coming: all of it begins ahead."""
+    """Return True if an action may start on a lane on which a message is still arriving.
+
+    It may if all of its parts begin ahead and none of them sends."""
     return action.begins_ahead and not any(transfer.send for transfer in action.transfers)
 
 

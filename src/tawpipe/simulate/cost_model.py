@@ -14,24 +14,26 @@ from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.schedule.spec import EXACT_WIDTH, share_bins
 
 KEYS_SHARE = 0.04
-"""Of a layer's linear work in its forward pass, what comes before its attention: 3 % where keys and values are a
-quarter of the heads, 6 % where they are as many."""
+"""Share of a layer's linear forward work that precedes attention: 3 % where keys and values are a quarter of the heads,
+6 % where they are as many."""
 ID_BYTES = 8
-"""Of a token that was drawn."""
+"""Bytes of a sampled token."""
 REDUCE_SCATTERS = ("pairwise", "ring")
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A kind of link.
+    """Kind of link.
 
     Args:
-        bytes_per_s: of payload, in one direction (both together where ``full_duplex`` is off); ``math.inf`` for a link
-            that costs its latency only.
-        latency_s: from the moment at which both sides are ready to the first byte's arrival; link and sender stay free.
-        full_duplex: whether the two directions do not take bandwidth from each other.
-        shared: one link for all ranks of a node (a network card, a loopback device, a PCIe root); off: one per rank
-            (NVLink, a card per device). A message inside a node passes a shared link once, out and in together.
+        bytes_per_s: payload rate in one direction (of both directions together without ``full_duplex``); ``math.inf``
+            for a link that costs its latency only.
+        latency_s: seconds from the moment at which both sides are ready until the first byte arrives. Link and sender
+            are free during this time.
+        full_duplex: True if the two directions do not take bandwidth from each other.
+        shared: True for one link for all ranks of a node (a network card, a loopback device, a PCIe root); False for
+            one per rank (NVLink, a card per device). A message inside a node passes a shared link once, which counts as
+            both out and in.
     """
 
     bytes_per_s: float
@@ -46,21 +48,22 @@ class LinkModel:
             raise UserError("link latency_s", self.latency_s, "0 or more")
 
     def node_rate(self, devices: int) -> float:
-        """Bytes per second in one direction of a node with so many devices."""
+        """Return the bytes per second in one direction of all links of a node with ``devices`` devices together."""
         return self.bytes_per_s * (1 if self.shared else devices)
 
     def busy_s(self, devices: int, sent: float, received: float) -> float:
-        """Seconds that so many bytes out and in keep the link of a node busy."""
+        """Return the seconds in which the links of a node carry ``sent`` and ``received`` bytes, without latency."""
         return (max(sent, received) if self.full_duplex else sent + received) / self.node_rate(devices)
 
 
 @dataclass(frozen=True)
 class CodingTimes:
-    """Seconds for an element of what travels coded without loss, of one core or device.
+    """Seconds of lossless coding for one element, on one core or device.
 
     Args:
-        count: of a weight, to see by how much it has changed.
-        change, gradient: to write the change of a weight, or a gradient; and to read it.
+        count: to determine by how much a weight has changed.
+        change: to write the change of a weight, and to read it.
+        gradient: to write a gradient, and to read it.
     """
 
     count: float = 0.0
@@ -70,13 +73,14 @@ class CodingTimes:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """The work of a micro-batch.
+    """Work of a micro-batch.
 
     Args:
-        tokens: in it.
-        pairs: the sum over its documents of the squared length, which attention grows with.
-        within: (window, pairs), where a token sees no more than a window.
-        lengths: different ones among its documents: the calls of a layer that takes documents in turn.
+        tokens: number of tokens.
+        pairs: sum of the squared lengths of its documents; attention grows with it.
+        within: pairs of a window and the value of ``pairs`` where a token sees no more than that window.
+        lengths: number of distinct lengths of its documents; a layer that takes documents in turn makes one call for
+            each.
     """
 
     tokens: float = 1.0
@@ -85,17 +89,20 @@ class MicroBatchSize:
     lengths: int = 1
 
     def times(self, factor: float) -> MicroBatchSize:
-        """So many times as much of the same documents."""
+        """Return the size of a micro-batch with ``factor`` times as many documents of the same lengths."""
         within = tuple((window, pairs * factor) for window, pairs in self.within)
         return replace(self, tokens=self.tokens * factor, pairs=self.pairs * factor, within=within)
 
     def seen(self, window: int | None) -> MicroBatchSize:
-        """The same for a layer with this window."""
+        """Return the size for a layer with this window, which has fewer pairs; with None the size itself."""
         return replace(self, pairs=dict(self.within).get(window, self.pairs), within=()) if window else self
 
 
 def size_of(lengths: Sequence[int], windows: Iterable[int] = ()) -> MicroBatchSize:
-    """The size of a micro-batch with documents of these lengths, for layers with these windows.
+    """Return the size of a micro-batch with documents of these lengths.
+
+    Args:
+        windows: attention windows of the layers, for ``MicroBatchSize.within``.
 
     >>> size_of([3, 4])
     MicroBatchSize(tokens=7, pairs=25, within=(), lengths=2)
@@ -105,7 +112,7 @@ def size_of(lengths: Sequence[int], windows: Iterable[int] = ()) -> MicroBatchSi
 
 
 def mean_size(micro_batches: Sequence[Sequence[int]], windows: Iterable[int] = ()) -> MicroBatchSize:
-    """The mean size of micro-batches with documents of these lengths.
+    """Return the mean size of micro-batches, each given by the lengths of its documents.
 
     >>> mean_size([[3], [1, 1]])
     MicroBatchSize(tokens=2.5, pairs=5.5, within=(), lengths=1)
@@ -119,7 +126,7 @@ def mean_size(micro_batches: Sequence[Sequence[int]], windows: Iterable[int] = (
 
 
 def slice_of(begin: int, end: int, windows: Iterable[int] = ()) -> MicroBatchSize:
-    """The size of tokens ``begin`` to ``end`` of a document.
+    """Return the size of tokens ``begin`` to ``end`` of a document.
 
     >>> slice_of(3, 7)
     MicroBatchSize(tokens=4, pairs=40, within=(), lengths=1)
@@ -130,9 +137,9 @@ def slice_of(begin: int, end: int, windows: Iterable[int] = ()) -> MicroBatchSiz
 
 @dataclass(frozen=True)
 class Seconds:
-    """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``; nothing for none.
-    Where documents are taken ``in_turn`` the fixed part is that of each call.
-    """
+    """Seconds that grow with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``; 0 without tokens.
+
+    With ``in_turn`` the fixed part is taken for each call, of which there is one per distinct length."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -152,13 +159,13 @@ class BlockCost:
     """Seconds of one block on one micro-batch.
 
     Args:
-        forward: for the head of an evaluation, with the loss.
-        backward: with the recomputation; for the head the loss, its forward pass included.
-        attention: of ``forward``, what selective recomputation does not compute again.
-        window: tokens that a token sees at most; ``pairs`` are those within.
-        unpack_s: of its packed units, which are dequantised once for all micro-batches of a visit.
-        backward_weight: of ``backward``, the gradients of weights, where a pipeline computes them apart; None for half
-            of what is no recomputation.
+        forward: forward pass; for the head of an evaluation with the loss.
+        backward: backward pass with full recomputation; for the head the loss with its forward pass.
+        attention: part of ``forward`` that selective recomputation saves.
+        window: most tokens that a token attends to; ``pairs`` are counted within it.
+        unpack_s: dequantisation of its packed units, once for all micro-batches of a visit.
+        backward_weight: part of ``backward`` for gradients of weights, where a pipeline computes them separately; None
+            for half of ``backward`` without recomputation.
     """
 
     forward: Seconds = Seconds()
@@ -172,13 +179,13 @@ class BlockCost:
     def timed(
         cls, forward_s: float, backward_s: float, backward_weight_s: float | None = None, *, linear: float = 0.0
     ) -> BlockCost:
-        """A block of the lab's timed workload, on one micro-batch of the usual size.
+        """Return a block of the lab's timed workload, on one micro-batch of the usual size.
 
         Args:
-            linear: share that grows with the tokens; the rest grows with their pairs.
+            linear: share of the time that grows with the tokens; the rest grows with their pairs.
         """
 
-        # By pairs of tokens: ranks that compute a micro-batch together share them, and keys alone cost nothing.
+        # Time grows with pairs, so that context-parallel ranks share it, and keys alone cost nothing.
         def split(seconds: float) -> Seconds:
             return Seconds(0.0, linear * seconds, (1 - linear) * seconds)
 
@@ -186,7 +193,7 @@ class BlockCost:
         return cls(split(forward_s), split(backward_s), backward_weight=weight)
 
     def times(self, factor: float) -> BlockCost:
-        """The same on a device that takes so many times as long."""
+        """Return the cost with all seconds multiplied by ``factor``, for a slower or faster device."""
         return replace(
             self,
             forward=self.forward.times(factor),
@@ -199,32 +206,35 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Everything that the clock needs besides the schedule.
+    """Everything that the simulation needs besides the schedule.
 
     Args:
         blocks: one per block of the model, the embedding first and the head last.
         between, inside: links between nodes and inside a node.
-        between_of: links of single nodes that differ from ``between``. A transfer is bound by both its ends.
-        weight_bytes, gradient_bytes: of an element that travels.
-        update_s: of the optimizer, for one element at home; ``update_of`` of every unit, where they differ.
-        add_s: of one addition of a gradient element, where it arrives (ADD, and inside reductions).
-        action_s: added to every action: handing it to its lane, and what its call costs whatever it does.
-        sizes: of micro-batches, by their global index; ``size`` for all others.
+        between_of: links of single nodes that differ from ``between``. A transfer is limited by both its ends.
+        weight_bytes, gradient_bytes: bytes of an element that travels.
+        update_s: seconds of the optimizer for one element at home.
+        update_of: seconds of the optimizer for one element of every unit; empty if all are equal.
+        add_s: seconds of one addition of a gradient element, where it arrives (ADD, and inside reductions).
+        action_s: seconds added to every action, for issuing it and the fixed cost of its call.
+        size: size of all micro-batches that are not in ``sizes``.
+        sizes: sizes of micro-batches, by their global index.
         compute_factor: by rank, multiplies the seconds of its COMPUTE lane: 2.0 for a device that is half as fast.
         reduce_scatter: ``pairwise``, every rank sends every other its piece, as the runtime does on gloo; ``ring``, as
-            NCCL does. They move equal bytes where every member is on a node of its own; over a group with several
-            members on a node the ring moves fewer between the nodes.
-        host: between a device and its host's memory, or its disk if rows wait there; every rank has one.
-        homes: between a device and homes in its host's memory, while all devices of the node use it.
-        master_bytes, optimizer_states: see ``Widths``; for homes in the host's memory.
-        boundary_bytes: of a boundary activation, for every token.
-        kept_bytes, graph_bytes: of what selective recomputation, or none, keeps of a layer, for every token.
-        key_elements: of a layer's keys and values, for every token.
-        ranks: that compute a micro-batch together, see ``in_sets``.
-        shared: only those below this number; None for all.
-        kept: by micro-batch, blocks that compute nothing again because they keep it.
-        coding: of what travels coded without loss; change_bytes: of a weight that travels as it has changed.
-        summands: see ``StepSpec``; those of the step that is played by default, which may stand for a longer one.
+            NCCL does. Both move equal bytes if every member is on its own node. In a group with several members on a
+            node the ring moves fewer bytes between nodes.
+        host: link between a device and its host's memory, or its disk if rows are offloaded there; every rank has one.
+        homes: link between a device and homes in its host's memory, while all devices of the node use it.
+        master_bytes, optimizer_states: see ``Widths``; for homes in host memory.
+        boundary_bytes: bytes of a boundary activation per token.
+        kept_bytes, graph_bytes: bytes that a layer keeps per token, with selective recomputation and with none.
+        key_elements: elements of a layer's keys and values per token.
+        ranks: ranks that compute a micro-batch together, see ``in_sets``.
+        shared: micro-batches below this number are computed by several ranks; None for all.
+        kept: by micro-batch, the blocks that recompute nothing because they keep their activations.
+        coding: seconds of lossless coding.
+        change_bytes: bytes of a weight that is sent as its change.
+        summands: see ``StepSpec``; None for the value of the simulated step, which may be shorter than the real one.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -279,14 +289,16 @@ class CostModel:
         linear: float = 0.0,
         **settings: Any,
     ) -> CostModel:
-        """A model of ``layers`` equal layers, an embedding that takes no time, and a head.
+        """Return the costs of ``layers`` equal layers, an embedding that takes no time, and a head.
 
         Args:
-            forward_s: of a layer and micro-batch.
-            backward_s: both gradients and the recomputation.
-            head_s: of the loss and its gradients.
+            layers: number of layers.
+            forward_s: forward pass of a layer on a micro-batch.
+            backward_s: backward pass, with both gradients and the recomputation.
+            between, inside: links between nodes and inside a node.
+            head_s: loss and its gradients.
             linear: share of a layer's seconds that grows with the tokens; the rest grows with their pairs.
-            settings: other fields of the model.
+            settings: other fields of the cost model.
         """
         layer = BlockCost.timed(forward_s, backward_s, linear=linear)
         return cls((BlockCost(), *[layer] * layers, BlockCost.timed(0.0, head_s)), between, inside, **settings)
@@ -295,18 +307,23 @@ class CostModel:
         return self.between_of.get(node, self.between)
 
     def in_sets(self, ranks: int, shared: int | None = None) -> CostModel:
-        """The same for micro-batches of which every rank has a share, because so many compute one together: for those
-        below the number ``shared``, or all.
+        """Return a copy in which ``ranks`` ranks compute a micro-batch together, an equal share each.
+
+        Args:
+            ranks: ranks of a context-parallel group.
+            shared: only micro-batches below this number are split; None for all.
         """
         return replace(self, ranks=ranks, shared=shared)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Windows of its layers, ascending."""
+        """Attention windows of the layers, ascending."""
         return tuple(sorted({block.window for block in self.blocks if block.window}))
 
     def with_bins(self, bins: Bins) -> CostModel:
-        """The same for a dealt step: every micro-batch is as large as its bin."""
+        """Return a copy in which micro-batches have the sizes of the packed micro-batches in ``bins``.
+
+        Numbers of micro-batches are those of ``share_bins``."""
         sizes: dict[int, MicroBatchSize] = {}
         for rank, numbers in enumerate(share_bins(*bins.shape, bins.world_size, bins.ranks)):
             for number, row in zip(numbers, bins.of(rank), strict=True):
@@ -317,7 +334,7 @@ class CostModel:
         return replace(self, sizes=sizes)
 
     def without_overheads(self) -> CostModel:
-        """The same without latencies and what an action costs besides its work: for bounds."""
+        """Return a copy without latencies, additions, coding and fixed costs of actions, for lower bounds."""
         return replace(
             self,
             between=replace(self.between, latency_s=0.0),
@@ -333,7 +350,14 @@ class CostModel:
         return cost.forward.of(self._size(micro_batch, cost.window)) * self.compute_factor.get(rank, 1.0)
 
     def backward_s(self, rank: int, block: int, micro_batch: int, recompute: str = "full") -> float:
-        """Seconds of a backward pass that computes again what ``recompute`` says."""
+        """Return the seconds of a block's backward pass on a micro-batch, with its recomputation.
+
+        Args:
+            rank: the rank.
+            block: index of the block.
+            micro_batch: index of the micro-batch.
+            recompute: ``full``, ``selective`` or ``none``. Blocks in ``kept`` recompute nothing in any case.
+        """
         cost = self._block(block)
         size = self._size(micro_batch, cost.window)
         recompute = "none" if block in self.kept.get(micro_batch, ()) else recompute
@@ -341,22 +365,27 @@ class CostModel:
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
 
     def unpack_s(self, rank: int, block: int) -> float:
-        """Seconds of a visit in which a block's packed units are dequantised."""
+        """Return the seconds in which ``rank`` dequantises a block's packed units once, as for every visit."""
         return self._block(block).unpack_s * self.compute_factor.get(rank, 1.0)
 
     def keys_s(self, rank: int, block: int, micro_batch: int) -> float:
-        """Seconds of a layer's forward pass as far as its keys and values; what attention takes is no part of it."""
+        """Return the seconds in which a layer computes its keys and values in the forward pass, without attention."""
         cost = self._block(block).forward
         linear = replace(cost, per_pair=0.0).of(self._size(micro_batch))
         return KEYS_SHARE * linear * self.compute_factor.get(rank, 1.0)
 
     def keys_bytes(self, micro_batch: int, *, gradients: bool) -> float:
-        """Bytes of keys and values of all tokens of a micro-batch in a layer; their gradients are fp32 at least."""
+        """Return the bytes of a layer's keys and values for all tokens of a micro-batch, over all its ranks.
+
+        Args:
+            micro_batch: index of the micro-batch.
+            gradients: True for their gradients, which are at least fp32.
+        """
         width = max(4, self.weight_bytes) if gradients else self.weight_bytes
         return self.key_elements * width * self._size(micro_batch).tokens * self._ranks(micro_batch)
 
     def backward_weight_s(self, rank: int, block: int, micro_batch: int) -> float:
-        """Seconds of a backward pass for the gradients of weights, see ``BlockCost``."""
+        """Return the seconds of the part of a backward pass that computes gradients of weights (``BlockCost``)."""
         cost = self._block(block)
         if cost.backward_weight is not None:
             size = self._size(micro_batch, cost.window)
@@ -365,29 +394,30 @@ class CostModel:
         return max(0.0, self.backward_s(rank, block, micro_batch) - forward) / 2
 
     def boundary(self, micro_batch: int) -> float:
-        """Bytes of a boundary activation: a block's input, or its gradient."""
+        """Return the bytes of a boundary activation (a block's input, or its gradient) of a micro-batch on one rank."""
         return self.boundary_bytes * self._size(micro_batch).tokens
 
     def drawn(self, group: int) -> float:
-        """Bytes in which what was drawn for a group of a lap travels."""
+        """Return the bytes of the sampled tokens of one group of a decode step."""
         return ID_BYTES * self._size(group).tokens
 
     def waiting(self, action: Action) -> float:
-        """Bytes that an OFFLOAD or RELOAD moves."""
+        """Return the bytes of activations that an OFFLOAD or RELOAD moves between device and host."""
         used = (*action.reads, *action.writes)
         kind = next((buffer.kind for buffer in used if buffer.kind in OUTSIDE), Kind.OFFLOADED)
         each = {Kind.OFFLOADED_ATTENTION: self.kept_bytes, Kind.OFFLOADED_GRAPH: self.graph_bytes}
         return each.get(kind, self.boundary_bytes) * self._size(action.micro_batch).tokens
 
     def host_s(self, action: Action) -> float:
-        """Seconds in which it passes between a device and its host."""
+        """Return the seconds in which an OFFLOAD or RELOAD passes between a device and its host, latency included."""
         return self.host.latency_s + self.waiting(action) / self.host.bytes_per_s
 
     def streaming_s(self, action: Action, *, passes: int = 1) -> float:
-        """Seconds in which rows come and go by chunk while an action computes.
+        """Return the seconds in which an action moves offloaded chunks while it computes; 0 if it has none.
 
         Args:
-            passes: how often it reads its input.
+            action: the action.
+            passes: number of times that the action reads its input.
         """
         if not any(buffer.kind in OUTSIDE for buffer in (*action.reads, *action.writes)):
             return 0.0
@@ -404,11 +434,13 @@ class CostModel:
         return self.host.latency_s + self.host.busy_s(1, written * tokens, read * tokens)
 
     def streamed_update_bytes(self, elements: int, unit: int, *, lands: bool, copies: bool) -> tuple[float, float]:
-        """Bytes that the update of elements in the host's memory brings to the device, and that it takes back.
+        """Return (bytes to the device, bytes back to the host) that an update of homes in host memory moves.
 
         Args:
-            lands: the gradient comes from home; otherwise it is on the device.
-            copies: what travels is in the host's memory, too.
+            elements: elements that are updated.
+            unit: unit to which they belong.
+            lands: True if the gradient is in host memory; False if it is on the device.
+            copies: True if the copy that travels is in host memory, too.
         """
         states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
         copy = self.weight_bytes if copies and self.weight_bytes != self.master_bytes else 0
@@ -420,6 +452,11 @@ class CostModel:
         return each * elements * self.compute_factor.get(rank, 1.0)
 
     def _block(self, block: int) -> BlockCost:
+        """Return the cost of a block.
+
+        Raises:
+            UserError: the cost model has fewer blocks.
+        """
         if block >= len(self.blocks):
             raise UserError("costs.blocks", f"{len(self.blocks)} blocks", f"costs of block {block} as well")
         return self.blocks[block]
@@ -428,6 +465,6 @@ class CostModel:
         return self.ranks if self.shared is None or micro_batch < self.shared else 1
 
     def _size(self, micro_batch: int, window: int | None = None) -> MicroBatchSize:
-        """Of a rank's share, for a layer with this window."""
+        """Return the size of one rank's share of a micro-batch, for a layer with this window."""
         size, ranks = self.sizes.get(micro_batch, self.size).seen(window), self._ranks(micro_batch)
         return size if ranks == 1 else size.times(1 / ranks)

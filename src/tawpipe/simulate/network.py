@@ -1,8 +1,8 @@
-"""Transfers in flight share ports fairly: a fluid model.
+"""Bandwidth sharing between transfers in flight, as a fluid model.
 
-Every port gives equal bandwidth to the transfers that pass it; what one of them cannot use, because another port holds
-it back, goes to the others (max-min fairness, as long-lived TCP streams and switches approach it).
-"""
+Every port gives equal bandwidth to the transfers that pass it. Bandwidth that a transfer cannot use, because another
+port limits it, goes to the other transfers. This is max-min fairness, which long-lived TCP streams and switches
+approach."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tawpipe.simulate.transfers import Port
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """A transfer in flight.
+    """Transfer in flight.
 
     Args:
         ports: bytes that pass each port.
-        what: whose it is; the network does not look at it.
-        left: share of the bytes still to pass.
-        rate: share of the bytes per second.
-        since: time at which ``left`` was right.
-        version: counts changes of the rate; a predicted end with an older one is void.
+        what: object to which the transfer belongs; the network does not use it.
+        left: share of the bytes that have still to pass.
+        rate: share of the bytes that passes per second.
+        since: time at which ``left`` was valid.
+        version: number of changes of the rate. A predicted end with an older version is void.
     """
 
     ports: tuple[tuple[Port, float], ...]
@@ -41,10 +41,10 @@ class Flow:
 
 
 class Network:
-    """The flows in flight and their rates.
+    """Flows in flight and their rates.
 
     Args:
-        capacity: bytes per second of a port.
+        capacity: returns the bytes per second of a port.
     """
 
     def __init__(self, capacity: Callable[[Port], float]) -> None:
@@ -54,6 +54,7 @@ class Network:
         self._changed: dict[Port, None] = {}
 
     def add(self, flow: Flow) -> None:
+        """Add a flow. It has no rate until ``settle`` is called."""
         for port, _ in flow.ports:
             if port not in self._known:
                 self._known[port] = self._capacity(port)
@@ -61,13 +62,16 @@ class Network:
             self._changed[port] = None
 
     def remove(self, flow: Flow) -> None:
+        """Remove a flow. Others get its bandwidth when ``settle`` is called."""
         for port, _ in flow.ports:
             del self._on[port][flow]
             self._changed[port] = None
 
     def settle(self, now: float) -> list[tuple[float, Flow]]:
-        """Share bandwidth anew wherever flows came or went; returns the flows whose rate changed, with the time at
-        which they end.
+        """Recompute the rates of all flows that depend on flows added or removed since the last call.
+
+        Returns:
+            the flows whose rate changed, each with the time at which it will end.
         """
         if not self._changed:
             return []
@@ -82,7 +86,7 @@ class Network:
         return changed
 
     def _reached(self) -> Iterable[Flow]:
-        """All flows whose rates can depend on the changed ports."""
+        """Return all flows whose rates can depend on the changed ports."""
         ports, flows = list(self._changed), {}
         seen = set(ports)
         while ports:
@@ -96,10 +100,14 @@ class Network:
 
 
 def share(flows: Iterable[Flow], capacity: dict[Port, float]) -> list[tuple[Flow, float]]:
-    """Max-min fair rates (progressive filling; Bertsekas and Gallager, Data Networks, 6.5.2).
+    """Return max-min fair rates (progressive filling; Bertsekas and Gallager, Data Networks, 6.5.2).
 
-    All flows grow at one pace, measured in bytes per second on their most loaded port, until a port is full; those that
-    pass it stay as they are and the others go on growing.
+    The rates of all flows grow equally, measured in bytes per second on their most loaded port, until a port is full.
+    Flows that pass a full port keep their rate, and the others continue to grow.
+
+    Args:
+        flows: the flows that share the ports.
+        capacity: port -> bytes per second.
 
     Returns:
         every flow with the share of its bytes that passes per second.

@@ -1,4 +1,4 @@
-"""The result of a play: when everything started and ended, and what follows from it."""
+"""Timeline: result of a simulation, with the start and end of every action, and numbers that follow from them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.SIZE, Op.COUNT, Op.NORM)
 
 @dataclass(slots=True)
 class NodeBytes:
-    """Bytes of one node in one step.
+    """Bytes that one node moves in one step.
 
     Args:
-        sent, received: over its link to the other nodes.
-        inside: that moved between its ranks.
+        sent: bytes sent over its link to other nodes.
+        received: bytes received over its link.
+        inside: bytes moved between its ranks.
     """
 
     sent: float = 0.0
@@ -31,13 +32,14 @@ class NodeBytes:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action in time, seconds from the start of the play.
+    """Times of one action, in seconds from the start of the simulation.
 
     Args:
-        index: of the action in its rank's program.
-        start: it has its lane from here on.
-        begin: it is under way: everybody who takes part is there. (Of an exchange: its last part is.)
-        end: it is done. Its lane is free then, or before by the latency of the last message, see ``clock``.
+        index: index of the action in its rank's program.
+        start: time at which it gets its lane.
+        begin: time at which it begins, because every participant has arrived; for an exchange, that of its last part.
+        end: time at which it has finished. Its lane is free then, or earlier by the latency of the last message, see
+            ``clock``.
     """
 
     rank: int
@@ -51,12 +53,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Idle:
-    """Seconds in which COMPUTE had nothing to do, by what held up the action that it waited for.
+    """Seconds in which the COMPUTE lane was idle, by what delayed the action that it waited for.
 
     Args:
-        transfer_s: something was being transferred: exposed communication.
-        compute_s: another rank was computing.
-        other_s: additions, latency of the lanes, and whatever else.
+        transfer_s: waiting for transfers (exposed communication).
+        compute_s: waiting for another rank's computation.
+        other_s: waiting for additions, latency of the lanes, and anything else.
     """
 
     transfer_s: float = 0.0
@@ -69,11 +71,10 @@ class Idle:
 
 
 class Record:
-    """The times of all instances of actions, flat, and who made whom start.
+    """Times and causes of all instances of actions, in flat lists. An instance is an action in one step.
 
-    ``cause`` is the instance whose end let this one start, -1 at time zero; ``latest`` the instance of the member of a
-    transfer that came last.
-    """
+    ``cause`` contains the instance whose end let this one start, or -1 for a start at time zero. ``latest`` contains
+    the instance of the member of a transfer that arrived last."""
 
     def __init__(self, schedule: Schedule, steps: int) -> None:
         self.schedule, self.steps = schedule, steps
@@ -86,10 +87,11 @@ class Record:
         self.cause, self.latest = [-1] * self.total, list(range(self.total))
 
     def number(self, rank: int, step: int, index: int) -> int:
+        """Return the index in the lists of the instance of one action in one step."""
         return self.base[rank] + step * self.sizes[rank] + index
 
     def where(self, number: int) -> tuple[int, int, int]:
-        """(rank, step, index)."""
+        """Return (rank, step, index in the program) of the instance ``number``."""
         rank = bisect_right(self.base, number) - 1
         step, index = divmod(number - self.base[rank], self.sizes[rank])
         return rank, step, index
@@ -110,7 +112,7 @@ class Record:
 
 
 class Timeline:
-    """The result of ``play``. Times are seconds from its start, steps count from 0."""
+    """Result of ``play``. Times are seconds from its start; steps are counted from 0."""
 
     def __init__(
         self, schedule: Schedule, physical: Topology, record: Record, node_bytes: tuple[tuple[NodeBytes, ...], ...]
@@ -118,15 +120,16 @@ class Timeline:
         self.schedule, self.physical, self._record = schedule, physical, record
         self.steps = record.steps
         self.node_bytes = node_bytes
-        """[step][node]."""
+        """[step][node] bytes that each node moves."""
 
     def span(self, rank: int, step: int, index: int) -> Span:
+        """Return the times of one action in one step."""
         n, record = self._record.number(rank, step, index), self._record
         action = self.schedule.programs[rank][index]
         return Span(rank, step, index, action, record.start[n], record.begin[n], record.end[n])
 
     def spans(self, rank: int, *, lane: Lane | None = None, step: int | None = None) -> Iterator[Span]:
-        """The spans of one rank, in the order of its program; of one lane or step where asked."""
+        """Yield the spans of one rank in the order of its program, optionally of one lane or one step only."""
         for s in range(self.steps) if step is None else (step,):
             for index, action in enumerate(self.schedule.programs[rank]):
                 if lane is None or action.lane is lane:
@@ -136,7 +139,7 @@ class Timeline:
 
     @cached_property
     def step_ends(self) -> tuple[float, ...]:
-        """When the last action of every step ended, over all ranks."""
+        """Time at which the last action of every step ended, over all ranks."""
         record, ends = self._record, []
         for step in range(self.steps):
             cuts = ((record.number(r, step, 0), size) for r, size in enumerate(record.sizes) if size)
@@ -145,30 +148,37 @@ class Timeline:
 
     @property
     def step_times(self) -> tuple[float, ...]:
-        """Seconds from the end of the step before, the first one from zero; it includes the filling of the pipeline."""
+        """Seconds of every step, each from the end of the step before.
+
+        The first starts at 0 and includes filling the pipeline."""
         return tuple(b - a for a, b in zip((0.0, *self.step_ends), self.step_ends, strict=False))
 
     @property
     def steady_step(self) -> int:
-        """The step that stands for all: with a step before it and a step after it where there are enough."""
+        """Index of the step that represents training: the last but one if there are at least three, else the last."""
         return max(0, self.steps - 2) if self.steps > 2 else self.steps - 1
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step in the middle of training, where each begins while the one before it drains."""
+        """Seconds of a step in the middle of training, where each step begins while the one before it drains."""
         return self.step_times[self.steady_step]
 
     @property
     def makespan(self) -> float:
-        """Seconds from zero to the last end; of a single step, its time if nothing is under way before and after it."""
+        """Seconds from 0 to the last end; for a single step its time if nothing runs before and after it."""
         return self.step_ends[-1]
 
-    # what held COMPUTE up
+    # what delayed COMPUTE
 
     def idle(self, rank: int, step: int | None = None) -> Idle:
-        """Idle time of COMPUTE before the actions of one step, with its cause.
+        """Return the seconds for which the COMPUTE lane of ``rank`` is idle in one step, by cause.
 
-        Each gap is followed back along what let its last action start, from rank to rank, as far as the gap reaches.
+        This is the time before the actions of the step. Each gap is traced back through the actions that let its last
+        action start, across ranks, to the beginning of the gap.
+
+        Args:
+            rank: the rank.
+            step: index of the step; by default ``steady_step``.
         """
         step = self.steady_step if step is None else step
         record, free, seconds = self._record, 0.0, [0.0, 0.0, 0.0]
@@ -183,6 +193,10 @@ class Timeline:
         return Idle(*seconds)
 
     def _attribute(self, number: int, since: float, seconds: list[float]) -> None:
+        """Find the causes of the idle time before an instance, and add their seconds to ``seconds``.
+
+        The idle time is from ``since`` to the start of the instance. ``seconds`` has one entry per cause: transfer,
+        compute, other."""
         record, now = self._record, self._record.start[number]
         while now > since and record.cause[number] >= 0:
             number = record.cause[number]
@@ -195,14 +209,12 @@ class Timeline:
 
     @property
     def exposed_communication_s(self) -> float:
-        """Idle COMPUTE behind a transfer in the steady step, the mean over the ranks."""
+        """Seconds per step in which COMPUTE waits for transfers, in the steady step, averaged over ranks."""
         ranks = self.schedule.played
         return sum(self.idle(rank).transfer_s for rank in ranks) / len(ranks)
 
     @property
     def idle_s(self) -> float:
-        """All idle time of COMPUTE in the steady step, the mean over the ranks."""
+        """Seconds per step in which COMPUTE is idle, in the steady step, averaged over ranks."""
         ranks = self.schedule.played
         return sum(self.idle(rank).total_s for rank in ranks) / len(ranks)
-
-    # links

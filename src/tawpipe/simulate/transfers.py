@@ -1,9 +1,8 @@
-"""The load of a transfer: its messages, the ports that they pass, what they wait for.
+"""Loads of transfers: their messages, the ports that these pass, and their latencies.
 
-A collective is one fluid: all its messages advance together, each port carries the bytes of its messages, and the
-slowest port sets the pace. This is exact for rings and for equal links; the steps of a pairwise exchange, in which
-different ports are the slowest one after the other, come out a little short.
-"""
+A collective is one fluid. All its messages advance together, each port carries the bytes of its messages, and the
+slowest port sets the pace. This is exact for rings and for equal links. In a pairwise exchange different ports are the
+slowest in different steps; its time is slightly underestimated."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ from tawpipe.simulate.cost_model import CostModel, LinkModel
 from tawpipe.topology import Topology
 
 Port = tuple[str, int, str]
-"""(``between``, ``inside``, ``host`` or ``rows``, node or rank, direction): something that has a bandwidth; ``rows`` is
-the link to the host for offloaded rows, where it has another rate than for homes.
-"""
+"""Something with a bandwidth: (``between``, ``inside``, ``host`` or ``rows``; node or rank; direction). ``rows`` is the
+link to the host for offloaded rows, if its rate differs from that for homes."""
 
 PAIR = "pair"
-"""Instead of a group: the two sides of an exchange."""
+"""Name in place of a group for the two sides of an exchange."""
 
 Message = tuple[int, int, float]
-"""(sender, receiver, elements)."""
+"""Message as (sender, receiver, elements)."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,10 @@ class Load:
     Args:
         ports: bytes that pass each port; ports without a limit are left out.
         delay_s: latencies and additions, which occupy no port.
-        landing_s: latency of the last message, after its bytes: neither its sender nor a lane waits for it.
-        sent, received: bytes that leave and enter nodes.
+        sent, received: bytes that leave and enter nodes, by node.
         inside: bytes that stay in a node, by node.
-        least_s: what it takes, however fast the ports are.
+        least_s: least seconds of the transfer, whatever the rates of the ports.
+        landing_s: latency of the last message, after its bytes. Neither its sender nor its lane waits for it.
     """
 
     ports: tuple[tuple[Port, float], ...]
@@ -53,12 +51,14 @@ class Load:
 
 
 def ring(members: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Every member and the one after it."""
+    """Return the pairs (member, next member) of a ring; empty for one member."""
     return list(zip(members, members[1:] + members[:1], strict=True)) if len(members) > 1 else []
 
 
 def tree(members: tuple[int, ...], root: int) -> list[list[tuple[int, int]]]:
-    """The rounds of a binomial broadcast: in round k every rank that has the data sends it 2**k places on.
+    """Return the rounds of a binomial broadcast as lists of pairs (sender, receiver).
+
+    In round k every rank that has the data sends it to the rank 2**k places on.
 
     >>> tree((0, 1, 2), 1)
     [[(1, 2)], [(1, 0)]]
@@ -75,14 +75,19 @@ def tree(members: tuple[int, ...], root: int) -> list[list[tuple[int, int]]]:
 def messages(
     collective: str, members: tuple[int, ...], elements: float, *, root: int = -1, reduce_scatter: str = "pairwise"
 ) -> Iterator[Message]:
-    """All messages of a collective.
+    """Yield all messages of a collective as (sender, receiver, elements).
+
+    Messages from one rank to the next in a ring are added up to one.
 
     Args:
-        elements: of the whole, that is of an all-gather's result or of a reduction's input on one rank.
+        collective: ``all_gather``, ``reduce_scatter``, ``reduce``, ``all_reduce`` or ``broadcast``.
+        members: ranks of the group.
+        elements: elements of the whole: the result of an all-gather, or the input of a reduction on one rank.
+        root: root of a broadcast or reduce.
         reduce_scatter: ``pairwise`` or ``ring``, see ``CostModel``.
 
-    Sources: all-gather and all-reduce are rings in gloo and NCCL; reduce is in gloo a ring reduce-scatter whose pieces
-    are then gathered on the root; broadcast a binomial tree.
+    Sources: all-gather and all-reduce are rings in gloo and NCCL. Reduce is in gloo a ring reduce-scatter, whose pieces
+    are then gathered on the root. Broadcast is a binomial tree.
     """
     size = len(members)
     piece = elements / size
@@ -101,7 +106,7 @@ def messages(
 
 
 class Transfers:
-    """Makes the loads of one schedule's transfers on the nodes ``topology``; equal ones are made once."""
+    """Factory of the loads of a schedule's transfers on the nodes of ``topology``; equal loads are created once."""
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, topology: Topology) -> None:
         self.cost_model, self.topology, self.step = cost_model, topology, schedule.step
@@ -109,26 +114,36 @@ class Transfers:
         self._played = set(schedule.played)
         self._nodes_played = {topology.node_of(rank) for rank in self._played}
         self._folded = len(self._played) < topology.world_size
-        """True if some ranks stand for all (``plan.predict``)."""
+        """True if some ranks are simulated for all (``plan.predict``)."""
         self._alike = topology.local_size * len(self._nodes_played) // max(1, len(self._played)) if self._folded else 1
-        """Ranks of a node that do what a played one does."""
+        """Ranks of a node that each simulated rank represents."""
         self._elements = {rank: schedule.buffer_elements(rank) for rank in schedule.played}
         self._collectives: dict[tuple, Load] = {}
         self._parts: dict[tuple, Load] = {}
 
     def elements(self, rank: int, buffer: Buffer) -> int:
-        """Elements of a home stripe or of a pool's buffer."""
+        """Return the number of elements of a home buffer or pool buffer of ``rank``.
+
+        Raises:
+            ScheduleError: ``buffer`` belongs to no pool and no home of ``rank``.
+        """
         if buffer not in self._elements[rank]:
             raise ScheduleError(f"{buffer} is in no pool and no home of rank {rank}")
         return self._elements[rank][buffer]
 
     def collective(self, action: Action, members: tuple[int, ...], payer: int) -> Load:
-        """The load of a COLLECTIVE; ``payer`` is the rank whose ``action`` this is, and for a broadcast the root."""
+        """Return the load of a COLLECTIVE: all of its messages together.
+
+        Args:
+            action: the action of one member.
+            members: ranks of its group.
+            payer: rank whose ``action`` this is; for a broadcast the root.
+        """
         buffer = action.reads[0]
         if buffer.is_activation:
             return self._keys(action, members)
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
-        stays = action.refreshes and not self._model.units[action.unit].trainable  # since the first step
+        stays = action.refreshes and not self._model.units[action.unit].trainable  # sent in step one only
         how = "nothing" if stays else action.compression
         key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, how)
         if key not in self._collectives:
@@ -150,7 +165,7 @@ class Transfers:
         return self._collectives[key]
 
     def _keys(self, action: Action, members: tuple[int, ...]) -> Load:
-        """Keys and values, or their gradients, between the ranks that compute a row together."""
+        """Return the load of a collective of keys and values, or of their gradients; cached."""
         gathers = action.collective == "all_gather"
         amount = self.cost_model.keys_bytes(action.micro_batch, gradients=not gathers)
         key = ("keys", action.collective, members[0], amount)
@@ -161,8 +176,9 @@ class Transfers:
         return self._collectives[key]
 
     def _seen(self, load: Load, group: str) -> Load:
-        """The part of a load that the played nodes see; of groups with few ranks of a node, and of messages between two
-        ranks, they see all that pass their links at one time.
+        """Return the part of a load on the simulated nodes, scaled to all ranks that they represent.
+
+        Ports of nodes carry the transfers of all groups that run at the same time; ports of ranks carry their own only.
         """
         times = self._alike
         if group not in ("rail", PAIR):
@@ -180,15 +196,18 @@ class Transfers:
         return Load(ports, load.delay_s, sent, received, inside, load.least_s, load.landing_s)
 
     def _by_node(self, port: Port) -> bool:
-        """True if the port's owner is a node and not a rank."""
+        """Return True if the port belongs to a node, False if it belongs to a rank."""
         return (self.cost_model.between if port[0] == "between" else self.cost_model.inside).shared
 
     def hosted(self, rank: int, action: Action, least_s: float) -> Load | None:
-        """The load of an action that passes the link between a rank's device and its host, which lanes share where
-        homes are in the host's memory; None for others.
+        """Return the load of an action on the link between a rank's device and its host; None for other actions.
+
+        Only schedules with homes in host memory have such loads, because lanes then share the link.
 
         Args:
-            least_s: what its computing takes, while it passes.
+            rank: the rank.
+            action: the action.
+            least_s: seconds of the action's computation, which runs during the transfer.
         """
         costs, homes = self.cost_model, any(buffer.is_home for buffer in (*action.reads, *action.writes))
         if not self.step.homes_in_host or action.group:
@@ -215,19 +234,29 @@ class Transfers:
         return Load(limited, link.latency_s if up or down else 0.0, least_s=least_s)
 
     def norm(self, action: Action, members: tuple[int, ...], rank: int) -> Load:
-        """The load of SIZE, COUNT or NORM, a few numbers from each to each: latency; and first what SIZE counts."""
+        """Return the load of SIZE, COUNT or NORM, in which all members exchange a few numbers; cached.
+
+        It has no bytes: only the latency of these messages, and for SIZE the time to count changed weights."""
         key = (action.op, members[0])
         if key not in self._collectives:
             homes = action.reads[::2] if action.op is Op.SIZE else ()
             counted = sum(self.elements(rank, home) for home in homes if self._model.units[home.at[0]].trainable)
-            # All reach it together: one latency tells the senders that a message is awaited, one brings it.
+            # All members arrive together: one latency announces that a message is expected, one delivers it.
             furthest = max((self._latency(a, b) for a, b in ring(members)), default=0.0)
             self._collectives[key] = Load((), 2 * furthest + counted * self.cost_model.coding.count)
         return self._collectives[key]
 
     def _coded(self, load: Load, stripe: int, members: int, *, weights: bool) -> Load:
-        """The load with the time that coding takes: of a change before it travels and when it is there; of gradients
-        part by part, while others travel.
+        """Return ``load`` with the time for lossless coding added.
+
+        Changes of weights are coded before they are sent and decoded after they arrive. Gradients are coded part by
+        part while other parts are sent.
+
+        Args:
+            load: load without coding.
+            stripe: elements of one shard.
+            members: number of members.
+            weights: True for weights, False for gradients.
         """
         if weights:
             write, read = self.cost_model.coding.change
@@ -237,7 +266,7 @@ class Transfers:
         return replace(load, delay_s=load.delay_s + first, least_s=(members - 1) * stripe * each)
 
     def _width(self, compression: str, *, weights: bool) -> float:
-        """Bytes of an element that travels."""
+        """Return the bytes of an element that travels."""
         costs = self.cost_model
         if weights:
             return compressed_width(compression, costs.weight_bytes, costs.change_bytes)
@@ -245,7 +274,7 @@ class Transfers:
         return compressed_width(compression, costs.gradient_bytes, exact)
 
     def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
-        """The load of one part of an EXCHANGE."""
+        """Return the load of one transfer of an EXCHANGE from ``sender`` to ``receiver``; cached."""
         if transfer.buffer.is_activation:
             each = self.cost_model.drawn if transfer.buffer.kind is Kind.IDS else self.cost_model.boundary
             amount = each(transfer.buffer.at[0])
@@ -264,6 +293,7 @@ class Transfers:
         return self._parts[key]
 
     def capacity(self, port: Port) -> float:
+        """Return the bytes per second of a port."""
         kind, owner, _ = port
         if kind in ("host", "rows"):
             return (self.cost_model.homes if kind == "host" else self.cost_model.host).bytes_per_s
@@ -273,7 +303,9 @@ class Transfers:
         return self.cost_model.node_link(node).bytes_per_s
 
     def latency(self, collective: str, members: tuple[int, ...], root: int) -> float:
-        """Latency of the longest chain of messages, each of which starts when the one before it has arrived."""
+        """Return the seconds of latency of a collective: the sum along its longest chain of messages.
+
+        Each message of a chain starts when the one before it has arrived. The time of the bytes is not included."""
         if len(members) == 1:
             return 0.0
         hops = [self._latency(a, b) for a, b in ring(members)]
@@ -290,12 +322,21 @@ class Transfers:
         return around
 
     def _latency(self, sender: int, receiver: int) -> float:
+        """Return the latency in seconds of one message; between nodes the larger one of their links."""
         here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
         if here == there:
             return self.cost_model.inside.latency_s
         return max(self.cost_model.node_link(here).latency_s, self.cost_model.node_link(there).latency_s)
 
     def _load(self, moved: Iterator[Message], width: float, delay: float, landing: float = 0.0) -> Load:
+        """Add up messages, and return the bytes of each port and node as a ``Load``.
+
+        Args:
+            moved: messages as (sender, receiver, elements).
+            width: bytes of an element.
+            delay: seconds before the first byte, in which no port is busy.
+            landing: seconds from the last byte until it has arrived, for which neither sender nor lane waits.
+        """
         ports: dict[Port, float] = {}
         sent: dict[int, float] = {}
         received: dict[int, float] = {}
@@ -315,6 +356,7 @@ class Transfers:
         return Load(limited, delay, *counted, landing_s=landing)
 
     def _path(self, sender: int, receiver: int) -> tuple[Port, ...]:
+        """Return the ports that a message passes."""
         here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
         if here == there:
             link = self.cost_model.inside
@@ -330,4 +372,5 @@ class Transfers:
 
 
 def _end(kind: str, link: LinkModel, owner: int, direction: str) -> Port:
+    """Return the port of ``owner``; without full duplex both directions are one port."""
     return kind, owner, direction if link.full_duplex else "both"
