@@ -1,1 +1,1 @@
-"""Training as a user sees it: settings, the loop, checkpoints, metrics and what is printed."""
+"""Training runs: settings, preparation, the loop over steps, checkpoints, metrics and console output."""

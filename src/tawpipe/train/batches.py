@@ -1,4 +1,4 @@
-"""The batches of a run: rows of one length, or documents of uneven ones that are dealt by their time."""
+"""Batches of a run: rows of one length, or documents of uneven lengths that are assigned to ranks by computing time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tawpipe.train.settings.decided import BatchShape
 
 @dataclass(frozen=True)
 class Given:
-    """What a step is given.
+    """Input of one step.
 
     Args:
-        batch: this rank's part.
-        samples: of the data, over all ranks.
-        tokens: that all ranks compute, padding included.
+        batch: this rank's part of the batch.
+        samples: samples of the data in this step, over all ranks.
+        tokens: tokens that all ranks compute, including padding.
     """
 
     batch: LocalBatch
@@ -33,11 +33,12 @@ class Given:
 
 
 class Batches:
-    """Batches by where they begin in the data; made by a thread, ahead of the steps.
+    """Source of the batches of a run, for training and evaluation. A thread makes training batches ahead of the steps.
 
     Args:
-        model: its name, for refusals.
-        evaluated: batches of an evaluation.
+        shape: sizes of the batches.
+        model: name of the model, for error messages.
+        evaluated: number of batches in an evaluation.
     """
 
     def __init__(
@@ -49,20 +50,28 @@ class Batches:
         self._validation: list[tuple[list[int], Callable[[int], MicroBatch], Bins]] = []
 
     def train(self, samples: int, steps: int) -> Iterator[Given]:
-        """The next steps, when so many samples have been consumed."""
+        """Yield the batches of the next steps.
+
+        Args:
+            samples: number of samples that were consumed before.
+            steps: number of batches to yield.
+
+        Raises:
+            UserError: a document is too long.
+        """
         for _ in range(steps):
             if self.shape.dealt:
                 step = self.data.train.step(samples, self.shape.step_tokens)
                 given = self._of_documents(step.lengths, step.read, self._dealt(step.lengths))
             else:
                 given = self._of_rows(self.data.train, samples, self.shape.rows)
-            if self.data.report.streamed:  # what else there is was looked at before the run
+            if self.data.report.streamed:  # other data was checked before the run
                 self._check_longest(given.batch)
             yield given
             samples += given.samples
 
     def validation(self, source: PackedDataset) -> Iterator[LocalBatch]:
-        """The first batches of the held-out documents, always the same ones, none of them twice."""
+        """Yield the first batches of the held-out documents: the same batches every time, and no sample twice."""
         batches = self._evaluated
         if not self.shape.dealt:
             rows = min(self.shape.rows, len(source))
@@ -80,19 +89,24 @@ class Batches:
             yield self._of_documents(*documents, training=False).batch
 
     def evaluated(self, source: PackedDataset) -> int:
-        """Size of an evaluation: its rows, or under ``balanced`` the tokens that its batches have at most."""
+        """Return the size of an evaluation: its rows, or under ``balanced`` the most tokens that it may have."""
         return self._evaluated * self.shape.step_tokens if self.shape.dealt else self._evaluated_rows(source)
 
     def _evaluated_rows(self, source: PackedDataset) -> int:
+        """Return the number of rows in an evaluation, in full batches."""
         rows = min(self.shape.rows, len(source))
         return rows * max(1, min(self._evaluated, len(source) // rows))
 
     def close(self) -> None:
-        """End the worker that deals, if there is one."""
+        """Stop the worker that assigns documents to ranks, if there is one."""
         if self._dealer is not None:
             self._dealer.close()
 
     def _of_rows(self, source: RowSource, first: int, rows: int) -> Given:
+        """Return the batch of ``rows`` rows from sample ``first`` on.
+
+        Under packing ``none``, rows of similar length share a micro-batch, which is padded to its longest row.
+        """
         length, order = self.shape.row_tokens, range(rows)
         computed = rows * length
         if self.shape.packing == "none":
@@ -106,17 +120,28 @@ class Batches:
     def _of_documents(
         self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins, *, training: bool = True
     ) -> Given:
+        """Return the batch of documents that ``bins`` assigns to the ranks.
+
+        Args:
+            lengths: tokens of each document.
+            read: returns a document by its index.
+        """
         batch = self.pipeline.part_of_documents(lengths, read, bins, training=training)
         return Given(batch, len(lengths), sum(lengths))
 
     def _dealt(self, lengths: Sequence[int]) -> Bins:
+        """Assign documents of these lengths to packed micro-batches of the ranks.
+
+        Raises:
+            UserError: a document is too long.
+        """
         assert self._dealer is not None
         where = "" if self.data.report.streamed else self.data.report.longest[1]
         self.shape.check_longest(max(lengths), where)
         return self._dealer(lengths, self.pipeline.dealing)
 
     def _check_longest(self, batch: LocalBatch) -> None:
-        """Refuse documents for which the model has no positions."""
+        """Raise UserError if the model has too few positions for a document in ``batch``."""
         longest = max((length for part in batch.micro_batches for length in part.lengths), default=0)
         with self.shape.naming_documents():
             check_longest(self._model, self.pipeline.chain.config, self.shape.document_tokens, longest)

@@ -1,6 +1,4 @@
-"""The disk before the first step: what checkpoints and the exported model will take, and a refusal if that is more than
-is free.
-"""
+"""Disk check before the first step: predict the size of checkpoints and exported model, and refuse a full disk."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """What a run will write into its output folder.
+    """Bytes that a run will write into its output folder.
 
     Args:
         state: bytes of a checkpoint.
-        states: checkpoints that come and are there at one time, at most.
-        model: bytes of the exported model; 0 without.
-        free: bytes on that disk.
+        states: largest number of new checkpoints that exist at one time.
+        model: bytes of the exported model; 0 without an export.
+        free: free bytes on the disk.
     """
 
     state: int
@@ -49,7 +47,7 @@ class DiskNeeds:
 
     @property
     def most(self) -> int:
-        """Bytes at the highest. When the model is written, no checkpoint is."""
+        """Largest number of bytes at any time. No checkpoint is being written while the model is exported."""
         return max(self.state * self.states, self.state * max(0, self.states - 1) + self.model)
 
     def __str__(self) -> str:
@@ -60,11 +58,14 @@ class DiskNeeds:
 
 
 def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: int, done: int) -> DiskNeeds:
-    """The needs of a run's output folder.
+    """Return the bytes that a run will write into its output folder, and the free bytes of the disk.
 
     Args:
+        config: settings of the run.
+        built: the model.
+        chain: the model as a chain of blocks.
         state: bytes of a checkpoint.
-        done: steps before this start.
+        done: number of steps done before this start; a run with no step left exports no model.
     """
     folder, form = config.output_path.absolute(), Form.of(config, built)
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -82,8 +83,14 @@ def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: i
 def state_bytes(
     config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype, optimizer: OptimizerFactory
 ) -> int:
-    """Bytes of a checkpoint: master weights and optimizer states of trained parameters, and frozen ones as they live,
-    where the checkpoint does not refer to a folder.
+    """Return the predicted bytes of a checkpoint.
+
+    It contains master weights and optimizer states of trained parameters. It contains frozen parameters in the form in
+    which they are held, unless it only refers to a model's folder.
+
+    Args:
+        computed: type in which the model computes.
+        optimizer: makes the optimizer of every unit.
     """
     master, states = master_dtype(computed), states_of(optimizer, chain.units)
     stored = torch.float32 if built.folder is None else stored_dtype(built.folder)
@@ -91,6 +98,7 @@ def state_bytes(
     matrices = matrices_of(chain.model)
 
     def of(unit: Unit) -> float:
+        """Return the bytes of ``unit`` in a checkpoint."""
         if unit.trainable:
             return unit.numel * master.itemsize * (1 + (states[unit.index] if isinstance(states, tuple) else states))
         if built.folder is not None and config.checkpoint.frozen == "reference":
@@ -103,11 +111,13 @@ def state_bytes(
 
 
 def checkpoints_at_most(config: TrainConfig, *, done: int, there: int) -> int:
-    """Checkpoints that come and stay at one time; an old one goes when the new one is complete.
+    """Return the largest number of new checkpoints that exist at one time.
+
+    An old checkpoint is deleted when the new one is complete.
 
     Args:
-        done: steps before this start.
-        there: checkpoints that there are.
+        done: number of steps done before this start.
+        there: number of checkpoints that exist already.
     """
     settings, left = config.checkpoint, config.steps - done
     every, evaluated = settings.every, config.evaluation.every if settings.best else 0
@@ -126,13 +136,14 @@ def checkpoints_at_most(config: TrainConfig, *, done: int, there: int) -> int:
 
 
 def check_disk(config: TrainConfig, needs: DiskNeeds, world: World) -> None:
-    """Refuse a run that its disk has no room for; call on all ranks, of which the first looks.
+    """Refuse a run whose disk is too full; call on all ranks, of which rank 0 looks at the disk.
 
     Raises:
-        UserError: there is less than it will write; on all ranks.
+        UserError: there is less space than the run needs; on all ranks.
     """
 
     def look() -> str:
+        """Raise UserError if the disk is too full."""
         if needs.most > needs.free:
             raise UserError(
                 "--output",

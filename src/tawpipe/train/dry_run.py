@@ -1,8 +1,8 @@
-"""``tawpipe train --dry-run``: what a run checks before its first step, and what would then happen.
+"""``tawpipe train --dry-run``: make the checks that a run makes before its first step, and print what would run.
 
-It looks with one process, or with those that torchrun has started, which then measure their links as the run does. The
-model stays on the meta device. Documents are tokenised into a temporary folder: all of them if they are few, else the
-first ones. ``run`` reads alike, and every check that both make is one function.
+The dry run uses one process, or the processes that torchrun has started, which then measure their links as the run
+does. The model stays on the meta device. Documents are tokenised into a temporary folder: all documents of small data,
+else the first ones. ``run`` has the same structure, and shares the functions of every check.
 """
 
 from __future__ import annotations
@@ -58,21 +58,22 @@ from tawpipe.train.settings.optimizers import group_rows
 from tawpipe.train.start import Documents, documents_of, refuse_other_form, refuse_other_run
 
 FEW_BYTES = 4 << 20
-"""Of files whose documents are all tokenised."""
+"""Size of data in bytes up to which all documents are tokenised."""
 FIRST_DOCUMENTS = 128
-"""Of larger ones, so many are."""
+"""Number of documents of larger data that are tokenised."""
 ASSUMED = "links: {rate:.3g} GB/s assumed; the run measures them with several processes and may choose another strategy"
 
 
 def dry_run(config: TrainConfig, shape: Shape | None) -> int:
-    """Look, say what would run, and return the exit code.
+    """Check a run, print what would run, and return the exit code.
 
     Args:
-        shape: of the processes that would be started here; None in processes that torchrun has started, all of which
-            call this.
+        config: settings of the run.
+        shape: processes that would be started on this machine; None in processes that torchrun has started, all of
+            which must call this.
 
     Raises:
-        UserError: what the run would be refused for.
+        UserError: the run would be refused.
     """
     if shape is None:
         world = connect(
@@ -80,7 +81,7 @@ def dry_run(config: TrainConfig, shape: Shape | None) -> int:
             device=config.device,
             timeout=timedelta(seconds=config.timeouts.first_step_s),
         )
-    else:  # as one process of them sees it
+    else:  # look as rank 0 of these processes
         nodes = Topology.grid(shape.nodes, shape.local_size)
         world = World(nodes, 0, pick_device(config.device, 0), None)
     console = Console(world.rank)
@@ -92,6 +93,11 @@ def dry_run(config: TrainConfig, shape: Shape | None) -> int:
 
 
 def _examine(config: TrainConfig, world: World, console: Console, cache: str) -> None:
+    """Take the steps of a run up to its pipeline, and print the table of what would run.
+
+    Args:
+        cache: temporary folder for tokenised documents.
+    """
     _ = faults_of(config, world.size)
     check_settings(config, world, console)
     model, start = RunModel(config), _checkpoint(config)
@@ -136,18 +142,20 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
 
 @contextmanager
 def _cache_of_its_own(world: World) -> Iterator[str]:
-    """The name of a folder for tokens, the same on all machines, which is gone afterwards."""
+    """Return a context with the name of a temporary folder for tokens, equal on all ranks; it is deleted afterwards."""
     folder = world.broadcast_text(str(Path(tempfile.gettempdir(), f"tawpipe-dry-run-{secrets.token_hex(6)}")))
     try:
         yield folder
-        world.wait_patiently()  # others may still read there
+        world.wait_patiently()  # other ranks may still read there
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _threads_of_one(world: World) -> Iterator[None]:
-    """As many threads for what is measured as one of the processes will have, which share the processors."""
+    """Return a context in which torch uses the number of CPU threads that one process of the run would use.
+
+    The processes of the run share the cores of this machine. No effect if these processes are running already."""
     before = torch.get_num_threads()
     if world.group is None and world.size > 1:
         torch.set_num_threads(max(1, processors() // world.size))
@@ -160,7 +168,13 @@ def _threads_of_one(world: World) -> Iterator[None]:
 def _some_documents(
     config: TrainConfig, model: RunModel, world: World, console: Console, earlier: RunState | None, *, cache: str
 ) -> Documents:
-    """The documents if they are few, else the first ones, as if they were streamed."""
+    """Read all documents of small data, or the first documents of larger data as if they were streamed.
+
+    Prints a line if only the first documents are read.
+
+    Returns:
+        the settings with their lengths settled, and the documents.
+    """
     files = [file for source in find_sets(config.data) for file in source.files]
     some = replace(config, cache_dir=cache)
     if any(file.format == "hub" for file in files) or sum(file.size for file in files) > FEW_BYTES:
@@ -174,8 +188,9 @@ def _some_documents(
 
 
 def _checkpoint(config: TrainConfig) -> ResumePoint:
-    """What the run would go on from, as its manifest says. The files beside it, which a run compares with their hashes
-    first, are not read.
+    """Return the checkpoint that the run would resume from, as its manifest describes it.
+
+    The files of the checkpoint are not read; a run compares them with their hashes first.
     """
     folder, without = state_to_resume(config.output_path, config.resume), ()
     if config.resume == "auto":
@@ -189,10 +204,10 @@ def _checkpoint(config: TrainConfig) -> ResumePoint:
 
 
 def _dealt(prepared: Prepared, step: StepSpec) -> Bins:
-    """The documents of the next step as they would be dealt.
+    """Return the assignment of the next step's documents to the ranks, under ``balanced``.
 
     Args:
-        step: any of the schedule.
+        step: any step of the schedule.
     """
     batch, plan = prepared.batch, prepared.plan
     whole = prepared.chain.why_not_chunks or prepared.chain.positions.first
@@ -206,7 +221,10 @@ def _dealt(prepared: Prepared, step: StepSpec) -> Bins:
 
 
 def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:
-    """Rows with the memory that is there, against what is needed."""
+    """Return console rows with the memory of each process and the share of it that the run takes.
+
+    Host memory has a row if the run needs any. Without ``needs`` only the memory of each process is shown. Call on all
+    ranks."""
     machine = machine_unprobed(world)
     there = machine.most_memory - (needs.absent if needs else 0)
     if needs is None or not there:

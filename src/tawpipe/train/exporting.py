@@ -1,7 +1,7 @@
-"""A run's model as a folder: how its settings want it, and once more from a checkpoint, on one process.
+"""Export of a run's model as a folder: its form by the settings, and an export from a checkpoint on one process.
 
-What that needs besides the checkpoint lies in the run's folder: its settings, and the tokenizer, which may have been
-trained for it.
+The run's folder contains what an export needs besides the checkpoint: the settings, and the tokenizer, which may have
+been trained for this run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tawpipe.train.settings.checks import check_format, refuse_replacing
 from tawpipe.train.settings.config import SETTINGS, TrainConfig, load_config
 
 TOKENIZER = "tokenizer"
-"""The folder with the tokenizer in a run's output folder."""
+"""Folder of the tokenizer, in a run's output folder."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of an exported model; see ``ExportConfig``."""
+    """Form of an exported model; see ``ExportConfig``."""
 
     dtype: torch.dtype
     format: str
@@ -49,12 +49,27 @@ class Form:
     max_shard_bytes: int
 
     def carry(self, chain: Chain, base: Path | None, tokenizer: Any, ends: Sequence[int]) -> Carried:
-        """Capture what the folder takes over from that of the base; see ``export.carry``."""
+        """Read the files that the exported model takes over from the base model's folder; see ``export.carry``.
+
+        Args:
+            chain: the model.
+            base: folder of the base model; None without one.
+            tokenizer: tokenizer of the run.
+            ends: token ids that end a learned answer.
+        """
         form: dict[str, Any] = {"dtype": self.dtype, "format": self.format, "merge": self.merge}
         return carry(chain, base, **form, tokenizer=tokenizer, ends=ends)
 
     def words(self, chain: Chain, base: Path | None, ends: Sequence[int]) -> str:
-        """Line about matrices in few bits, or about stops that an adapter's base has not, else ``""``."""
+        """Return a line for the console about the export, else ``""``.
+
+        The line is about matrices in few bits, or about stop tokens that the base of an adapter does not name.
+
+        Args:
+            chain: the model.
+            base: folder of the base model; None without one.
+            ends: token ids that end a learned answer.
+        """
         adapter = is_adapter_alone(chain, self.merge)
         if few_bits := few_bits_of(chain, self.format, self.dtype, adapter=adapter):
             return f"export: {few_bits.words}"
@@ -65,6 +80,7 @@ class Form:
 
     @classmethod
     def of(cls, config: TrainConfig, built: BuiltModel) -> Form:
+        """Return the form that ``config`` asks for; the type ``auto`` is settled from the model."""
         named, merge = config.export.dtype, config.export.merge
         dtype = built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named]
         return cls(dtype, config.export.format, merge, config.export.max_shard_mib * 2**20)
@@ -73,19 +89,22 @@ class Form:
 def export_again(
     run: Path, *, step: int | None, merge: bool, folder: Path | None, format: str | None = None, model: str = ""
 ) -> tuple[Path, str]:
-    """Export the model of a run from one of its checkpoints; the folder, and from what.
+    """Export the model of a run from one of its checkpoints.
 
     Args:
-        run: its output folder.
-        step: the checkpoint after this one; None for the best one where the run keeps that, else the newest.
-        merge: with the adapter in the weights, whatever the run's settings say.
-        format: as ``ExportConfig`` has it; None as the run's settings say.
-        folder: to be made or replaced; ``model`` in the run's folder by default.
-        model: where the model is that the run started from; empty for the place that its settings name.
+        run: output folder of the run.
+        step: export the checkpoint after this step; None for the best one if the run keeps it, else the newest.
+        merge: True to merge the adapter into the weights, whatever the settings of the run say.
+        format: see ``ExportConfig.format``; None for the run's setting.
+        folder: folder to make or replace; None for ``model`` in the run's folder.
+        model: place of the model that the run started from; empty for the place in the run's settings.
+
+    Returns:
+        the folder, and words about the checkpoint that was exported.
 
     Raises:
-        UserError: no run with checkpoints, no such step, or a model that is not there any more.
-        RunError: it could not be written.
+        UserError: there is no run with checkpoints or no such step, or the base model no longer exists.
+        RunError: the model could not be written.
     """
     folder = folder or run / "model"
     if not _is_replaceable(folder):
@@ -93,7 +112,7 @@ def export_again(
     if not (run / SETTINGS).is_file():
         raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
     ours = os.access(run, os.W_OK)
-    with running_in(run, setting="RUN") if ours else nullcontext():  # a run that goes on removes its old checkpoints
+    with running_in(run, setting="RUN") if ours else nullcontext():  # a running run deletes its old checkpoints
         try:
             chosen = _checkpoint(run, step)
             newer = () if step is not None else passed_over(run / "checkpoints", step_of(chosen))
@@ -108,6 +127,7 @@ def export_again(
 def _exported(
     run: Path, checkpoint: Path, *, merge: bool, format: str | None, folder: Path, model: str
 ) -> tuple[Path, str]:
+    """Export one checkpoint into ``folder``, and return the folder and words about the checkpoint."""
     manifest = read_manifest(checkpoint)
     state = RunState.of(manifest, str(checkpoint))
     moved = ["--model", model] if model else []
@@ -121,7 +141,7 @@ def _exported(
     if config.export.merge and not config.lora.active:
         raise UserError("--merge", True, "ignored: this run has no adapter to merge")
     if (commit := state.settled.get("commit")) and "@" not in config.model and not Path(config.model).is_dir():
-        config = replace(config, model=f"{config.model}@{commit}")  # a branch of the Hub may have moved
+        config = replace(config, model=f"{config.model}@{commit}")  # a branch of the Hub may now be at another commit
     with naming_frozen(checkpoint):
         of_run = RunModel(config)
     tokenizer = _tokenizer(run, config, of_run)
@@ -146,7 +166,7 @@ def _exported(
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """True if nothing is lost with a folder but a model that was exported."""
+    """Return True if ``folder`` does not exist, is empty, or contains only an exported model that may be replaced."""
     if not folder.exists():
         return bool(folder.name) and folder.name != ".."
     if not folder.is_dir() or folder.resolve() == Path.cwd() or (folder / SETTINGS).exists():
@@ -156,6 +176,15 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
+    """Return the folder of the checkpoint to export.
+
+    Args:
+        run: output folder of the run.
+        step: step of the checkpoint; None for the best one if the run keeps it, else the newest.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
     if not (states := {step_of(path): path for path in complete_states(run / "checkpoints")}):
         raise UserError("RUN", str(run), "a run with a complete checkpoint under checkpoints/")
     if step is not None:
@@ -163,7 +192,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
             raise UserError("--step", step, f"one of {', '.join(map(str, states))}, which have checkpoints in {run}")
         return states[step]
     newest = states[max(states)]
-    with suppress(UserError, KeyError):  # what is damaged is refused later, by what reads it
+    with suppress(UserError, KeyError):  # a damaged file is refused later, by the code that needs it
         config = load_config(["--config", str(run / SETTINGS)])
         best = RunState.of(read_manifest(newest), str(newest)).best
         if config.checkpoint.best and best:
@@ -172,6 +201,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 
 
 def _tokenizer(run: Path, config: TrainConfig, model: RunModel) -> Any:
+    """Load the tokenizer from the run's folder, or else the one that the settings or the model name."""
     if any((run / TOKENIZER / name).exists() for name in TOKENIZER_FILES):
         return load_tokenizer(str(run / TOKENIZER), "RUN")
     if name := config.tokenizer or (None if model.folder is None else str(model.folder)):

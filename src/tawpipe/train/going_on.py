@@ -1,4 +1,7 @@
-"""What a run that ended too soon has left, and how to go on with it. Without torch: a launcher says it, too."""
+"""Words for a run that ended early: what is saved, and the command that resumes it.
+
+This module does not import torch, because a launcher uses it, too.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,14 @@ from tawpipe.train.settings.config import SETTINGS, TrainConfig
 
 
 def how_to_go_on(config: TrainConfig, *, by_torchrun: bool) -> str:
-    """The newest checkpoint of a run, and the command that goes on from it.
+    """Return a sentence with the newest checkpoint of a run and the command that resumes the run.
+
+    Without a checkpoint, the sentence gives the command that starts anew.
 
     Args:
-        by_torchrun: whether torchrun started the run, whose own words nobody here knows.
+        config: settings of the run.
+        by_torchrun: True if torchrun started the run. Its command line is not known here, so that the sentence only
+            says to add ``--resume auto``.
     """
     settings = config.output_path / SETTINGS
     if by_torchrun or not settings.exists():
@@ -26,5 +33,5 @@ def how_to_go_on(config: TrainConfig, *, by_torchrun: bool) -> str:
 
 
 def how_this_process_goes_on(config: TrainConfig) -> str:
-    """The same in a process of the run."""
+    """Return ``how_to_go_on`` for the run that this process belongs to."""
     return how_to_go_on(config, by_torchrun=not started_by_local_launcher())

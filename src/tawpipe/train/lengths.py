@@ -1,7 +1,8 @@
-"""The tokens of a row and of a step under ``--sequence-length auto``: by the model, the documents and the memory.
+"""Tokens of a row and of a step under ``--sequence-length auto``: from the model, the documents and the memory.
 
-A model with weights gets rows as long as its longest document. Its steps keep the tokens that they had in rows of 512.
-What was decided is part of the run's state, so that a resumed run does the same, whatever memory is there then.
+A model with weights gets rows as long as its longest document. Its steps keep the number of tokens that they would have
+in rows of 512. The chosen lengths are part of the run's state, so that a resumed run uses them again, whatever memory
+is free then.
 """
 
 from __future__ import annotations
@@ -31,22 +32,24 @@ from tawpipe.train.settings.decided import BatchShape
 from tawpipe.train.settings.optimizers import factory_of
 
 LENGTHS = ("sequence_length", "global_batch", "tokens_per_step")
-"""Settings that a run may choose by the lengths of its documents."""
+"""Settings that a run may choose from the lengths of its documents."""
 SECONDS = 8.0
-"""Seconds of computing after which lengths are left to the check before the first step."""
+"""Seconds of computing after which the search for a length ends, and only the check before the first step counts."""
 POSITIONS, MEMORY = "the model's positions", "the memory"
 
 
 def settled_lengths(config: TrainConfig) -> dict[str, Any]:
-    """Return the lengths of a run, for its checkpoints."""
+    """Return the values of the settings in ``LENGTHS``, by name, to be saved in checkpoints."""
     return {name: getattr(config, name) for name in LENGTHS}
 
 
 def lengths_before_data(config: TrainConfig, earlier: RunState | None, *, pretrained: bool) -> TrainConfig:
-    """Settle lengths that do not follow from the documents: those of random weights and of a resumed run.
+    """Settle lengths that do not depend on the documents: lengths for random weights and of a resumed run.
 
     Args:
-        earlier: the state that the run resumes from. Without lengths it is of a version that had rows of 512.
+        earlier: state that the run resumes from; None for a new run. A state without lengths was saved by a version
+            that had rows of 512 tokens.
+        pretrained: True if the model has weights.
     """
     had = earlier.settled if earlier is not None else {}
     changes: dict[str, Any] = {}
@@ -61,7 +64,15 @@ def lengths_before_data(config: TrainConfig, earlier: RunState | None, *, pretra
 
 
 def with_length(config: TrainConfig, length: int, packing: str, world_size: int) -> TrainConfig:
-    """Settle rows of ``length`` tokens, and steps that hold a document for every process or group that shares a row."""
+    """Settle open lengths: rows of ``length`` tokens, and steps that have at least one row for every process.
+
+    Returns ``config`` unchanged if ``sequence_length`` is not open. Processes that compute a row together count as one.
+
+    Args:
+        length: tokens of a row.
+        packing: how documents are packed into rows; ``balanced`` also sets ``tokens_per_step``.
+        world_size: number of processes.
+    """
     if not isinstance(config.sequence_length, Open):
         return config
     config = replace(config, sequence_length=length)
@@ -75,7 +86,7 @@ def with_length(config: TrainConfig, length: int, packing: str, world_size: int)
 
 
 def limits_of(config: TrainConfig, model: RunModel) -> LengthLimits:
-    """Return the limits of documents that are known before any is read."""
+    """Return the limits on the length of a document that are known before any document is read."""
     limits = [(longest_allowed(model.followed(None)[1].config), POSITIONS)]
     if config.tokens_per_step is not None:
         limits.append((config.tokens_per_step, STEP))
@@ -88,9 +99,13 @@ def limits_of(config: TrainConfig, model: RunModel) -> LengthLimits:
 def length_in_memory(config: TrainConfig, model: RunModel, world: World, length: int, packing: str) -> int:
     """Return ``length``, or the largest length below it that fits into memory; call on all ranks.
 
-    Memory is measured and not time, as in the check before the first step. Rows are of one document and fill the share
-    of memory that a plan may fill, so that the bound is lower than that of the check. Where no length fits, the check
-    says what would.
+    Memory is measured and time is not, as in the check before the first step. The measured rows have one document each
+    and may fill the share of memory that a plan may fill, so that this limit is lower than the limit of the check. If
+    no length fits, ``length`` is returned, and the check says what would fit.
+
+    Args:
+        length: tokens of a row.
+        packing: how documents are packed into rows.
     """
     if length <= min(USUAL_LENGTH, longest_allowed(model.followed(None)[1].config)):
         return length
@@ -98,9 +113,11 @@ def length_in_memory(config: TrainConfig, model: RunModel, world: World, length:
     end = time.thread_time() + SECONDS
 
     def is_late() -> bool:
+        """Return True after ``SECONDS`` of computing."""
         return time.thread_time() > end
 
     def shape(tokens: int) -> BatchShape:
+        """Return the batch sizes for rows of ``tokens`` tokens."""
         return BatchShape.of(with_length(config, tokens, packing, world.size), packing, world.size)
 
     batch = shape(length)
@@ -118,6 +135,10 @@ def length_in_memory(config: TrainConfig, model: RunModel, world: World, length:
     request, _ = planning.ask(machine_unprobed(world), timed=False)
 
     def fits(tokens: int) -> bool:
+        """Return True if rows of ``tokens`` tokens fit into memory, by the measured sizes of blocks.
+
+        Also True if the blocks could not be measured, if time is up under ``plan=auto``, or if a setting is refused
+        later."""
         if request is None:
             return True
         of_length = request.with_length(shape(tokens).row_tokens)
@@ -125,7 +146,7 @@ def length_in_memory(config: TrainConfig, model: RunModel, world: World, length:
             return some_fit(of_length, is_late) or is_late()
         try:
             return holds(of_length, of_length.step(config.schedule))
-        except UserError:  # it comes again, when the pipeline is made
+        except UserError:  # this error is raised again when the pipeline is made
             return True
 
     longest = length if fits(length) or not fits(SHORTEST) else longest_that(fits, SHORTEST, length)

@@ -1,9 +1,9 @@
-"""A run's hold on its output folder, so that no other run writes there at the same time.
+"""Lock on a run's output folder, so that no other run writes there at the same time.
 
-The file ``.running`` in the folder is locked (``flock``) by the process that looks after the run, and says who that is.
-The system lets go of the lock when the process has ended, however that was, also on another machine where the file
-system knows of locks there (NFS from version 4 on does). Where it knows of none at all, a file of this machine counts
-as long as its process is alive, and one of another machine until somebody removes it.
+The process that supervises the run locks the file ``.running`` in the folder (``flock``) and writes its host and
+process id into it. The operating system releases the lock when the process ends, for any reason. This also works across
+machines if the file system supports locks between them (NFS from version 4 on). On a file system without locks, a file
+of this machine counts as locked while its process is alive, and a file of another machine until a user removes it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ NAME = ".running"
 
 @contextmanager
 def running_in(folder: Path, *, patience_s: float = 0.0, setting: str = "--output") -> Iterator[None]:
-    """Hold a run's output folder.
+    """Return a context that holds the lock on a run's output folder.
+
+    The file ``.running`` is written on entry and removed on exit.
 
     Args:
-        folder: that there is.
+        folder: existing output folder.
         patience_s: seconds to wait for a process of the same run that is about to end.
-        setting: that names the folder.
+        setting: name of the setting for the folder, for the message.
 
     Raises:
-        UserError: another run is going on there; it says which.
+        UserError: another run holds the lock. The message names its host and process.
     """
     path, until = folder / NAME, time.monotonic() + patience_s
     while (file := _taken(path)) is None:
@@ -46,13 +48,13 @@ def running_in(folder: Path, *, patience_s: float = 0.0, setting: str = "--outpu
         os.pwrite(file, json.dumps(holder).encode(), 0)
         yield
     finally:
-        with suppress(OSError):  # while it is held, so that it is no other run's
+        with suppress(OSError):  # remove before closing: after that the file could be another run's
             path.unlink()
         os.close(file)
 
 
 def _taken(path: Path) -> int | None:
-    """The file, locked; None while another process has it."""
+    """Open and lock the file at ``path``, and return its descriptor; None while another process holds it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -60,17 +62,18 @@ def _taken(path: Path) -> int | None:
         except BlockingIOError:
             os.close(file)
             return None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             if (holder := _read(path)) and _alive(holder):
                 os.close(file)
                 return None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file
-        os.close(file)  # removed by the run before, after it was opened here
+        os.close(file)  # the earlier run removed it after this open: try again
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the content of the lock file; an empty dict if it cannot be read or is no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -79,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _alive(holder: dict[str, Any]) -> bool:
-    """Whether a process is there, as far as can be known from here."""
+    """Return False if the holder's process on this machine has ended; True if it is alive or on another machine."""
     if holder.get("host") != socket.gethostname():
         return True
     try:
@@ -92,7 +95,7 @@ def _alive(holder: dict[str, Any]) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """The holder, in words, and what to do if it is no more."""
+    """Return words about the run that holds the lock, and how to remove the lock if that run has ended."""
     holder = _read(path)
     if not holder:
         return "another run has just started there"

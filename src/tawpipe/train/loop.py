@@ -1,4 +1,4 @@
-"""The steps of a training run: batches, learning rate, numbers, evaluation, checkpoints.
+"""Loop over the steps of a training run: batches, learning rate, metrics, evaluation and checkpoints.
 
 Every process of the run makes a :class:`Training`; only rank 0 writes and prints.
 """
@@ -51,14 +51,14 @@ from tawpipe.train.step_limit import FollowedLimit
 from tawpipe.train.stopping import StopRequest
 
 SHARES = {"mfu": "MFU", "link_use": "link", "weights_sent": "weights sent", "gradients_sent": "gradients sent"}
-"""Values that are shares of what there is, and their names on the console."""
+"""Metrics that are shares, and their names on the console."""
 SETTLED = 20
-"""Steps after which it shows in how many bits changes of weights travel."""
+"""Steps after which link use is estimated anew, because the compression of weights is then known."""
 
 
 @dataclass
 class _Pending:
-    """A step whose numbers have not been read."""
+    """Step that was issued and whose numbers have not been read yet."""
 
     step: int
     result: StepResult
@@ -67,15 +67,15 @@ class _Pending:
 
 
 class Training:
-    """The loop over steps.
+    """Loop over the steps of a run.
 
     Args:
-        disk: for checkpoints.
-        memory: for copies in the memory of the nodes, if there are to be any.
-        tracking: is given the numbers that metrics.jsonl is given.
+        disk: store for checkpoints.
+        memory: store for copies in the memory of the nodes; None without.
+        tracking: receives the numbers that metrics.jsonl gets.
 
-    ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``stopped`` the signal
-    that ended the run early. What else came of it, ``evaluation``, ``saves`` and ``texts`` know.
+    ``first`` is the number of steps done before this start, ``last`` the number of steps done by now. ``stopped`` is
+    the signal that ended the run early, else None. Other results are in ``evaluation``, ``saves`` and ``texts``.
     """
 
     def __init__(
@@ -142,10 +142,15 @@ class Training:
         return self.stopped is not None and self.last < self.config.steps
 
     def run(self, stop: StopRequest) -> float:
-        """Run all steps that are left, or those until a stop is agreed on.
+        """Run the remaining steps, until the last one or until the ranks agree to stop.
+
+        Evaluates, saves and reports as the settings ask. Call on all ranks.
+
+        Args:
+            stop: request to stop, asked after every step.
 
         Returns:
-            the seconds that they took.
+            the seconds that this took.
         """
         config, pipeline = self.config, self.pipeline
         begin = self._last = time.perf_counter()
@@ -156,7 +161,7 @@ class Training:
             if config.evaluation.at_start and self.evaluation.due and not self.first:
                 self._evaluate_before()
             ahead = self._batches.train(self.samples, config.steps - self.first)
-            with Prefetcher(ahead, begin=partial(use_device, self.world.device)) as batches:  # it pins memory
+            with Prefetcher(ahead, begin=partial(use_device, self.world.device)) as batches:  # its thread pins memory
                 for step, batch in zip(range(self.first, config.steps), batches, strict=True):
                     if self.evaluation.exhausted:
                         break
@@ -171,7 +176,7 @@ class Training:
                 if self.saves.step != self.last and (self.stopped is not None or config.checkpoint.every):
                     self.saves.save(self.last)
             self.saves.finish()
-            # What follows, an export above all, is no step.
+            # An export and other work after the steps may take longer than a step.
             self._allow(config.timeouts.first_step_s)
             if self.last > self.first:
                 pipeline.drain()
@@ -186,12 +191,18 @@ class Training:
         return time.perf_counter() - begin
 
     def _step(self, step: int, given: Given) -> None:
+        """Issue one training step, and do what is due after it: report, evaluate, save and write samples.
+
+        Args:
+            step: number of steps done before this one.
+            given: batch of the step.
+        """
         config, pipeline = self.config, self.pipeline
         rate = factor(config.optimizer.schedule, step, span_of(config.optimizer, config.steps))
         recording = Recording(self.world.device, step + 1) if step + 1 == config.log.trace_step else None
         if recording is not None:
-            pipeline.drain()  # so that the picture shows one step and nothing else
-            self._report(keep=0, evaluate=False)  # whose time ends here
+            pipeline.drain()  # the recording shall show this step only
+            self._report(keep=0, evaluate=False)  # the earlier steps end here
         timed = recording or self._improving.recording(step + 1)
         result = pipeline.step(given.batch, rate=rate, recording=timed)
         if recording is not None:
@@ -203,9 +214,9 @@ class Training:
         last = step + 1 == config.steps
         evaluate = self.evaluation.due and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
-        write = self.texts.due(step + 1) and not last  # which the end of the run does
+        write = self.texts.due(step + 1) and not last  # at the end of the run the caller writes them
         copy = self.saves.memory is not None and _due(config.checkpoint.memory_every, step + 1, last=False)
-        # One step stays unread, so that the next one is issued before this one has ended.
+        # The numbers of one step stay unread, so that the next step is issued before this one has ended.
         soon = evaluate or save or copy or write or last or step == self.first
         self._report(keep=0 if soon else 1, evaluate=evaluate)
         self.console.notice(self._limit.follow())
@@ -220,16 +231,18 @@ class Training:
                     self.console.line(f"step {step + 1}: {sample}")
         best = config.checkpoint.best and self.evaluation.best.step == step + 1
         spent_s = self.saves.after(step + 1, save=save or best)
-        if not self._pending:  # else it was in the time of a step under way
+        if not self._pending:  # else the save overlapped with a step that is still running
             self._last += spent_s
 
     def _write_recording(self, recording: Recording) -> None:
-        """The files of all ranks; on all ranks. Those that a disk does not take are missing."""
+        """Write this rank's part of a step's recording under traces/ in the output folder; call on all ranks.
+
+        If a rank cannot write, a notice is printed and the run continues."""
         world, problem = self.world, ""
         try:
             folder = self.config.output_path / TRACES / f"step-{recording.step:08}"
             recording.write(folder, rank=world.rank, node=world.nodes.node_of(world.rank))
-        except Exception as error:  # what a picture is made from ends no run
+        except Exception as error:  # a recording that cannot be written must not end the run
             problem = f": {error}"
         failed = [rank for rank, number in enumerate(world.gather_numbers(bool(problem))) if number]
         if failed:
@@ -238,12 +251,20 @@ class Training:
             self.console.missed("recording", words)
 
     def _allow(self, least_s: float) -> None:
-        """Give everything up to a step this time from now on, or more if steps are known to take longer."""
+        """Set the time limit of a step, and of work before it, to ``least_s`` seconds, or more if steps take longer."""
         self.pipeline.set_timeout(timedelta(seconds=least_s))
         self.console.notice(self._limit.follow())
 
     def _report(self, *, keep: int, evaluate: bool) -> None:
-        """Read the numbers of finished steps; the newest gets the validation loss if it is to be measured."""
+        """Read the numbers of finished steps, and write them to metrics.jsonl, the trackers and the console.
+
+        Args:
+            keep: number of newest steps that stay unread.
+            evaluate: True to measure the validation loss with the newest step.
+
+        Raises:
+            RunError: a loss or gradient norm is not finite, and steps without an update are not allowed.
+        """
         while len(self._pending) > keep:
             done = self._pending.popleft()
             result = done.result
@@ -264,9 +285,9 @@ class Training:
             if result.tokens:
                 self._left_out *= skipped
 
-            # Its numbers. A device may have ended it, and the next one, by the time at which they are read.
+            # Use the time at which the step ended on the device, as its numbers may be read later.
             seconds, self._last = result.ended_s - self._last, result.ended_s
-            # Counts all tokens of the batch: masked ones are computed too.
+            # All tokens of the batch count, because masked ones are computed, too.
             per_second = done.given.tokens / seconds
             values: dict[str, Value] = {
                 "loss": result.loss,
@@ -289,7 +310,7 @@ class Training:
             coded["gradients_sent"] = self.pipeline.transport.gradients_sent
             values |= {name: share for name, sent in coded.items() if (share := sent.share()) is not None}
 
-            # How evenly it was dealt.
+            # Balance of the documents between ranks.
             bins, count = done.given.batch.bins, len(done.given.batch.micro_batches)
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
@@ -301,7 +322,7 @@ class Training:
                 if bins is not None:
                     values["compute_imbalance"] = imbalance
 
-            # Where all of it goes.
+            # Evaluate, then write and print.
             extra = [] if result.tokens else ["no token to learn: skipped"]
             if evaluate and not self._pending:
                 values |= self._evaluate(done.step)
@@ -326,10 +347,12 @@ class Training:
             )
 
     def _look_for_stragglers(self, step: int) -> float | None:
-        """Compare how long the ranks have computed since the last look, beside what they had to; on all ranks.
+        """Compare the computing time of the ranks since the last call, relative to their work, and report slow ranks.
+
+        Call on all ranks.
 
         Returns:
-            the longest time of a rank over their mean; None if none has computed.
+            the longest computing time of a rank over the mean of all ranks; None if none has computed.
         """
         now = self.pipeline.executor.compute_s
         seconds, work = (self.world.gather_numbers(mine) for mine in (now - self._computed_s, self._own_work))
@@ -343,9 +366,12 @@ class Training:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Do what is no step: the first time it may take long, and its time is not that of the next step."""
+        """Return a context for work between two steps, such as an evaluation.
+
+        The first such work may take as long as a first step. The time inside does not count for the next step.
+        """
         usual_s = self.pipeline.limit.least_s
-        if not self._evaluated:  # layers are compiled once more, and every block runs twice
+        if not self._evaluated:  # the first time, layers are compiled for evaluation, and every block runs twice
             self._allow(self.config.timeouts.first_step_s)
         yield
         if not self._evaluated:
@@ -354,7 +380,10 @@ class Training:
         self._last = time.perf_counter()
 
     def _evaluate(self, step: int) -> dict[str, Value]:
-        """Measure the model on what is held out, and say it as metrics.jsonl does."""
+        """Evaluate the model after ``step``, and return the values under their names in metrics.jsonl.
+
+        With ``checkpoint.best``, a step with the lowest loss so far is recorded in the store, so that its checkpoint is
+        kept."""
         with self._between_steps():
             values = self.evaluation.measure(step)
         if step and self.config.checkpoint.best and self.evaluation.best.step == step:
@@ -362,7 +391,7 @@ class Training:
         return values
 
     def _evaluate_before(self) -> None:
-        """Evaluate without a step before it; of a new run that is a row of its own."""
+        """Evaluate without a training step; in a new run, write the values as row 0 of metrics.jsonl."""
         values = self._evaluate(self.last)
         if self._writer is not None and not self.last:
             self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
@@ -373,13 +402,14 @@ class Training:
         """Write texts of the model after ``step`` to samples.jsonl and the trackers; call on all ranks.
 
         Returns:
-            the texts on rank 0; an empty list on others, and where they cannot be shown.
+            the texts on rank 0; an empty list on other ranks, and if the texts cannot be shown.
         """
         samples = self.texts.write(step)
         self.tracking.samples(step, [(sample.prompt, sample.text) for sample in samples])
         return samples
 
     def _state(self, step: int) -> RunState:
+        """Return the run's part of the state after ``step``, for a checkpoint."""
         return RunState(
             step=step,
             samples=self.samples,
@@ -406,7 +436,10 @@ class Training:
         )
 
     def _resumed_best(self, state: RunState | None, disk: Disk) -> Best:
-        """Best step of ``state``, as far as it holds for what is evaluated and exported now; call on all ranks."""
+        """Return the best step of ``state``, or none if its validation data or its checkpoint is not usable now.
+
+        Prints a line if the best step begins anew. Call on all ranks.
+        """
         best, line = resumed_best(state, self.evaluation.record)
         folder = disk.folder / step_name(best.step)
         needed = self.config.checkpoint.best and best.step
@@ -417,8 +450,12 @@ class Training:
         return best
 
     def _link_seconds(self, given: Given) -> float | None:
-        """Seconds for which the busiest link of a node carries the bytes of such a step at the rate that the plan has
-        measured; None where it has not, and on one node.
+        """Return the seconds that the busiest link of a node needs for the bytes of a step at the measured rate.
+
+        The bytes are predicted. The result is computed once for each form of batches and then kept.
+
+        Returns:
+            the seconds; None if no plan has measured a rate, on one node, and on ranks other than 0.
         """
         if self._machine is None or self.world.nodes.num_nodes == 1:
             return None
@@ -431,8 +468,13 @@ class Training:
         return self._link_s[shape]
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
-        """The MFU of all ranks where every one knows all documents; else of this rank, or of those that compute its
-        rows together, whose documents stand for those of all. None for models whose FLOPs are not known.
+        """Return the model FLOPs utilisation (MFU) of a step that took ``seconds``.
+
+        It covers all ranks if every rank knows all documents. Otherwise it covers the ranks that compute this rank's
+        rows.
+
+        Returns:
+            the MFU; None if the FLOPs of the model are not known.
         """
         batch = done.given.batch
         if batch.bins is not None:
@@ -445,4 +487,10 @@ class Training:
 
 
 def _due(every: int, step: int, *, last: bool) -> bool:
+    """Return True if work that is done after every ``every`` steps is due after ``step``.
+
+    Args:
+        every: 0 means never.
+        last: True if this is the last step, after which the work is always due.
+    """
     return every > 0 and (last or step % every == 0)

@@ -1,4 +1,7 @@
-"""Memory before the first step: what the run will hold, and a refusal with a way out if that is more than there is."""
+"""Memory check before the first step: predict what the run will hold, and refuse the run if that is too much.
+
+A refusal names settings that would fit.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +41,24 @@ if TYPE_CHECKING:
     from tawpipe.plan.machine.machine import Machine
 
 LOGITS = 8
-"""Bytes of a logit besides itself, while a token is drawn: in fp32, and its logarithm."""
+"""Bytes of further copies of a logit while a token is drawn: as fp32, and its logarithm."""
 
 
 SAVES_LITTLE = 0.97
-"""Share of the memory without a setting from which on that saves little."""
+"""Share of the memory without a setting above which the setting is said to save little."""
 
 
 @dataclass(frozen=True)
 class MemoryLoad:
-    """What a run holds in memory besides a typical step.
+    """Uses of memory in a run besides a typical step.
 
     Args:
-        saves: a checkpoint is written at some time, for which the state is copied.
-        goes_on_saving: steps follow a save, and so run while it is being written.
-        soon: lengths of the documents of steps to come, where they are dealt: in pipelines some steps hold much more
-            than the typical one.
-        copies: of the state that the memory of a node holds besides (checkpoint.memory_every).
-        texts: that the model is to write between steps, or after them.
+        saves: True if a checkpoint is written at some time, for which the state is copied.
+        goes_on_saving: True if training steps run while a checkpoint is being written.
+        soon: document lengths of the next steps under ``balanced``. In pipelines, some steps hold much more than the
+            typical step.
+        copies: further copies of the state of each process in the memory of a node (``checkpoint.memory_every``).
+        texts: sample texts that the model will write between or after steps; None for none.
     """
 
     saves: bool = True
@@ -66,12 +69,13 @@ class MemoryLoad:
 
 
 def measured_for(planning: Planning, request: PlanRequest | None, console: Console) -> PlanRequest | None:
-    """Measure what blocks take; return None, and say why, if that fails. Call on all ranks, before anything large is
-    there.
+    """Return the measured sizes of blocks for the schedule that will run; None, with a notice, if measuring fails.
+
+    Call on all ranks, before large tensors are made.
 
     Args:
-        planning: by the schedule that will run.
-        request: what was measured for a plan, if anything was, and is returned.
+        planning: inputs of a plan, with the schedule that will run.
+        request: measurements that were made for a plan, which are returned; None to measure now.
     """
     if request is not None:
         return request
@@ -82,12 +86,18 @@ def measured_for(planning: Planning, request: PlanRequest | None, console: Conso
 
 
 def _say(console: Console, line: str) -> None:
-    """Print a notice, or a warning if it is a fault to report."""
+    """Print a notice, or a warning if ``line`` asks the user to report a fault."""
     (console.warning if REPORT in line else console.notice)(line)
 
 
 def _machine_of(world: World, schedule: ScheduleSettings, request: PlanRequest | None = None) -> Machine:
-    """The machine with the memory that it has, and the files that a schedule needs as a plan has measured them."""
+    """Return the machine with the memory that is available now; call on all ranks.
+
+    Args:
+        world: all processes.
+        schedule: settings of the schedule; with ``offload_dir``, disk space and speed are part of the result.
+        request: measurements of a plan, whose values for the disk are used; None to measure the disk.
+    """
     machine = machine_unprobed(world)
     if request is not None:
         return replace(machine, files=request.machine.files, files_bytes=request.machine.files_bytes)
@@ -95,12 +105,14 @@ def _machine_of(world: World, schedule: ScheduleSettings, request: PlanRequest |
 
 
 def settled_recompute(world: World, schedule: ScheduleSettings, request: PlanRequest | None, earlier: str = "") -> str:
-    """Return ``none`` if the largest step fits into ``KEEPS`` of the free memory on every rank, else ``full``; or what
-    ``schedule`` says, if it is not open. Call on all ranks.
+    """Return the value of ``schedule.recompute``; if it is ``auto``, choose ``none`` or ``full``. Call on all ranks.
+
+    ``auto`` becomes ``none`` if the largest step fits into ``KEEPS`` of the free memory on every rank, else ``full``.
 
     Args:
-        request: what was measured; without it everything is computed again.
-        earlier: value in the run that is resumed, which stays if it fits; ``""`` for a new run.
+        request: measured sizes of blocks; None gives ``full``.
+        earlier: value in the resumed run. ``none`` stays if the step fits into all of the free memory, and ``full``
+            stays always. ``""`` for a new run.
     """
     if schedule.recompute != AUTO_RECOMPUTE:
         return schedule.recompute
@@ -119,38 +131,45 @@ def check_memory(
     others: Callable[[PlanRequest], WouldFit],
     console: Console,
 ) -> tuple[Needs | None, PlanRequest]:
-    """Predict what a process and a node's host will hold, with the request that says so; None if that fails. Call
-    on all ranks, before anything large is there.
+    """Predict the memory of a process and of a node, and refuse the run if there is not enough.
+
+    Call on all ranks, before large tensors are made.
 
     Args:
-        planning: by the schedule that will run.
-        measured: what ``measured_for`` gave.
-        others: finds what would fit in place of a request that does not.
+        planning: inputs of a plan, with the schedule that will run.
+        batch: sizes of the batches.
+        measured: result of ``measured_for``.
+        load: uses of memory besides a typical step.
+        others: finds settings that would fit in place of a request that does not.
+
+    Returns:
+        the predicted memory, and ``measured`` with the memory of libraries updated. The prediction is None if the
+        schedule cannot be made; the pipeline then raises the error.
 
     Raises:
-        UserError: it is more than there is; on all ranks. It says what would fit.
+        UserError: the run needs more memory than there is; on all ranks. The message says what would fit.
     """
     world, schedule = planning.world, planning.asked.settings
     machine = _machine_of(world, schedule, measured)
     try:
         needs = _largest_step(machine, measured, schedule, load.soon)
-    except UserError:  # it comes again, when the pipeline is made
+    except UserError:  # this error is raised again when the pipeline is made
         return None, measured
     if load.copies:
         machine = _beside(machine, measured, schedule, load.copies)
-    given_back = needs.parts["activations"] + needs.parts["working"]  # between steps
-    if not measured.has_host:  # no two processes have loaded and read as much
+    given_back = needs.parts["activations"] + needs.parts["working"]  # free again between steps
+    if not measured.has_host:  # use the largest value of all processes: each has loaded other libraries and data
         give_back(world.device)
-        loaded, _ = system_of(machine, world.device)  # a plan may have loaded the solver's libraries, 90 MiB
+        loaded, _ = system_of(machine, world.device)  # with the solver's libraries (90 MiB) if a plan has loaded them
         system = int(max(world.gather_numbers(float(max(loaded, measured.system_bytes)))))
         measured = replace(measured, system_bytes=system)
         saving = needs.parts["saving"] if load.saves else 0
-        if load.saves and not load.goes_on_saving:  # the last copy takes the place of what computing has given back
+        if load.saves and not load.goes_on_saving:  # the last copy uses memory that computing no longer needs
             saving, given_back = max(0, saving - given_back), max(0, given_back - saving)
         needs = replace(needs, parts=dict(needs.parts) | {"system": system, "saving": saving})
     console.notice(chunk_words(schedule, _all_of(machine, measured), needs))
     if _lacks(world, machine, measured, needs):
-        if not measured.profile.update_s:  # for memory alone
+        if not measured.profile.update_s:  # only memory was measured so far
             with_times, problem = planning.ask(probed(world))
             if problem:
                 _say(console, f"settings that fit are listed without measured times: {problem}")
@@ -168,7 +187,7 @@ def check_memory(
 def _largest_step(
     machine: Machine, request: PlanRequest, schedule: ScheduleSettings, soon: Sequence[tuple[int, ...]]
 ) -> Needs:
-    """Needs of the typical step, or of the step of ``soon`` that holds more."""
+    """Return the memory of the step that holds the most: the typical step, or one of ``soon`` in a pipeline."""
     others = soon if find(schedule.strategy).cuts_documents else ()
     steps = [request, *(replace(request, dealt=dealt) for dealt in others)]
     each = (memory_quickly(_all_of(machine, step), step.step(schedule)) for step in steps)
@@ -176,7 +195,12 @@ def _largest_step(
 
 
 def chunk_words(schedule: ScheduleSettings, request: PlanRequest, needs: Needs) -> str:
-    """Line about rows in chunks that need as much memory as whole ones, else ``""``."""
+    """Return a notice if rows in chunks need nearly as much memory as whole rows, else ``""``.
+
+    Args:
+        request: measured sizes of blocks.
+        needs: predicted memory with chunks.
+    """
     if not schedule.sequence_chunk:
         return ""
     with suppress(UserError):
@@ -200,7 +224,10 @@ def chunk_words(schedule: ScheduleSettings, request: PlanRequest, needs: Needs) 
 
 @contextmanager
 def naming_recompute(schedule: ScheduleSettings) -> Iterator[None]:
-    """Within it, an error for lack of memory says which setting needs less, if something is kept."""
+    """Return a context that adds a note to an out-of-memory error: ``recompute full`` needs less memory.
+
+    There is no note if everything is recomputed already.
+    """
     try:
         yield
     except Exception as error:
@@ -210,8 +237,10 @@ def naming_recompute(schedule: ScheduleSettings) -> Iterator[None]:
 
 
 def too_large(planning: Planning) -> str:
-    """A line for a run that nothing can save, as its state alone is more than all devices and hosts together have: what
-    would fit is found by measuring, which takes minutes where blocks are large. Empty if it is not. Call on all ranks.
+    """Return a warning if weights and optimizer state exceed the memory of all devices and hosts together, else ``""``.
+
+    Such a run cannot fit. The search for settings that would fit may take minutes, so that the user is warned before.
+    Call on all ranks.
     """
     world, chain, asked = planning.world, planning.chain, planning.asked
     machine, trainable = machine_unprobed(world), [unit for unit in chain.units if unit.trainable]
@@ -230,8 +259,15 @@ def too_large(planning: Planning) -> str:
 
 
 def texts_bytes(chain: Chain, texts: Wanted, request: PlanRequest, schedule: ScheduleSettings, ranks: int) -> int:
-    """What the process which has most of it takes for texts (``pipeline.generate``): weights of its stage, where its
-    home is not what computes; keys and values; a pass. Where every token takes an evaluation, nothing: a step has it.
+    """Return the bytes that generating sample texts takes on the process that needs the most.
+
+    The sum has the weights of its pipeline stage, if they are not used in place, keys and values, and one forward pass.
+    The result is 0 if there are no texts, or if every token takes one evaluation, whose memory a step has already.
+
+    Args:
+        texts: sample texts to write.
+        request: measured sizes of blocks.
+        ranks: number of processes.
     """
     if not texts.prompts or not texts.tokens or why_by_evaluation(chain, ranks):
         return 0
@@ -248,13 +284,14 @@ def texts_bytes(chain: Chain, texts: Wanted, request: PlanRequest, schedule: Sch
 
 
 def _lacks(world: World, machine: Machine, request: PlanRequest, needs: Needs) -> bool:
-    """True if some rank has not so much memory; on all ranks."""
+    """Return True if some rank has too little memory; call on all ranks."""
     return any(world.gather_numbers(float(bool(shortage(_all_of(machine, request), needs)))))
 
 
 def said_bytes(needs: Needs | None, device: torch.device) -> int:
-    """What was said of the memory that ``peak_memory_bytes`` measures in steps: on a GPU tensors alone; 0 if nothing
-    was, or only a limit.
+    """Return the predicted bytes to compare with ``peak_memory_bytes``, which on a GPU counts tensors only.
+
+    Returns 0 without a prediction, or if the prediction is only a limit (``keep_mib``).
     """
     if needs is None or "kept" in needs.parts:
         return 0
@@ -263,15 +300,16 @@ def said_bytes(needs: Needs | None, device: torch.device) -> int:
 
 
 def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:
-    """Refuse a run before its first step if what NCCL has taken leaves less of a GPU than the step takes. Call on all
-    ranks, when the groups and homes are there.
+    """Refuse a run before its first step if NCCL has left too little memory of a GPU for the step.
+
+    Call on all ranks, after process groups and homes are made.
 
     Args:
-        group_bytes: of every group, as measured when it was made.
-        needs: as predicted.
+        group_bytes: measured bytes of each process group.
+        needs: predicted memory; None to check nothing.
 
     Raises:
-        UserError: it does; on all ranks.
+        UserError: there is too little memory; on all ranks.
     """
     if needs is None or world.device.type != "cuda":
         return
@@ -288,8 +326,16 @@ def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None
 
 
 def room_to_keep(world: World, settings: ScheduleSettings, needs: Needs) -> int:
-    """MiB for ``keep_mib`` with documents of uneven lengths, where it was left open: what memory has left, on all
-    ranks; 0 for none. Steps differ, so that settings which fit every step leave much of it unused in most.
+    """Return the MiB of device memory in which layers may keep activations instead of recomputing them.
+
+    This is the default of ``keep_mib`` for documents of uneven lengths: the memory that the largest step leaves free on
+    the fullest rank. Most steps are smaller and leave more. Returns 0 if the user has set ``keep_mib``, or if it does
+    not work with the other settings. The result is equal on all ranks; call on all of them.
+
+    Args:
+        world: all processes.
+        settings: settings of the schedule.
+        needs: predicted memory of the largest step.
     """
     lasting = settings.recompute == "full" and not settings.sequence_chunk
     if settings.keep_mib is not None or not lasting or "keep_mib" in find(settings.strategy).refusals:
@@ -302,7 +348,7 @@ def room_to_keep(world: World, settings: ScheduleSettings, needs: Needs) -> int:
 
 
 def _beside(machine: Machine, request: PlanRequest, schedule: ScheduleSettings, copies: int) -> Machine:
-    """The machine without the memory that copies of the state take."""
+    """Return ``machine`` without the memory that ``copies`` copies of each process's state take."""
     each = copies * state_bytes(request, request.step(schedule))
     if request.has_host:
         left = machine.host_bytes - each * max(machine.nodes)
@@ -312,14 +358,16 @@ def _beside(machine: Machine, request: PlanRequest, schedule: ScheduleSettings, 
 
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
-    """The same request with all the memory that is there: a run that just fits is not refused."""
+    """Return ``request`` with all memory of ``machine``, not a share of it: a run that just fits is accepted."""
     there = replace(request.machine, host_bytes=machine.host_bytes, files_bytes=machine.files_bytes)
     return replace(request, memory_bytes=machine.most_memory, machine=replace(there, device_of=machine.device_of))
 
 
 def _for_bins(way: WayOut, batch: BatchShape) -> WayOut:
-    """Rows are bins under ``balanced``: shorter ones, of all processes that compute one, hold the longest document;
-    fewer ones are fewer tokens.
+    """Return ``way`` with changes of row settings replaced by changes of the settings that ``balanced`` uses.
+
+    Shorter rows become smaller packed micro-batches, and shorter documents if necessary. Fewer rows become fewer tokens
+    in a step.
     """
     changes: list[Change] = []
     for change in way.changes:
@@ -342,6 +390,15 @@ def _refuse(
     request: PlanRequest,
     others: Callable[[PlanRequest], WouldFit],
 ) -> str:
+    """Always raise UserError: the message has the memory that is lacking and settings that would fit.
+
+    Args:
+        schedule: settings of the schedule that does not fit.
+        batch: sizes of the batches.
+        machine: machine with its memory now.
+        request: measured sizes and times of blocks.
+        others: finds settings that would fit if no single change does.
+    """
     step, whole = request.step(schedule), _all_of(machine, request)
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process has too little"
     ways = list(remedies(request, step)) or list(others(request).ways())

@@ -1,4 +1,4 @@
-"""A run as a page: the plan, the curves and the recorded step, from what the run leaves in its folder."""
+"""HTML page of a run: plan, curves and recorded step, from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CURVES = (
     ),
     ("Memory", ("peak_memory_gib", "predicted_memory_gib"), "peak memory in GiB, rank 0"),
 )
-"""Title, names in metrics.jsonl, unit."""
+"""Title, names in metrics.jsonl and unit of each chart."""
 
 METRICS = "metrics.jsonl"
 SAMPLES_SHOWN = 50
-"""Texts on the page, the latest ones."""
+"""Number of texts on the page, the latest ones."""
 
 
 SAID = ("model", "data", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
-"""Settings of config.yaml on the page of a run that is looked at from outside."""
+"""Settings of config.yaml that ``run_page`` shows."""
 
 
 def write_run_page(
@@ -50,12 +50,15 @@ def write_run_page(
     retrieval: Retrieval | None = None,
     data: DataReport | None = None,
 ) -> None:
-    """Write the page of a run: what was planned, what came out, and how it went step by step.
+    """Write the page of a finished run: settings, plan, results and curves over the steps.
 
     Args:
-        before, after: what the console said before the first step and after the last one.
-        retrieval: what the last check found.
-        data: what was read.
+        path: HTML file to write.
+        config: settings of the run.
+        before: rows that the console printed before the first step.
+        after: rows that the console printed after the last step.
+        retrieval: result of the last retrieval check; None without one.
+        data: report about the data; None to leave out.
     """
     folder = config.output_path
     rows, damage = read_rows(folder / METRICS)
@@ -76,10 +79,12 @@ def write_run_page(
 
 
 def run_page(folder: Path) -> str:
-    """The HTML of a run as it is now, from the files in its output folder; the run may still go on.
+    """Return the HTML page of a run from the files in its output folder; the run may still be training.
+
+    The page lists the damaged lines of metrics.jsonl.
 
     Raises:
-        UserError: a file there is damaged.
+        UserError: metrics.jsonl is missing or wholly damaged, or config.yaml is damaged.
     """
     rows, damage = read_rows(folder / METRICS)
     settings = _settings(folder)
@@ -98,20 +103,23 @@ def run_page(folder: Path) -> str:
 
 
 def _title(model: str, folder: Path) -> str:
-    """The model's name and that of the run."""
+    """Return the title of the page: the last part of the model's name, and the name of the run's folder."""
     return ": ".join(filter(None, (Path(model).name, folder.resolve().name)))
 
 
 def _in_words(value: Any) -> str:
-    """A setting as people write it."""
+    """Return the value of a setting as text; numbers have thousands separators, lists have commas."""
     return ", ".join(map(str, value)) if isinstance(value, list) else f"{value:,}" if type(value) is int else str(value)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of metrics.jsonl, and the numbers of lines that are none. A last line that has no end yet is left out.
+    """Read metrics.jsonl, and return its rows and the line numbers of damaged lines.
+
+    A last line without a line end, which is still being written, is ignored. Rows get ``peak_memory_gib`` and
+    ``predicted_memory_gib`` from the values in bytes.
 
     Raises:
-        UserError: there is no such file, or nothing in it is a row.
+        UserError: the file cannot be read, or all of its lines are damaged.
     """
     try:
         lines_read = path.read_bytes().split(b"\n")
@@ -137,7 +145,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Settings of the run; none where there is no file of them."""
+    """Read the settings of the run from config.yaml; an empty dict if there is no such file."""
     path = folder / "config.yaml"
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -147,6 +155,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _damage(lines_left_out: Sequence[int]) -> Iterator[Section]:
+    """Yield a section that names the damaged lines of metrics.jsonl, if there are any."""
     if lines_left_out:
         some = ", ".join(map(str, lines_left_out[:10])) + (", ..." if len(lines_left_out) > 10 else "")
         words = f"Skipped in {METRICS}: {len(lines_left_out)} lines that are no rows of numbers ({some})."
@@ -154,7 +163,7 @@ def _damage(lines_left_out: Sequence[int]) -> Iterator[Section]:
 
 
 def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list[list[str]]:
-    """The latest numbers of a run, each with its name."""
+    """Return table rows with the latest metrics of a run, each as (name, value)."""
     if not rows:
         return [["steps", "none yet"]]
     steps = settings.get("steps")
@@ -174,14 +183,14 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
 
 
 def _learned(data: DataReport | None) -> Iterator[Section]:
-    """Section with the learned text of the first document, and with everything left out or not read."""
+    """Yield a section with the learned text of the first document and with the counts of data that was left out."""
     if data is not None and data.example:
         said = [*data.read.lines("training files"), *data.example_lines()]
         yield Section("Learned tokens", lines="\n".join(said))
 
 
 def _lengths(data: DataReport | None) -> Iterator[Section]:
-    """Documents by length, and how evenly they are dealt."""
+    """Yield a section with the distribution of document lengths, and with the balance between processes."""
     if data is None or (histogram := data.histogram) is None:
         return
     shares = {"documents": histogram.documents, "tokens": histogram.tokens}
@@ -201,7 +210,7 @@ def _lengths(data: DataReport | None) -> Iterator[Section]:
 
 
 def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """The plan's prediction of a step, beside what steps took."""
+    """Yield a section that compares the plan's prediction of a step with the measured steps, if there is a plan."""
     if not (folder / PLAN).is_file():
         return
     plan = yaml.safe_load((folder / PLAN).read_text(encoding="utf-8"))
@@ -211,7 +220,7 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         predicted, median = plan["step_seconds"], took[len(took) // 2]
         cells = [f"{predicted:.3f}", f"{median:.3f}", f"{median / predicted - 1:+.1%}"]
         table = Table(("", "predicted", "median", "difference"), [["seconds per step", *cells]])
-    strategy = plan.get("strategy") or plan["schedule"].get("strategy", "")  # plans to train by need not repeat it
+    strategy = plan.get("strategy") or plan["schedule"].get("strategy", "")  # a plan for training may lack it
     others = folder / STRATEGIES
     listed = others.read_text(encoding="utf-8") if others.is_file() else ""
     yield Section(
@@ -220,6 +229,7 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+    """Yield a section with a chart for each of ``CURVES`` that has values."""
     steps = [row["step"] for row in rows]
     for title, names, unit in CURVES:
         series = {name.replace("_", " "): [row.get(name) for row in rows] for name in names}
@@ -230,7 +240,7 @@ def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _by_position(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """The first and the last evaluation's loss over positions in the document."""
+    """Yield a section with the loss over positions in a document, for the first and the last evaluation."""
     measured = [row for row in rows if row.get("validation_by_position")]
     if measured:
         last = measured[-1]["validation_by_position"]
@@ -242,7 +252,7 @@ def _by_position(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _retrieval(retrieval: Retrieval | None) -> Iterator[Section]:
-    """What the last check found, by length and depth."""
+    """Yield a section with the results of the last retrieval check, by length and depth."""
     if retrieval is None:
         return
     lengths, depths = (list(dict.fromkeys(each)) for each in zip(*retrieval.cells, strict=True))
@@ -261,7 +271,7 @@ def _retrieval(retrieval: Retrieval | None) -> Iterator[Section]:
 
 
 def _samples(folder: Path) -> Iterator[Section]:
-    """What the model wrote along the way, the latest first."""
+    """Yield a section with the latest sample texts, the newest first."""
     if (path := folder / SAMPLES).is_file():
         rows = [
             json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"
@@ -271,7 +281,7 @@ def _samples(folder: Path) -> Iterator[Section]:
 
 
 def _recorded(folder: Path) -> Iterator[Section]:
-    """The step that --log.trace-step took down, beside the plan's."""
+    """Yield sections with the timeline of the recorded step (``--log.trace-step``) and of the same step in the plan."""
     recorded = recordings(folder)
     if not recorded:
         return

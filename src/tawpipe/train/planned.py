@@ -1,13 +1,14 @@
-"""The schedule of a run: from settings, from a saved plan, from one that is made now, or from the checkpoint.
+"""Choice of a run's schedule: from settings, from a saved plan, from a new plan, or from the checkpoint.
 
-What was decided by measuring is part of the run's state: on the same nodes a resumed run does again what it did, so
-that a noisy measurement cannot change the order of sums. All ranks follow what rank 0 says. In this order:
+A decision that depends on measurements is part of the run's state. On the same nodes a resumed run repeats it, so that
+measurement noise cannot change the order of sums. All ranks follow the decision of rank 0. The first case that applies
+decides:
 
-* ``plan`` names a file: that one. Settings under ``schedule`` that say something else are refused.
-* Settings under ``schedule`` were given: these.
-* The run goes on from a checkpoint, on the same nodes: what it did, with or without a plan.
-* ``plan`` is ``auto``: measure, predict, choose. Where that fails or finds nothing that fits, the settings hold: a run
-  that could go on without a plan is not ended for want of one.
+* ``plan`` names a file: use this plan. Refuse settings under ``schedule`` that contradict it.
+* The user has set settings under ``schedule``: use them.
+* The run resumes from a checkpoint on the same nodes: use its schedule, with or without a plan.
+* ``plan`` is ``auto``: measure, predict and choose. If that fails or nothing fits, use the settings: a run that can
+  work without a plan is not ended because of it.
 """
 
 from __future__ import annotations
@@ -41,35 +42,36 @@ if TYPE_CHECKING:
     from tawpipe.plan.machine.machine import Machine
 
 STRATEGIES = "strategies.txt"
-"""The file in a run's output folder with what every strategy would have cost, by the plan."""
+"""File in a run's output folder with the predicted cost of every strategy."""
 PLAN = "plan.yaml"
-"""The file in a run's output folder with the plan that it followed."""
+"""File in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
 LAST_FRAMES = 8
-"""Frames of a traceback that are shown of a fault: enough to find it, and not more than a screen."""
+"""Number of traceback frames to print for a fault, which fit on a screen."""
 SETTINGS_HOLD = "plan: none, because settings under schedule are given"
 AT_LEAST_S = 3.0
-"""That a search may take, however short the run."""
+"""Seconds that the search for a plan may take, even in a short run."""
 KEEPS = 0.85
-"""Share of a device's free memory into which a run must fit to compute nothing again."""
+"""Share of a device's free memory into which a step must fit for the run to recompute nothing."""
 MEMORY = {"cuda": 0.95, "cpu": 0.8}
-"""Share of what a device has that a plan made at the start of a run fills, by its own prediction: the rest falls
-between blocks in an allocator, where no count of tensors sees it (``runtime.memory.Taken``), and a CPU's memory is also
-that of files and other processes.
-"""
+"""Share of a device's memory that a plan may fill, by its own prediction, when it is made at the start of a run.
+
+The rest is lost between blocks in an allocator, which a sum over tensors does not include (``runtime.memory.Taken``).
+Files and other processes also use the memory of a CPU."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The decision of what schedule a run follows.
+    """Decision for the schedule of a run.
 
     Args:
-        schedule: that was decided.
-        plan: that it is from; None without one.
-        line: for the console.
-        request: what was measured for a plan that was made now.
-        measured: the machine as it was measured now; None if no plan was to be made.
-        table, left_out: lines about every strategy of a plan that was made now, on rank 0.
+        schedule: settings to use.
+        plan: plan that they are from; None without one.
+        line: line for the console; empty for none.
+        request: measurements for a plan that was made now.
+        measured: machine as it was measured now; None if no plan was made.
+        table: lines about every strategy of a plan that was made now, on rank 0.
+        left_out: lines about strategies that were not evaluated, on rank 0.
     """
 
     schedule: ScheduleSettings
@@ -82,14 +84,15 @@ class Followed:
 
     @property
     def machine(self) -> Machine | None:
-        """The machines as they were measured for the plan; None without one."""
+        """Machine as it was measured for the plan; None without a plan."""
         request = self.request or (self.plan.request if self.plan else None)
         return request.machine if request else None
 
 
 def probed(world: World) -> Machine:
-    """The machine, with links as these processes measure them; call on all ranks. One process that stands for several
-    has nobody to measure links with: they are taken to be usual.
+    """Measure the links between the processes, and return the machine; call on all ranks.
+
+    A single process that stands for several ones (dry run) cannot measure links: usual links are assumed.
     """
     from tawpipe.plan.machine.probe import probe
 
@@ -102,12 +105,13 @@ def probed(world: World) -> Machine:
 
 @dataclass(frozen=True)
 class Planning:
-    """Everything that a plan for a run is made from; its methods are called on all ranks.
+    """Inputs of a plan for a run; call its methods on all ranks.
 
     Args:
-        chain: the run's model.
-        asked: the run's batch, and how it computes; with the settings under ``schedule`` as they were given.
-        by_one: no plan may let several processes compute a row together.
+        world: processes of the run.
+        chain: model of the run.
+        asked: batch sizes and types, with the settings under ``schedule`` as the user gave them.
+        by_one: True if a plan must not let several processes compute a row together.
     """
 
     world: World
@@ -116,24 +120,24 @@ class Planning:
     by_one: bool = False
 
     def by(self, settings: ScheduleSettings) -> Planning:
-        """Plan for a run whose schedule is decided: by these settings."""
+        """Return a copy with ``settings`` as the settings of the schedule."""
         return replace(self, asked=replace(self.asked, settings=settings))
 
     def follow(self, source: str, earlier: RunState | None) -> Followed:
-        """Decide what the run follows.
+        """Decide which schedule the run follows, and make a plan if necessary.
 
         Args:
-            source: what ``--plan`` says.
-            earlier: what the checkpoint says that the run goes on from.
+            source: value of ``--plan``.
+            earlier: state that the run resumes from; None for a new run.
 
         Raises:
             UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
         """
         settings = self.asked.settings
         if earlier is not None and "recompute" not in earlier.settled and settings.recompute == "full":
-            settings = replace(settings, recompute=AUTO_RECOMPUTE)  # which was the default then, in config.yaml, too
+            settings = replace(settings, recompute=AUTO_RECOMPUTE)  # the old default, also in config.yaml
         given = chosen_by_hand(settings)
-        if self.world.size == 1 and source == "auto" and not given:  # nothing travels that a visit could save
+        if self.world.size == 1 and source == "auto" and not given:  # no weights travel in one process
             settings = replace(settings, micro_batches_per_visit=1)
         same_nodes = earlier is not None and earlier.topology == str(self.world.nodes)
         if source not in ("none", "auto"):
@@ -161,8 +165,9 @@ class Planning:
         return decision
 
     def _alone(self, settings: ScheduleSettings) -> Followed | None:
-        """Return the settings for one process if it has memory to compute nothing again: then there is nothing to plan.
-        Return `None` if it has not, or there are several processes.
+        """Return the settings as the decision for a single process if it has the memory to recompute nothing.
+
+        There is nothing to plan then. Returns None if memory is too small, or if there are several processes.
         """
         if self.world.size > 1:
             return None
@@ -172,7 +177,11 @@ class Planning:
         return Followed(settings, request=request)
 
     def _followed(self, decision: Followed, given: list[str]) -> Followed:
-        """The decision with the settings that its plan says."""
+        """Return ``decision`` with the settings of its plan; raise UserError if the plan does not suit the run.
+
+        Args:
+            given: names of settings that the user has set and that the plan must not contradict.
+        """
         plan, settings = decision.plan, self.asked.settings
         assert plan is not None
         if mismatch := self._mismatch(plan):
@@ -187,7 +196,7 @@ class Planning:
         return replace(decision, schedule=chosen, line=f"{decision.line}; {plan.content['reason']}")
 
     def _mismatch(self, plan: SavedPlan) -> UserError | None:
-        """The reason why a plan is not for this run; None if it is."""
+        """Compare ``plan`` with this run; return an error that says why the plan is for another run, else None."""
         asked, said = self.asked, plan.content
         nodes = [len(node) for node in self.world.nodes.nodes]
         if said["nodes"] != nodes:
@@ -210,7 +219,9 @@ class Planning:
         return None
 
     def make(self) -> Followed:
-        """Measure links and blocks, search, choose."""
+        """Measure links and blocks, search for the best schedule, print progress, and return the decision.
+
+        If planning fails or nothing fits, the decision is to use the settings under ``schedule``."""
         from tawpipe.plan.machine.probe import with_files
 
         begin = time.perf_counter()
@@ -235,11 +246,15 @@ class Planning:
         return Followed(settings, plan, line, request, machine, table, left_out)
 
     def _chosen(self, request: PlanRequest, begin: float) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-        """Search on this process; return ``table`` and ``left_out`` of ``Followed``, and the text of the plan, or
-        after ``NO_PLAN`` why none is followed.
+        """Search for a plan on this process.
 
         Args:
-            begin: of planning, by ``time.perf_counter``.
+            request: measurements.
+            begin: time at which planning began, by ``time.perf_counter``.
+
+        Returns:
+            ``table`` and ``left_out`` of ``Followed``, and the text of the plan. Without a plan the text is ``NO_PLAN``
+            and the reason.
         """
         from tawpipe.plan.search.plan import Plan
         from tawpipe.plan.search.search import search
@@ -254,12 +269,16 @@ class Planning:
             return table, left_out, NO_PLAN + problem_of(error)
 
     def ask(self, machine: Machine, *, timed: bool = True) -> tuple[PlanRequest | None, str]:
-        """What a plan for this run is made from, or None and why not, on all ranks.
+        """Measure the blocks of the model on all ranks, and return the inputs for a search.
 
-        Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
+        All ranks measure at the same time, as they will compute: processes on one CPU share it.
 
         Args:
-            timed: False for what memory is needed, without times.
+            machine: machine with its links.
+            timed: False to measure memory only.
+
+        Returns:
+            the inputs and ``""``; or None and the problem, alike on all ranks.
         """
         request, problem = None, ""
         self.world.barrier()
@@ -267,17 +286,21 @@ class Planning:
             request = self.ask_alone(machine, timed=timed)
         except Exception as error:
             problem = problem_of(error)
-        if problem:  # now that nothing refers to what was under way
+        if problem:  # the failed measurement is no longer referenced
             give_back(self.world.device)
         if problem := next(filter(None, self.world.gather_texts(problem)), ""):
             return None, problem
         return request, ""
 
     def ask_alone(self, machine: Machine, *, timed: bool = True) -> PlanRequest:
-        """The same by this process, whatever the others do.
+        """Measure the blocks of the model on this process, independent of other ranks.
+
+        Args:
+            machine: machine with its links.
+            timed: False to measure memory only.
 
         Raises:
-            UserError: a setting that cannot work for this model.
+            UserError: a setting cannot work for this model.
         """
         settings, device = self.asked.settings, self.world.device
         if self.by_one and settings.sequence_ranks is None:
@@ -288,19 +311,20 @@ class Planning:
 
 
 def fits_to_keep(request: PlanRequest, schedule: ScheduleSettings, share: float = KEEPS) -> bool:
-    """True if a step of the largest micro-batches fits into ``share`` of a device's memory."""
-    with suppress(UserError):  # rows in chunks or over several ranks keep no graph
+    """Return True if a step of the largest micro-batches fits into ``share`` of a device's memory."""
+    with suppress(UserError):  # raised for rows in chunks or over several ranks, which keep no graph
         limit = replace(request, memory_bytes=int(request.machine.most_memory * share))
         return not shortage(limit, memory_quickly(limit, limit.step(schedule)))
     return False
 
 
 def problem_of(error: Exception) -> str:
-    """Return the words for an error in planning that is being handled; for a fault with its last frames."""
+    """Return a text for an error in planning that is being handled; for a fault in tawpipe with its last frames."""
     words = f"{type(error).__name__}: {error}"
     return f"{words}; {REPORT}\n{traceback.format_exc(limit=-LAST_FRAMES)}".rstrip() if is_fault(error) else words
 
 
 def _read(path: Path) -> str:
+    """Check the plan file at ``path``, and return its text."""
     load_plan(path, setting="--plan")
     return path.read_text(encoding="utf-8")

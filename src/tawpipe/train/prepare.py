@@ -1,7 +1,7 @@
-"""The steps of a run before its pipeline: settings, documents, model, plan and memory, each checked and decided.
+"""Preparation of a run before its pipeline: settings, documents, model, plan and memory are checked and settled.
 
-The run and the dry run take the steps in this order: ``check_settings``, ``settle_data``, ``build``, ``follow_plan``,
-``check``. Nothing large is there yet: the model is on the meta device.
+The run and the dry run take these steps in this order: ``check_settings``, ``settle_data``, ``build``, ``follow_plan``,
+``check``. No large tensors are made: the model is on the meta device.
 """
 
 from __future__ import annotations
@@ -71,18 +71,19 @@ if TYPE_CHECKING:
     from tawpipe.plan.machine.machine import Machine
 
 SOON = 4
-"""Steps whose documents are dealt beforehand, for the memory that they take."""
+"""Number of steps whose documents are assigned to ranks beforehand, to predict their memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRun:
-    """A run whose documents are read.
+    """Run whose documents are read.
 
     Args:
-        config: what the user has said, with what was left open settled; all that was decided besides stands here.
-        model: the model as the settings ask for it.
-        start: what the run goes on from.
-        batch: its batches.
+        config: settings of the user, with open settings settled. Other decisions are in the other fields.
+        model: model as the settings ask for it.
+        start: checkpoint that the run resumes from, or an empty start.
+        data: documents of the run.
+        batch: sizes of the batches.
     """
 
     config: TrainConfig
@@ -93,28 +94,30 @@ class ReadRun:
 
     @property
     def state(self) -> RunState | None:
-        """What the checkpoint says that the run goes on from; None for a new run."""
+        """State from the checkpoint that the run resumes from; None for a new run."""
         return self.start.state
 
     @property
     def done(self) -> int:
-        """Steps that were done before."""
+        """Number of steps that were done before."""
         return self.state.step if self.state is not None else 0
 
     @property
     def samples(self) -> int:
-        """Samples that were consumed before."""
+        """Number of samples that were consumed before."""
         return self.state.samples if self.state is not None else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltRun(ReadRun):
-    """A run whose model is built and followed.
+    """Run whose model is built and split into blocks.
 
     Args:
-        built, chain: the model, and the same as blocks.
+        built: the model.
+        chain: the model as a chain of blocks.
         optimizer: makes the optimizer of every unit.
-        dtype, why_dtype: in which it computes, and why in that.
+        dtype: type in which the model computes.
+        why_dtype: reason for this type, for the console.
     """
 
     built: BuiltModel
@@ -125,11 +128,11 @@ class BuiltRun(ReadRun):
 
     @property
     def form(self) -> Form:
-        """The form of the exported model."""
+        """Form of the exported model."""
         return Form.of(self.config, self.built)
 
     def kernel(self, device: torch.device) -> str:
-        """What computes attention, in words."""
+        """Return a description of the attention kernel that the model uses on ``device``, for the console."""
         text, names = self.chain.config.get_text_config(), [s.name for unit in self.chain.units for s in unit.slots]
         if self.chain.own_code:
             scores = "which may hold scores of tokens x tokens per row"
@@ -139,16 +142,17 @@ class BuiltRun(ReadRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(BuiltRun):
-    """A run that nothing speaks against.
+    """Run that has passed all checks.
 
     Args:
-        followed: the decision for a plan, or against one.
-        schedule: the settings that the schedule is built by, with what a plan decided.
-        request: what memory and a plan were asked by; None where blocks could not be measured.
-        needs: memory of a step; None where that could not be found out.
-        disk: what it will write.
-        retrieval: part of every evaluation; None without.
-        carried: what the exported model takes over from the model's folder, on rank 0.
+        followed: decision for or against a plan.
+        schedule: settings of the schedule, including the decisions of a plan.
+        request: measurements and sizes that memory and a plan were predicted from; None if blocks could not be
+            measured.
+        needs: predicted memory of a step; None if it could not be predicted.
+        disk: bytes that the run will write.
+        retrieval: retrieval check of every evaluation; None without one.
+        carried: files that the exported model takes over from the model's folder; set on rank 0.
     """
 
     followed: Followed
@@ -161,23 +165,27 @@ class Prepared(BuiltRun):
 
     @property
     def plan(self) -> SavedPlan | None:
-        """The plan that is followed; None without one."""
+        """Plan that the run follows; None without one."""
         return self.followed.plan
 
     @property
     def plan_text(self) -> str:
-        """The plan for checkpoints and the output folder; empty without one."""
+        """Text of the plan, for checkpoints and the output folder; empty without a plan."""
         return self.plan.text if self.plan else ""
 
     @property
     def decided(self) -> dict[str, object]:
-        """What was decided in the place of what the user has said, by the keys of the settings."""
+        """Values that the run decided in place of the user, by the keys of their settings."""
         said = {f"schedule.{name}": value for name, value in vars(self.schedule).items()}
         return {"dtype": str(self.dtype).removeprefix("torch."), "packing": self.batch.packing, **said}
 
 
 def check_settings(config: TrainConfig, world: World, console: Console) -> None:
-    """Refuse settings that cannot work here, before anything is read; call on all ranks."""
+    """Refuse settings that cannot work on these processes, before anything is read; call on all ranks.
+
+    Raises:
+        UserError: a setting cannot work, or ranks have different settings.
+    """
     console.topology(f"{world.nodes} on {device_name(world)}")
     _ = share_in_sets(0, world.topology, config.schedule)
     refuse_settings(
@@ -192,10 +200,14 @@ def check_settings(config: TrainConfig, world: World, console: Console) -> None:
 
 
 def settle_data(documents: Documents, model: RunModel, start: ResumePoint, world: World, console: Console) -> ReadRun:
-    """Settle batches and steps by the documents that were read.
+    """Settle the batches and the number of steps from the documents that were read.
 
     Args:
-        documents: with the settings whose lengths they have settled.
+        documents: settings whose lengths are settled, and the documents.
+        start: checkpoint that the run resumes from, or an empty start.
+
+    Raises:
+        UserError: a document is too long, or the resumed run had other documents.
     """
     config, data = documents
     batch = BatchShape.of(config, data.report.packing, world.size)
@@ -207,7 +219,11 @@ def settle_data(documents: Documents, model: RunModel, start: ResumePoint, world
 
 
 def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
-    """Build the model on the meta device and follow it; call on all ranks."""
+    """Build the model on the meta device, split it into blocks, and settle type and optimizer; call on all ranks.
+
+    Raises:
+        UserError: the tokenizer or the longest document does not fit the model.
+    """
     config, state, vocabulary = run.config, run.state, vocabulary_size(run.data.tokenizer)
     with run.batch.naming_documents():
         run.model.check(vocabulary, run.data.longest)
@@ -225,9 +241,16 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
 
 
 def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning, Followed]:
-    """Decide on a plan; return what it is made from, and the decision. Call on all ranks."""
+    """Decide whether to follow a plan, make it if necessary, and print the decision; call on all ranks.
+
+    Returns:
+        the inputs of a plan, and the decision.
+
+    Raises:
+        UserError: a plan given by the user does not suit the run.
+    """
     config, batch, data, chain = run.config, run.batch, run.data, run.chain
-    by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are told apart by row
+    by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are found by row
     planning = Planning(
         world,
         chain,
@@ -247,7 +270,7 @@ def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning
             steps=max(0, int(config.steps) - run.done),
             learning_rate=float(config.learning_rate),
         ),
-        by_one=by_row or batch.dealt,  # bins are of so many ranks
+        by_one=by_row or batch.dealt,  # packed micro-batches are already sized for a number of ranks
     )
     console.notice(too_large(planning))
     with console.passing():
@@ -256,21 +279,25 @@ def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning
         console.line("\n".join(f"  {line}" for line in (*followed.table, *followed.left_out)))
     if followed.line:
         (console.warning if REPORT in followed.line else console.line)(followed.line)
-    refuse_cut_rows(chain, followed.schedule)  # a plan from elsewhere may say what the user has not
+    refuse_cut_rows(chain, followed.schedule)  # the plan may cut rows where the user's settings do not
     return planning, followed
 
 
 def check(run: BuiltRun, planning: Planning, followed: Followed, console: Console) -> Prepared:
-    """Check memory, disk, and that model and documents suit each other; call on all ranks.
+    """Check memory and disk, and that model and documents suit each other; settle recomputation. Call on all ranks.
 
     Args:
-        planning, followed: see ``follow_plan``.
+        planning: inputs of a plan, from ``follow_plan``.
+        followed: decision, from ``follow_plan``.
+
+    Raises:
+        UserError: memory or disk space is too small, or model and documents do not suit each other.
     """
     config, batch, world, built, chain = run.config, run.batch, planning.world, run.built, run.chain
     state = state_bytes(config, built, chain, run.dtype, run.optimizer)
     disk = disk_needs(config, built, chain, state=state, done=run.done)
 
-    # What the backward passes compute again: as in the run before, on the same nodes.
+    # Settle what the backward passes compute again: on the same nodes, as in the resumed run.
     planning = planning.by(followed.schedule)
     request, needs = measured_for(planning, followed.request, console), None
     before = ""
@@ -280,7 +307,7 @@ def check(run: BuiltRun, planning: Planning, followed: Followed, console: Consol
     if before == "none" != schedule.recompute:
         console.notice(f"recompute: {schedule.recompute} (before: none, which does not fit into memory now)")
 
-    # Memory of the largest step with all that there is besides; what is left keeps more.
+    # Check the memory of the largest step with all other uses; free memory then keeps more activations.
     planning = planning.by(schedule)
     if request is not None:
         asks = partial(_request_for, run=run, planning=planning, machine=followed.machine)
@@ -310,7 +337,13 @@ def check(run: BuiltRun, planning: Planning, followed: Followed, console: Consol
 
 
 def _request_for(other: TrainConfig, *, run: BuiltRun, planning: Planning, machine: Machine | None) -> PlanRequest:
-    """Ask for memory and a plan with other settings, on this process alone."""
+    """Return the inputs of a plan for the settings ``other``, measured on this process alone.
+
+    Args:
+        run: run whose data and optimizer groups are used.
+        planning: inputs of the plan for the run's own settings.
+        machine: machine as it was measured for the plan; None to assume usual links.
+    """
     _, chain = RunModel(other).followed(vocabulary_size(run.data.tokenizer))
     optimizer = with_groups(factory_of(other), rule_of(run.optimizer))
     asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=optimizer)
@@ -318,7 +351,9 @@ def _request_for(other: TrainConfig, *, run: BuiltRun, planning: Planning, machi
 
 
 def _load(run: BuiltRun, disk: DiskNeeds, world: World) -> MemoryLoad:
-    """What memory holds besides a typical step."""
+    """Return what the run holds in memory in addition to a typical step: copies for saves, and sample texts.
+
+    The result also has the document lengths of the next steps. They are read, but not consumed."""
     config, data, batch = run.config, run.data, run.batch
     window = min(batch.document_tokens, longest_context(run.chain))
     return MemoryLoad(
@@ -331,17 +366,18 @@ def _load(run: BuiltRun, disk: DiskNeeds, world: World) -> MemoryLoad:
 
 
 def _carried(run: BuiltRun) -> tuple[Carried, str]:
-    """What the export takes over from the model's folder, and words about it."""
+    """Return the files that the export takes over from the model's folder, and a line about the export."""
     carried = run.form.carry(run.chain, run.model.folder, run.data.tokenizer, run.data.ends)
     return carried, run.form.words(run.chain, run.model.folder, run.data.ends)
 
 
 def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:
-    """Rows that say what is about to happen and what it costs, before the first step.
+    """Return console rows (title, text) that describe the run and its cost, before the first step.
 
     Args:
-        said: of the next step, by its schedule.
-        bins: of the next step, where documents are dealt.
+        prepared: the run.
+        said: predicted cost of the next step, from its schedule.
+        bins: assignment of the next step's documents under ``balanced``, else None.
     """
     config = prepared.config
     trained = f", {said.trainable / 1e6:.2f} M of them trained" if said.trainable < said.parameters else ""
@@ -357,22 +393,22 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
     rows += [*step_rows(said, world.nodes, prepared.schedule.recompute), ("disk", str(prepared.disk))]
-    if prepared.needs is None:  # why, a notice has said
+    if prepared.needs is None:  # a notice has already given the reason
         return [*rows, ("memory", f"at least, by the schedule, {said.parts()}")]
     return rows + memory_rows(prepared.needs)
 
 
 def tell_without_effect(settings: ScheduleSettings, world: World, console: Console) -> None:
-    """Say which settings under ``schedule`` do nothing here."""
+    """Print which settings under ``schedule`` have no effect on this number of nodes."""
     for name in without_effect(settings, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node, which has no slow link")
 
 
 def _goes_on_saving(config: TrainConfig, first: int) -> bool:
-    """True if steps follow a save.
+    """Return True if training steps follow a save, so that both need memory at the same time.
 
     Args:
-        first: the step that the run goes on from.
+        first: step that the run resumes from; 0 for a new run.
     """
     settings = config.checkpoint
     often = [every for every in (settings.every, settings.memory_every) if every]
@@ -380,8 +416,10 @@ def _goes_on_saving(config: TrainConfig, first: int) -> bool:
 
 
 def _copies_in_memory(config: TrainConfig, world: World) -> int:
-    """Copies of a process's state that its node's memory comes to hold: its own and its neighbour's, and while a new
-    one is made the one before; what is there already is no longer free.
+    """Return the number of further state copies that the memory of a node will hold for each process.
+
+    These are the copies of a process and of its neighbour, each twice while a new copy replaces an old one. Copies that
+    exist already are not counted.
     """
     settings = config.checkpoint
     if not settings.memory_every:
@@ -393,8 +431,13 @@ def _copies_in_memory(config: TrainConfig, world: World) -> int:
 def _settled(
     config: TrainConfig, data: PreparedData, batch: BatchShape, earlier: RunState | None, console: Console
 ) -> TrainConfig:
-    """The settings with nothing left open. Where only some documents were read, steps that are counted in epochs are
-    not known, and as many as is usual stand for them.
+    """Return the settings with the open ones settled (learning rate, steps, warm-up, weight decay), and print them.
+
+    If only some documents were read, a number of steps given in epochs is not known, and the default number stands for
+    it. Prints a notice if the warm-up is as long as the run.
+
+    Raises:
+        UserError: epochs of a stream are asked for; or decay, trace or faults lie outside of the run's steps.
     """
     start = start_of(config)
     epochs = config.epochs or (RECIPES[start].epochs if isinstance(config.steps, Open) else None)

@@ -1,7 +1,7 @@
-"""The training run: from settings to a trained model in a folder.
+"""Training run: from settings to a trained model in a folder.
 
-``run`` is a recipe in eight steps; every process of the run calls it. Steps 2 to 4 stand in ``prepare``, where the dry
-run takes them too, and what happens in a training step stands in ``loop``.
+``run`` is a recipe in eight steps; every process of the run calls it. Steps 2 to 4 are in ``prepare``, which the dry
+run uses, too. The work of one training step is in ``loop``.
 """
 
 from __future__ import annotations
@@ -65,24 +65,32 @@ from tawpipe.train.start import documents_of, refuse_other_form, refuse_other_ru
 from tawpipe.train.stopping import StopRequest
 
 Rows = list[tuple[str, str]]
-"""Names and words, of a table on the console."""
+"""Rows (title, text) of a table on the console."""
 
 
 def run(config: TrainConfig) -> int:
-    """Train as ``config`` says; return the exit code of the process. Every process of the run calls it."""
+    """Train a model by the settings ``config``, and return the exit code of this process.
+
+    Every process of the run calls it. It writes checkpoints, metrics and the exported model into the output folder. The
+    exit code is 0, or 130 after ctrl-C, also if the run then saved a checkpoint and ended in order.
+
+    Raises:
+        UserError: a setting cannot work.
+        RunError: training failed, or the last checkpoint or the model could not be written.
+    """
     begin = time.perf_counter()
 
     # 1 Connect the processes, and refuse settings that cannot work.
     _set_up_process(config)
     world = _connected(config)
     console = Console(world.rank, bar=config.log.progress == "auto")
-    # Agents of torchrun count by themselves: a node that joins later has seen no restart.
+    # Take the largest count: each torchrun agent counts its own restarts, and a node that joined later has seen none.
     restarts = int(max(world.gather_numbers(float(restart_count()))))
     faults = faults_of(config, world.size)
     injector = Injector(faults, world.rank, restart=restarts) if faults else None
     check_settings(config, world, console)
 
-    # 2 Read the data. A checkpoint comes first: it says how long the rows of its run are.
+    # 2 Read the data. Choose the checkpoint first: it contains the length of the rows.
     model = RunModel(config)
     disk, memory = open_stores(config, world, injector)
     start = _choose_start(config, console, disk, memory, injector, restarts)
@@ -92,7 +100,7 @@ def run(config: TrainConfig) -> int:
     # 3 Build the model, without weights.
     built = build(read, world, console)
 
-    # 4 Plan the schedule. From here on nothing should speak against the run.
+    # 4 Plan the schedule. All refusals of this run should be raised by now.
     planning, followed = follow_plan(built, world, console)
     prepared = check(built, planning, followed, console)
     config = prepared.config
@@ -117,7 +125,7 @@ def run(config: TrainConfig) -> int:
         if words:
             console.line(f"{name}: {words}")
     start.take(config.output_path, disk)
-    if world.rank == 0 and (config.steps or start.state is None):  # a look at a run is not what it goes on with
+    if world.rank == 0 and (config.steps or start.state is None):  # `--steps 0` must not change a run's settings
         _save_settings(prepared, console)
     tell_without_effect(config.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
@@ -134,7 +142,7 @@ def run(config: TrainConfig) -> int:
                 tracking.outcome = "stopped"
             model_rows = [] if training.ended_early else _judge_model(training)
 
-        # 8 Say the results, export the model, leave.
+        # 8 Report the results, export the model, leave.
         rows = _results(training, pipeline, prepared.data, seconds)
         rows.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
         if world.device.type == "cuda":
@@ -154,24 +162,24 @@ def run(config: TrainConfig) -> int:
         world.leave()
     if training.saves.unsaved:
         raise RunError(f"the last checkpoint could not be written: {training.saves.unsaved}")
-    # The launcher does so after ctrl-C, too.
+    # After ctrl-C the launcher returns the same exit code.
     by_hand = stop.caught is signal.SIGINT or (training.ended_early and training.stopped is signal.SIGINT)
     return 128 + signal.SIGINT if by_hand else 0
 
 
 def _set_up_process(config: TrainConfig) -> None:
-    """Prepare what Python and torch share in this process."""
-    # On all ranks: under torchrun they share a terminal with rank 0. What libraries print ends no run, either.
+    """Replace the output streams by streams that ignore errors; with ``deterministic``, set torch accordingly."""
+    # On all ranks, as under torchrun they share a terminal with rank 0. A print in a library must not end the run.
     sys.stdout, sys.stderr = lossy(sys.stdout), lossy(above_bar(sys.stderr))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Or torch would fill every new tensor, to find faults by.
+        # Otherwise torch fills every new tensor to make faults visible, which costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _connected(config: TrainConfig) -> World:
-    """Connect the processes of the run."""
+    """Connect the processes of the run, and return the ``World``; on CPUs, also set up the memory allocator."""
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
@@ -183,8 +191,10 @@ def _connected(config: TrainConfig) -> World:
 
 
 def _judge_model(training: Training) -> Rows:
-    """Load the weights with the lowest validation loss and write samples, as far as the settings ask for it; return
-    rows about both.
+    """Load the weights with the lowest validation loss and write samples, as far as the settings ask for them.
+
+    Returns:
+        console rows about the best step and the samples.
     """
     config, best, step, rows = training.config, training.evaluation.best, training.last, Rows()
     if config.checkpoint.best and best.step:
@@ -202,10 +212,11 @@ def _judge_model(training: Training) -> Rows:
 
 
 def _write_page(prepared: Prepared, training: Training, before: Rows, results: Rows, console: Console) -> None:
-    """Write the page of the run and add a row about it; a run can do without.
+    """Write the HTML page of the run and add a row about it to ``results``; an error does not end the run.
 
     Args:
-        before: rows from before the first step.
+        before: rows that the console printed before the first step.
+        results: rows of the results.
     """
     config = prepared.config
     with console.showing(config.report):
@@ -217,7 +228,11 @@ def _write_page(prepared: Prepared, training: Training, before: Rows, results: R
 
 
 def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
-    """The folder with the model, which a checkpoint can make again if it could not be written."""
+    """Write the exported model into the output folder, and return its path.
+
+    Raises:
+        RunError: the model could not be written. If there is a checkpoint, the message has the command that exports it.
+    """
     config, tokenizer = prepared.config, prepared.data.tokenizer
     try:
         folder = config.output_path / "model"
@@ -230,7 +245,11 @@ def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
 
 
 def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> Rows:
-    """Rows that say what came of the steps."""
+    """Return console rows with the results of the steps.
+
+    Args:
+        seconds: duration of all steps of this start.
+    """
     done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
     if evaluation.exhausted:
@@ -253,7 +272,7 @@ def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds
 
 
 def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
-    """The trackers of the run, which rank 0 has."""
+    """Return the trackers of the run; on ranks other than 0 there are none."""
     config, leaves = prepared.config, train_options().leaves
     tracked = TrackedRun(
         config.output_path,
@@ -267,12 +286,15 @@ def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
 
 
 def _save_settings(prepared: Prepared, console: Console) -> None:
-    """Write settings, plan and tokenizer beside the metrics; a run can do without these files."""
+    """Write settings, plan and tokenizer into the output folder; if that fails, print a notice and continue.
+
+    Without a plan, the plan and the table of an earlier start are deleted there. A resumed run that follows a plan
+    keeps its earlier table. Call on one rank."""
     config, plan = prepared.config, prepared.plan_text
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
         replace_text(config.output_path / SETTINGS, config_text(config))
-        goes_on = prepared.state is not None and plan  # and then with the table of the run before, if there is none
+        goes_on = prepared.state is not None and plan  # a resumed run without a new table keeps the earlier one
         for name, text in ((PLAN, plan), (STRATEGIES, "\n".join(prepared.followed.table))):
             if text:
                 replace_text(config.output_path / name, text)
@@ -284,7 +306,14 @@ def _save_settings(prepared: Prepared, console: Console) -> None:
 
 
 def open_stores(config: TrainConfig, world: World, injector: Injector | None = None) -> tuple[Disk, Memory | None]:
-    """The stores of this run's states. Without one in memory, what earlier runs in this folder left there goes."""
+    """Return the stores of the run's states: the disk, and the memory of the nodes.
+
+    Without ``checkpoint.memory_every`` there is no store in memory, and copies of earlier runs in this folder are
+    deleted.
+
+    Returns:
+        the disk, and the memory or None.
+    """
     settings = config.checkpoint
     folder = config.output_path / "checkpoints"
     disk = Disk(folder, world, keep=settings.keep, keep_every=settings.keep_every, injector=injector)
@@ -298,6 +327,11 @@ def open_stores(config: TrainConfig, world: World, injector: Injector | None = N
 def _choose_start(
     config: TrainConfig, console: Console, disk: Disk, memory: Memory | None, injector: Injector | None, restarts: int
 ) -> ResumePoint:
+    """Choose the checkpoint to resume from, and return it; after a restart, report how many steps are repeated.
+
+    Raises:
+        UserError: the checkpoint's frozen weights have another form than the settings ask for.
+    """
     if injector is not None:
         injector.before_load()
     start = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
@@ -310,6 +344,7 @@ def _choose_start(
 
 
 def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) -> Pipeline:
+    """Make the pipeline of the run, set its time limits, and make the schedule of rows beforehand."""
     config, batch, plan = prepared.config, prepared.batch, prepared.plan
     settings, first_step = config.optimizer, timedelta(seconds=config.timeouts.first_step_s)
     pipeline = Pipeline(
@@ -342,7 +377,7 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
 
 
 def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> Rows:
-    """Rows that say what is about to happen, and what it costs."""
+    """Return console rows that describe the run and the cost of its next step."""
     batch, data, bins = prepared.batch, prepared.data, None
     if batch.dealt:
         bins = pipeline.deal(data.train.step(prepared.samples, batch.step_tokens).lengths)
@@ -354,6 +389,13 @@ def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> Rows:
 
 
 def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
+    """Load the checkpoint into the pipeline, and restore the position in the data if the data has not changed.
+
+    Prints changed settings, changed data, and a notice if all steps are done already.
+
+    Raises:
+        UserError: the checkpoint belongs to another run, or the tokenizer has other token ids.
+    """
     config, data, begins = prepared.config, prepared.data, prepared.start
     state, place = begins.state, begins.place
     assert state is not None and begins.source is not None
@@ -377,7 +419,7 @@ def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
 
 
 def _same_tokens(tokenizer: Any, folder: Path) -> bool:
-    """False if a folder holds a tokenizer whose tokens have other numbers."""
+    """Return False if ``folder`` has a tokenizer with other token ids; True if not, or if it has no tokenizer."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return True
     return load_tokenizer(str(folder), "--tokenizer").get_vocab() == tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""The model of a run: built and followed once, and handed to all that asks about it."""
+"""Model of a run, which is built once and passed to all code that needs it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tawpipe.train.settings.config import TrainConfig
 
 
 class RunModel:
-    """The model as the settings ask for it, on the meta device.
+    """Model of a run on the meta device, as the settings ask for it.
 
-    A folder says all of a model, which is then followed before documents are read. A preset takes its vocabulary from
-    their tokenizer.
+    A folder describes its model completely, so this model is built at once, before documents are read. A preset takes
+    its vocabulary from the tokenizer and is built later, by ``followed``.
 
     Raises:
-        UserError: a model that cannot be trained so; as far as that is known before documents are.
+        UserError: the model cannot be trained with these settings, as far as that is known before documents are read.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -32,14 +32,14 @@ class RunModel:
             raise UserError("--model", config.model, expected)
         if self.folder is not None:
             self.followed(None)
-        elif config.freeze:  # patterns are of names, which no vocabulary changes
+        elif config.freeze:  # check the patterns now: names do not depend on the vocabulary
             _ = _build(config, None)
 
     def followed(self, vocab_size: int | None) -> tuple[BuiltModel, Chain]:
-        """The model and its chain.
+        """Build the model on the first call, and return it with its chain of blocks.
 
         Args:
-            vocab_size: of the tokenizer, which a preset takes; None where the model knows its own.
+            vocab_size: vocabulary size of the tokenizer, for a preset; None if the model has its own.
         """
         if self._followed is None:
             built = _build(self._config, vocab_size)
@@ -50,10 +50,11 @@ class RunModel:
         return self._followed
 
     def check(self, vocab_size: int | None, longest: int) -> None:
-        """Raise UserError if the tokenizer, or the longest document, does not fit the model.
+        """Raise UserError if the tokenizer or the longest document does not fit the model.
 
         Args:
-            longest: tokens of the longest document; 1 where it is not known yet.
+            vocab_size: vocabulary size of the tokenizer; None if it is not known.
+            longest: tokens of the longest document; 1 if it is not known yet.
         """
         config = self._config
         row, code = config.document_tokens, config.trust_remote_code
@@ -61,6 +62,7 @@ class RunModel:
 
 
 def _build(config: TrainConfig, vocab_size: int | None) -> BuiltModel:
+    """Build the model that the settings name, on the meta device."""
     return build_model(
         config.model,
         vocab_size=vocab_size,

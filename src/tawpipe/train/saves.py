@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one begins, what came of it, and how long training stood still for it."""
+"""Checkpoints of a run: when one begins, how it ended, and how long training stalled for it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.train.settings.config import TrainConfig
 
 LOOK_EVERY = 10
-"""Steps after which the run asks whether the save under way has ended."""
+"""Steps between checks of whether the current save has ended."""
 
 
 class Saves:
-    """What is saved of a run, on the disk and in the memory of the nodes; called alike on all ranks.
+    """Saves of a run's state to the disk and to the memory of the nodes; methods are called alike on all ranks.
 
     Args:
-        memory: for copies in the memory of the nodes, if there are to be any.
-        state: the run's part of the state after a step.
+        memory: store for copies in the memory of the nodes; None without.
+        state: returns the run's part of the state after a given step.
 
-    ``step`` is the last one for which a checkpoint was begun, ``unsaved`` why that is not there, if it is not.
+    ``step`` is the last step for which a checkpoint was begun. ``unsaved`` is the reason why this checkpoint could not
+    be written, else ``""``.
     """
 
     def __init__(
@@ -45,11 +46,16 @@ class Saves:
 
     @property
     def stall_s(self) -> float | None:
-        """The longest time for which training stood still for a checkpoint; None if there was none."""
+        """Longest time in seconds for which training stalled for a checkpoint; None if there was no checkpoint."""
         return max(self._stalls, default=None)
 
     def after(self, step: int, *, save: bool) -> float:
-        """Begin what is due after a step; the seconds that this took, which are no part of the next one."""
+        """Begin the saves that are due after ``step``, and return the seconds that this took.
+
+        Args:
+            step: number of steps done.
+            save: True to save a checkpoint to disk; copies in memory follow ``checkpoint.memory_every``.
+        """
         begin = time.perf_counter()
         if save:
             self.save(step)
@@ -60,7 +66,10 @@ class Saves:
         return time.perf_counter() - begin
 
     def save(self, step: int) -> None:
-        """Begin to save, when the save before has ended."""
+        """Wait for the previous save, and begin a checkpoint on disk after ``step``.
+
+        Without ``checkpoint.background``, also wait until it is written.
+        """
         self._end(now=step)
         self.step = step
         self._saving = self._begin(self.disk, step)
@@ -68,28 +77,35 @@ class Saves:
             self._end()
 
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the saves that are in progress, on disk and in memory, and report the outcome of the one on disk.
+
+        Raises:
+            RunError: a save has taken longer than ``timeouts.save_s``.
+        """
         self._end()
         if self._copying is not None:
             self._copying.wait(self.config.timeouts.save_s)
 
     def _copy(self, memory: Memory, step: int) -> None:
-        """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
+        """Wait for the previous copy, and begin to copy the state into the memory of the nodes."""
         if self._copying is not None and (problem := self._copying.wait(self.config.timeouts.save_s).problem):
             self.console.notice(f"no copy in memory before step {step}; training continues without: {problem}")
         self._copying = self._begin(memory, step)
 
     def _begin(self, store: Store, step: int) -> Saving:
+        """Copy the state after ``step``, and begin to write it into ``store`` in the background.
+
+        Waits for all issued steps and for an earlier save into this store."""
         limit_s = self.config.timeouts.save_s
         copies = self.config.checkpoint.frozen == "copy"
         return self.pipeline.start_saving(store, run=asdict(self._state(step)), limit_s=limit_s, copy_frozen=copies)
 
     def _end(self, *, only_if_ended: bool = False, now: int = 0) -> None:
-        """Look at what came of the save under way.
+        """Wait for the current save and report its outcome, if a save is in progress.
 
         Args:
-            only_if_ended: on all ranks, and go on otherwise.
-            now: the step whose save waits for it.
+            only_if_ended: return at once unless the save has ended on all ranks.
+            now: step whose save waits for the current one; 0 for none.
         """
         if self._saving is None:
             return

@@ -1,4 +1,4 @@
-"""What a run starts from: its documents, and whether they suit its model and the settings."""
+"""Start of a run: its documents, and checks that they suit the model, the settings and the checkpoint."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from tawpipe.train.settings.decided import BatchShape
 Documents = tuple[TrainConfig, PreparedData]
 ROWS_LOOKED_AT = 15
 LAST_OF_BEFORE = "commit 1eeab342"
-"""The last version whose documents of chats are those of states without a date."""
+"""Last version that made documents of chats without a date in the state."""
 
 
 def start_of(config: TrainConfig) -> str:
-    """What the run starts from: one of ``recipe.RECIPES``."""
+    """Return the key in ``recipe.RECIPES`` of what the run starts from: ``random``, ``weights`` or ``adapter``."""
     if config.lora.active:
         return "adapter"
     folder = resolve_model(config.model)
@@ -56,16 +56,18 @@ def start_of(config: TrainConfig) -> str:
 
 
 def check_start(config: TrainConfig, built: BuiltModel, data: PreparedData, *, ranks: int) -> RetrievalCheck | None:
-    """Check that model and documents suit each other and can give what the settings ask for.
+    """Check that model and documents suit each other and can serve the settings.
 
     Args:
-        ranks: that compute a row together.
+        built: model of the run.
+        data: documents of the run.
+        ranks: number of processes that compute a row together.
 
     Returns:
-        the retrieval check of evaluations, if there is one.
+        the retrieval check of evaluations; None without one.
 
     Raises:
-        UserError: the first that cannot be.
+        UserError: for the first requirement that is not met.
     """
     if config.export.enabled and config.export.merge:
         refuse_unmergeable(built.model)
@@ -78,13 +80,23 @@ def check_start(config: TrainConfig, built: BuiltModel, data: PreparedData, *, r
 
 
 def refuse_other_form(config: TrainConfig, manifest: Manifest, place: str) -> None:
-    """Raise UserError if a checkpoint's frozen weights are in another form than the settings say."""
+    """Raise UserError if a checkpoint's frozen weights are quantised differently than the settings say.
+
+    Args:
+        place: folder of the checkpoint, for the message.
+    """
     if (form := manifest.get("quantize", NONE)) != config.quantize:
         raise UserError("--quantize", config.quantize, f"{form}, as in the checkpoint {place}")
 
 
 def refuse_other_run(config: TrainConfig, state: RunState, chain: Chain, place: str) -> None:
-    """Raise UserError if a checkpoint is of a run that cannot be gone on with by these settings."""
+    """Raise UserError if these settings cannot resume the run of a checkpoint.
+
+    Seed, rotary positions and the trained parameters must be equal.
+
+    Args:
+        place: folder of the checkpoint, for the message.
+    """
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
     refuse_other_rope(state.rope, rope_of(chain.config), f"the checkpoint {place}")
@@ -92,11 +104,12 @@ def refuse_other_run(config: TrainConfig, state: RunState, chain: Chain, place: 
 
 
 def require_alike(config: TrainConfig, world: World) -> None:
-    """Compare the settings of all ranks, but for those of a machine, then what each reads of the model's folder and of
-    an adapter's; call on all ranks.
+    """Check that all ranks have equal settings and read equal files of the model and the adapter; call on all ranks.
+
+    Settings in ``OF_A_MACHINE`` may differ.
 
     Raises:
-        UserError: they differ, or some rank cannot read them; it names the first difference and its ranks.
+        UserError: ranks differ, or a rank cannot read its files. The message names the first difference and the ranks.
     """
     leaves = train_options().leaves.items()
     texts = {leaf.option: leaf.text(reduce(getattr, path, config)) for path, leaf in leaves if path not in OF_A_MACHINE}
@@ -109,7 +122,7 @@ def require_alike(config: TrainConfig, world: World) -> None:
 
 
 def other_commit_words(state: RunState | None, built: BuiltModel) -> str:
-    """Line about a model of the Hub whose commit is not that of the resumed run, else ``""``."""
+    """Return a line if the model's commit on the Hub differs from the commit of the resumed run, else ``""``."""
     before = state.settled.get("commit") if state is not None else ""
     if not before or before == built.commit:
         return ""
@@ -118,13 +131,14 @@ def other_commit_words(state: RunState | None, built: BuiltModel) -> str:
 
 
 def refuse_other_documents(begins: ResumePoint, data: PreparedData, *, partly: bool) -> None:
-    """Refuse to resume a run on chats of which an earlier version made or held out other documents.
+    """Refuse to resume a run on chats if an earlier version made or held out other documents.
 
     Args:
-        partly: only some documents were read, as a dry run does, so that nobody can compare them.
+        begins: the start of the run, with the state that it resumes from.
+        partly: True if only some documents were read, as in a dry run. The documents are then not compared.
 
     Raises:
-        UserError: it names the version that can finish the run.
+        UserError: the documents differ. The message names the version that can finish the run.
     """
     state = begins.state
     if state is None or "date" in state.settled or not data.report.read.masked or partly:
@@ -151,26 +165,33 @@ def documents_of(
     *,
     looks: bool = False,
 ) -> Documents:
-    """Read the documents of a run, tell the console, and return them behind the settings with their lengths settled.
+    """Read the documents of a run, print a report, and settle the lengths of rows and steps.
+
+    Call on all ranks.
 
     Args:
-        earlier: the state that the run resumes from.
-        looks: only the first documents are read, in the place of all.
+        earlier: state that the run resumes from; None for a new run.
+        looks: True if only the first documents are read, which stand for all.
+
+    Returns:
+        the settings with their lengths settled, and the documents.
 
     Raises:
-        UserError: see ``prepare_data`` and ``check_lengths``.
+        UserError: see ``prepare_data`` and ``check_lengths``; or documents differ between ranks.
     """
     if model.pretrained and config.tokenizer is None and not has_tokenizer(str(model.folder)):
         expected = f"the tokenizer that {config.model} was trained with: its folder has weights but no tokenizer"
         raise UserError("--tokenizer", None, expected)
     config = lengths_before_data(config, earlier, pretrained=model.pretrained)
-    check_lengths(config)  # before anything is read
+    check_lengths(config)  # before documents are read, which may take long
     date = (earlier.settled.get("date") if earlier is not None else "") or world.broadcast_text(today())
 
     def dealing(length: int) -> Dealing:
+        """Return the sizes of the run's steps for rows of ``length`` tokens, by which a packing is chosen."""
         return _dealing(config, with_length(config, length, "balanced", world.size), model, world.size)
 
     def prepared(length: int | LengthLimits) -> PreparedData:
+        """Read and pack the documents, for rows of ``length`` tokens or within limits."""
         return prepare_data(
             config,
             sequence_length=length,
@@ -191,7 +212,7 @@ def documents_of(
     else:
         limits = replace(limits_of(config, model), dealing=dealing, looks=looks)
         data = prepared(limits)
-    parts = sorted((part.split(":", 1) for part in data.fingerprint.split()), reverse=True)  # the tokenizer first
+    parts = sorted((part.split(":", 1) for part in data.fingerprint.split()), reverse=True)  # tokenizer first
     files = {"tokenizer": config.tokenizer or str(model.folder or "")}
     facts = {f"the data's {part}": Fact(files.get(part, ""), "", digest) for part, digest in parts}
     read_alike(world, "--data", " ".join(config.data), SAME_FILES, lambda: data, lambda _: facts)
@@ -209,15 +230,16 @@ def documents_of(
 
 
 SHOWN = 160
-"""Letters of a piece of the first document that a run shows; ``--dry-run`` shows all."""
+"""Characters of each part of the first document that a run prints; ``--dry-run`` prints the whole document."""
 
 
 def _dealing(config: TrainConfig, settled: TrainConfig, model: RunModel, world_size: int) -> Dealing:
-    """The steps of the run, should its documents be dealt.
+    """Return the sizes of the run's steps under ``balanced``, and reasons for or against this packing.
 
     Args:
-        config: as it was given, by which ``balanced`` is asked for.
-        settled: with the lengths of rows and steps.
+        config: settings as the user gave them, which show if ``balanced`` is asked for.
+        settled: settings with the lengths of rows and steps settled.
+        model: model of the run, for the computing time of documents.
     """
     against = ""
     if config.micro_batch > 1:
@@ -242,8 +264,10 @@ def _dealing(config: TrainConfig, settled: TrainConfig, model: RunModel, world_s
 
 
 def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
-    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work; no
-    longer than a row, which those are that pass a pipeline in slices. Where every document is a row, the longest.
+    """Return the lengths of the documents in a typical row, with padding as one more document.
+
+    The typical row is the one with the median work for attention among the first rows. Under ``balanced``, a document
+    longer than a row counts with the length of a row. Under packing ``none`` the longest document is returned.
     """
     row = batch.row_tokens
     if batch.packing == "none":
@@ -258,8 +282,13 @@ def typical_lengths(data: PreparedData, batch: BatchShape) -> list[int]:
 
 
 def first_micro_batches(data: PreparedData, batch: BatchShape, ranks: int) -> list[list[int]]:
-    """Lengths of the documents, padding included, of the longest micro-batch of every round of the first steps, for
-    which the other ranks wait, where every document is a row; else none.
+    """Return the document lengths of the longest micro-batch of every round in the first steps, under packing ``none``.
+
+    The other ranks wait for these micro-batches. Padding is included as further documents. Under other packings the
+    list is empty.
+
+    Args:
+        ranks: number of micro-batches that are computed in one round.
     """
     if batch.packing != "none":
         return []
@@ -273,16 +302,16 @@ def first_micro_batches(data: PreparedData, batch: BatchShape, ranks: int) -> li
 
 
 def documents_of_a_step(data: PreparedData, batch: BatchShape, chain: Chain) -> tuple[int, ...]:
-    """Lengths of the documents of a typical one of the first steps; none where documents are not dealt."""
+    """Return the document lengths of a typical step among the first ones; empty unless ``balanced``."""
     steps = documents_of_steps(data, batch, LOOKED_AT)
     return typical_documents(steps, data.longest, work_of(chain)) if steps else ()
 
 
 def documents_of_steps(data: PreparedData, batch: BatchShape, count: int, samples: int = 0) -> list[tuple[int, ...]]:
-    """Lengths of the documents of so many steps, of a stream of one; none where documents are not dealt.
+    """Return the document lengths of ``count`` steps, or of one step of a stream; empty unless ``balanced``.
 
     Args:
-        samples: that went before.
+        samples: number of samples consumed before these steps.
     """
     steps = list[tuple[int, ...]]()
     if not batch.dealt:

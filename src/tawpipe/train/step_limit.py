@@ -1,4 +1,4 @@
-"""The time limit of control messages during a run: it follows the limit of steps."""
+"""Time limit of control messages during a run: it follows the limit of steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from tawpipe.runtime.watch.watchdog import DEAF_S
 
 
 class FollowedLimit:
-    """Lets control messages wait as long as steps may take. Says once if that is longer than the setting.
+    """Time limit of control messages that is kept as long as the limit of a step.
+
+    It tells the user once if that is longer than the setting.
 
     Args:
-        limit: of the pipeline's steps.
-        setting_s: ``timeouts.step_s``, the least that the limit may be; infinite if nothing is to be said.
-        set_timeout: is given their limit whenever it has changed.
+        limit: limit of the pipeline's steps.
+        setting_s: ``timeouts.step_s``, the least limit in seconds; infinite to tell the user nothing.
+        set_timeout: sets the time limit of control messages; called when the limit has changed.
     """
 
     def __init__(self, limit: StepLimit, setting_s: float, *, set_timeout: Callable[[timedelta], None]) -> None:
@@ -24,10 +26,14 @@ class FollowedLimit:
         self._told_s, self._said = 0.0, False
 
     def follow(self) -> str:
-        """Follow the limit where it may have changed; return a line for the user, or ``""``."""
+        """Set the time limit of control messages if the limit of steps has changed.
+
+        Returns:
+            a line for the user, the first time that steps may take longer than ``setting_s``; else ``""``.
+        """
         if self._limit.seconds != self._told_s:
             self._told_s = self._limit.seconds
-            self._set_timeout(timedelta(seconds=self._told_s + DEAF_S))  # the watchdog is first: it says more
+            self._set_timeout(timedelta(seconds=self._told_s + DEAF_S))  # longer than the watchdog's: it reports more
         lasting_s = FACTOR * self._limit.lasting_s
         if self._said or lasting_s <= self._setting_s:
             return ""

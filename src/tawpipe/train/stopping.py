@@ -1,9 +1,9 @@
-"""Ending a run in good order when somebody asks for it.
+"""Early end of a run on request: ctrl-C, SIGTERM or SIGUSR1.
 
-Ctrl-C, SIGTERM or SIGUSR1 to any process, once training has begun: all finish the step they are in, save and end, and
-rank 0 says so at once. The processes agree by a number that goes round with every step and is read one step later, so
-that nobody waits for it; as a step is issued before the one before it has ended, up to two more are done. A second
-signal, a second later or more, ends the process at once.
+A signal to any process is enough, once training has begun. All processes then finish their step, save and end; rank 0
+prints a line at once. The processes agree by an all-reduce of one number per step, whose result is read one step later,
+so that no process waits for it. As a step is issued before the previous one has ended, up to two more steps are done. A
+second signal, one second later or more, ends the process at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ AT_ONCE = "ended at once"
 
 
 class StopRequest:
-    """Catches the signals while it is entered, and asks the others.
+    """Signal handlers of a run, active inside a ``with`` block, and the agreement of all ranks to stop.
 
     Args:
-        last_words: for a process that nobody watches: what is to be said when it ends at once.
+        world: processes of the run.
+        last_words: returns text to print when a second signal ends the process at once; None to print nothing.
     """
 
     def __init__(self, world: World, last_words: Callable[[], str] | None = None) -> None:
@@ -57,9 +58,10 @@ class StopRequest:
         self._before = {}
 
     def agreed(self) -> signal.Signals | None:
-        """The signal that any process had caught when the step before this one began; the same on all. Call once for
-        every step, on all ranks.
-        """
+        """Return the signal that any process had caught when the previous step began; None if there is none.
+
+        The answer is the same on all ranks. Waits for the all-reduce of the previous call and starts one for the next.
+        Call on all ranks, once in every step. A single process returns its own signal at once."""
         if self._world.group is None:
             return self.caught
         number = 0
@@ -76,13 +78,17 @@ class StopRequest:
         return signal.Signals(number) if number else None
 
     def finish(self) -> None:
-        """Nothing is under way afterwards; call on all ranks when no further step comes."""
+        """Wait for the last all-reduce; call on all ranks after the last step.
+
+        From now on the message for a signal says that samples and export are still written.
+        """
         if self._asked is not None:
             self._asked[0].wait()
             self._asked = None
         self._words = ENDING
 
     def _catch(self, number: int, _: FrameType | None) -> None:
+        """Record the first signal; on a second one, ``SECOND_S`` later or more, end the process at once."""
         now = time.monotonic()
         if self.caught is not None and now - self._caught_at >= SECOND_S:
             if self._last_words is not None:
@@ -93,13 +99,17 @@ class StopRequest:
             self._say_stopping()
 
     def _say_stopping(self) -> None:
+        """Print on rank 0 that the run is about to end, once."""
         if self._world.rank == 0 and not self._said:
             self._said = True
             _write(self._words)
 
 
 def _write(words: str) -> None:
-    """A line on standard error, past Python's streams: a handler may run while one of them is being written to."""
+    """Write a line to standard error, bypassing Python's streams.
+
+    A signal handler may run while one of these streams is being written to.
+    """
     line = f"{ERASE_LINE if os.isatty(2) else ''}tawpipe: {words}\n"
     with suppress(OSError):
         os.write(2, line.encode(sys.getfilesystemencoding(), errors="replace"))

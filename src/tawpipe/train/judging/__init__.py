@@ -1,1 +1,1 @@
-"""What a run is judged by: evaluation, retrieval, samples."""
+"""Judging of a run: evaluation, retrieval check and sample texts."""

@@ -1,7 +1,7 @@
-"""Evaluations of a run: the loss on what is held out, hidden facts, and which step was the best so far.
+"""Evaluations of a run: the loss on held-out data, the retrieval check, and the best step so far.
 
-A new best is found from the validation loss alone. What follows from it (a checkpoint that stays, the end of a run that
-does not gain any more) is decided alike on all ranks, because all of them compare rank 0's number.
+The best step depends on the validation loss only. All ranks take the same decisions (keep a checkpoint, end a run that
+no longer improves), because all of them compare the number of rank 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from tawpipe.train.settings.config import EvaluationConfig, TrainConfig
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss so far, and how long there has been no gain worth the time.
+    """Lowest validation loss so far, and the number of evaluations without an improvement.
 
     Args:
-        step: after which it was measured; 0 if none was.
-        beaten: the loss that an evaluation must lie below for its gain to count.
-        since: evaluations since one did.
+        step: step after which the lowest loss was measured; 0 if none was.
+        loss: lowest validation loss.
+        beaten: limit below which the loss of an evaluation counts as an improvement for patience.
+        since: number of evaluations since the last improvement.
     """
 
     step: int = 0
@@ -39,24 +40,29 @@ class Best:
     since: int = 0
 
     def after(self, step: int, loss: float, *, least_gain: float = 0.0) -> Best:
-        """The same when another evaluation is known.
+        """Return this record updated with the ``loss`` of another evaluation after ``step``.
 
         >>> best = Best().after(10, 2.0, least_gain=0.5)
         >>> best.after(20, 1.75, least_gain=0.5).after(30, 1.875, least_gain=0.5)
         Best(step=20, loss=1.75, beaten=1.5, since=2)
+
+        Args:
+            least_gain: decrease of the loss that the next improvement must exceed.
         """
         lowest = (step, loss) if loss < self.loss else (self.step, self.loss)
         return Best(*lowest, loss - least_gain, 0) if loss < self.beaten else Best(*lowest, self.beaten, self.since + 1)
 
 
 def resumed_best(state: RunState | None, record: str) -> tuple[Best, str]:
-    """Best step and patience that a run resumes with.
+    """Return the best step and patience with which a run resumes.
 
     Args:
-        record: of the evaluations of this run; see ``Evaluation``.
+        state: state that the run resumes from; None for a new run.
+        record: validation data of this run; see ``Evaluation``.
 
     Returns:
-        them, and a line if they begin anew or if it is not known that they belong to ``record``; else ``""``.
+        the ``Best``, which begins anew if the validation data has changed, and a line for the console. The line is
+        ``""`` unless it begins anew, or the checkpoint does not say which validation data it had.
     """
     if state is None or not state.best:
         return Best(), ""
@@ -70,7 +76,7 @@ def resumed_best(state: RunState | None, record: str) -> tuple[Best, str]:
 
 
 def perplexity(loss: float) -> float:
-    """The number of equally likely tokens among which a model with this loss per token would waver.
+    """Return the perplexity exp(``loss``): the number of equally likely tokens that would give this loss per token.
 
     >>> round(perplexity(math.log(7)), 6), perplexity(1e4)
     (7.0, inf)
@@ -79,14 +85,15 @@ def perplexity(loss: float) -> float:
 
 
 class Evaluation:
-    """The evaluations of one run.
+    """Evaluations of one run, with their latest results.
 
     Args:
-        check: part of every evaluation, if there is to be one.
+        check: retrieval check that is part of every evaluation; None without one.
 
-    ``record`` says what validation losses are measured on (``""`` if nothing is held out). ``loss`` is the last one,
-    ``by_position`` the same by position, if asked for, ``retrieval`` what the last check found, ``measured`` whether
-    there was any evaluation, ``due`` whether there are to be some.
+    ``record`` identifies the data that validation losses are measured on, ``""`` if nothing is held out. ``loss`` is
+    the last validation loss. ``by_position`` has the last loss for each range of positions, if asked for. ``retrieval``
+    is the result of the last check. ``measured`` is True after the first evaluation. ``due`` is True if the run is to
+    be evaluated at all.
     """
 
     def __init__(
@@ -111,12 +118,15 @@ class Evaluation:
 
     @property
     def exhausted(self) -> bool:
-        """True if so many evaluations in a row have found nothing better as the settings allow."""
+        """True if ``patience`` consecutive evaluations have not improved the validation loss."""
         patience = self.settings.patience
         return 0 < patience <= self.best.since
 
     def measure(self, step: int) -> dict[str, Value]:
-        """Evaluate the model as it is after ``step``, and say it as metrics.jsonl does; on all ranks."""
+        """Evaluate the model as it is after ``step``, and return the values under their names in metrics.jsonl.
+
+        Updates ``best`` unless ``step`` is 0. Call on all ranks.
+        """
         self.measured, values = True, dict[str, Value]()
         if self._data.validation is not None:
             self.loss = values["validation_loss"] = self._validate(self._data.validation)
@@ -131,13 +141,15 @@ class Evaluation:
         return values
 
     def __str__(self) -> str:
-        """What the last one found."""
+        """Return the results of the last evaluation as text."""
         measured = [] if self.loss is None else [f"validation loss {loss_words(self.loss)}"]
         return ", ".join([*measured, *([str(self.retrieval)] if self.retrieval else [])])
 
     def _validate(self, source: PackedDataset) -> float:
-        """Mean loss per token over the first batches of the held-out documents, always the same ones; not a number if
-        nothing of them is learned.
+        """Return the mean loss per token over the first batches of held-out documents.
+
+        The batches are the same ones every time. The result is nan if they have no token to learn. Sets ``by_position``
+        if the settings ask for it. Call on all ranks.
         """
         by_position = None
         if buckets := self.settings.by_position:
@@ -146,7 +158,7 @@ class Evaluation:
         total, tokens = 0.0, 0
         for batch in self._batches.validation(source):
             result = self.pipeline.evaluate(batch, measure=by_position)
-            if result.tokens:  # the loss of none is not a number
+            if result.tokens:  # the mean loss of no tokens is nan
                 total, tokens = total + result.loss * result.tokens, tokens + result.tokens
         if by_position is not None:
             self.by_position = by_position.means(self.pipeline.world)
@@ -155,7 +167,7 @@ class Evaluation:
 
 
 def loss_words(loss: float) -> str:
-    """A loss per token as the console says it.
+    """Return a loss per token with its perplexity as text.
 
     >>> loss_words(1.5), loss_words(math.nan)
     ('1.5000 (perplexity 4.482)', 'not a number: is any token of the held-out batches learned?')
@@ -166,10 +178,10 @@ def loss_words(loss: float) -> str:
 
 
 def check_best(config: TrainConfig, *, validation: bool) -> None:
-    """Raise UserError for settings that ask for the best step of a run that measures none.
+    """Raise UserError if settings need the best step of a run that measures no validation loss.
 
     Args:
-        validation: whether documents are held out.
+        validation: True if documents are held out.
     """
     wanted = {"--checkpoint.best": config.checkpoint.best, "--evaluation.patience": config.evaluation.patience}
     for name, value in wanted.items():

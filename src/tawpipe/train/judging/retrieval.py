@@ -1,7 +1,7 @@
-"""The retrieval check of an evaluation: does the model find a fact that stands anywhere in a row of any length?
+"""Retrieval check of an evaluation, which tests if a model finds a fact at any position in a row.
 
-It reads the answer rather than writing it: every token of the answer is predicted from what really stands before it, in
-one forward pass on all ranks. If each is the likeliest, the model would have written the answer.
+The model does not generate the answer. One forward pass on all ranks predicts every token of the answer from the
+correct tokens before it. If each token is the likeliest one, greedy generation would have given the answer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tawpipe.train.settings.config import TrainConfig
 
 @dataclass(frozen=True)
 class FactsCell:
-    """The answers for facts at one depth of rows of one length.
+    """Result for the facts at one depth in rows of one length.
 
     Args:
-        retrieved: facts of which every token of the answer is the likeliest.
-        asked: facts.
-        loss: per token of the answers.
+        retrieved: number of facts for which every token of the answer is the likeliest.
+        asked: number of facts.
+        loss: loss per token of the answers.
     """
 
     retrieved: int
@@ -37,28 +37,29 @@ class FactsCell:
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> FactsCell:
+        """Return the summary of ``answers``."""
         loss = sum(answer.loss for answer in answers) / sum(answer.tokens for answer in answers)
         return cls(sum(answer.found for answer in answers), len(answers), loss)
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What one check has found.
+    """Result of one retrieval check.
 
     Args:
-        cells: by length and depth, both of which rise.
+        cells: results by (length, depth), in rising order.
     """
 
     cells: dict[tuple[int, float], FactsCell]
 
     def values(self) -> dict[str, Value]:
-        """Share of facts that were found and loss per token of their answers, by length and depth."""
+        """Return the metrics of this check: the share of facts found and the loss per token, by length and depth."""
         named = {f"{length}/{depth:.4g}": cell for (length, depth), cell in self.cells.items()}
         shares = {name: cell.retrieved / cell.asked for name, cell in named.items()}
         return {"retrieval_found": shares, "retrieval_loss": {name: cell.loss for name, cell in named.items()}}
 
     def __str__(self) -> str:
-        """The number of facts that were found, and the first place where one was not."""
+        """Return the number of facts found, and the first length and depth with a fact that was not found, as text."""
         cells = self.cells.values()
         said = f"{sum(cell.retrieved for cell in cells)} of {sum(cell.asked for cell in cells)} facts found"
         missed = next((place for place, cell in self.cells.items() if cell.retrieved < cell.asked), None)
@@ -67,13 +68,18 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class RetrievalCheck:
-    """What is hidden, and how long the rows are."""
+    """Hidden facts and row lengths of a retrieval check."""
 
     needles: Needles
     lengths: Sequence[int]
 
     def measure(self, pipeline: Pipeline, rows: int) -> Retrieval:
-        """Evaluate all rows, up to so many in a batch; call on all ranks."""
+        """Evaluate all rows of the check with the weights of ``pipeline``, and return the result; call on all ranks.
+
+        Args:
+            pipeline: pipeline of the run; it waits for all issued steps.
+            rows: largest number of rows in a global batch, over all ranks.
+        """
         cells: dict[tuple[int, float], FactsCell] = {}
         needles = self.needles
         for length in self.lengths:
@@ -92,13 +98,16 @@ class RetrievalCheck:
 def retrieval_check(
     config: TrainConfig, data: PreparedData, model_config: Any, *, ranks: int = 1
 ) -> RetrievalCheck | None:
-    """The check that the settings ask for, if they do.
+    """Return the retrieval check that the settings ask for; None if they ask for none.
 
     Args:
-        ranks: that compute a row together.
+        data: documents, from which the text around the facts is taken.
+        model_config: configuration of the model, with its number of positions.
+        ranks: number of processes that compute a row together.
 
     Raises:
-        UserError: a length that the model has no positions for, or that cannot hold a fact and its question.
+        UserError: a length exceeds the model's positions, or is too short for a fact and its question; or several
+            processes compute a micro-batch of several rows.
     """
     settings = config.evaluation
     if not settings.retrieval_lengths:

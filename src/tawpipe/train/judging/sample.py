@@ -1,4 +1,4 @@
-"""Short texts from the model in training, for a glance along the way."""
+"""Sample texts from the model during training."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tawpipe.train.saying.metrics import cut_after
 from tawpipe.train.settings.config import SampleConfig
 
 CHOICES = 40
-"""Tokens among which each next one is drawn: the likeliest."""
+"""Number of likeliest tokens from which each token is drawn (top-k)."""
 LONGEST_QUESTION = 512
-"""Tokens of a prompt that is taken from the data, at most."""
+"""Largest number of tokens of a prompt that is taken from the data."""
 WORDS = 12
-"""Tokens at the beginning of a text that are taken as a prompt."""
+"""Largest number of tokens at the beginning of a text that are used as a prompt."""
 FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt as the user wrote it, and what the model wrote."""
+    """Prompt as the user wrote it, and the text that the model added."""
 
     prompt: str
     text: str
@@ -45,13 +45,14 @@ class Sample:
 
 
 class Samples:
-    """The texts that the settings ask for, now and then, in a file of their own besides.
+    """Sample texts of a run, which are also appended to samples.jsonl.
 
     Args:
-        folder: of the run, for the file.
-        window: tokens of a text at most; of a prompt that is too long, its last ones are continued.
-        seed: of the draws.
-        first: step after which the run began; what the file says of later ones is of an earlier start.
+        folder: output folder of the run.
+        window: largest number of tokens of a text, including its prompt; a prompt that is too long loses its first
+            tokens.
+        seed: seed for drawing tokens.
+        first: step that the run resumed from; lines of samples.jsonl about later steps are deleted.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class Samples:
                 cut_after(self._path, first)
 
     def due(self, step: int) -> bool:
-        """True if texts are wanted along the way, after this step."""
+        """Return True if texts are to be written after ``step``, during the run."""
         return bool(self._settings.every and self._settings.tokens and step % self._settings.every == 0)
 
     def write(self, step: int) -> list[Sample]:
-        """Generate the texts of the model after ``step``; call on all ranks.
+        """Generate texts with the model after ``step``, and append them to samples.jsonl; call on all ranks.
 
         Returns:
-            the texts on rank 0; an empty list on others, and where they cannot be shown.
+            the texts on rank 0; an empty list on other ranks, and if the texts cannot be shown.
         """
         wanted = wanted_texts(self._asked, self._settings.tokens, self._window)
         written = self._pipeline.generate(
@@ -109,21 +110,27 @@ class Samples:
         return samples
 
     def _written(self, ids: list[int], prompt: int) -> str:
-        """What was added, in the place where it stands: some tokenizers spell a beginning otherwise."""
+        """Return the text that was added after the first ``prompt`` tokens of ``ids``.
+
+        The added tokens are decoded together with the prompt, as some tokenizers write a text differently at its
+        beginning.
+        """
         whole, before = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:prompt]))
         return whole.removeprefix(before).strip() if self._chat else whole.removeprefix(before)
 
 
 def through_template(settings: SampleConfig, data: PreparedData) -> bool:
-    """True if prompts are what a user asks."""
+    """Return True if prompts go through the chat template."""
     return {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
 
 
 def beginnings(settings: SampleConfig, data: PreparedData) -> dict[str, list[int]]:
-    """The beginnings of texts that the settings ask for, as tokens, by what is said of them.
+    """Return the prompts of all texts as token ids, by the words that name them on the console.
+
+    Without ``sample.prompt`` there is one prompt, taken from the data. With ``sample.tokens`` 0 there is none.
 
     Raises:
-        UserError: a prompt that the chat template does not take.
+        UserError: the chat template does not accept a prompt.
     """
     if not settings.tokens:
         return {}
@@ -137,6 +144,14 @@ def beginnings(settings: SampleConfig, data: PreparedData) -> dict[str, list[int
 
 
 def _encoded(prompt: str, tokenizer: Any, *, chat: bool) -> list[int]:
+    """Return the token ids of ``prompt``.
+
+    Args:
+        chat: True to use ``prompt`` as a user's question in the chat template.
+
+    Raises:
+        UserError: the chat template does not accept the prompt.
+    """
     if chat:
         try:
             return tokenizer.encode(ChatRenderer(tokenizer).question(prompt), add_special_tokens=False)
@@ -147,28 +162,34 @@ def _encoded(prompt: str, tokenizer: Any, *, chat: bool) -> list[int]:
 
 
 def wanted_texts(asked: Mapping[str, Sequence[int]], tokens: int, window: int) -> Wanted:
-    """What is to be generated behind some beginnings, which are cut at the front, so that no text has more than
-    ``window`` tokens.
+    """Return what to generate: ``tokens`` more tokens for each prompt in ``asked``.
+
+    A prompt that is too long loses its first tokens, so that no text exceeds ``window`` tokens.
     """
     tokens = min(tokens, window - 1)
     return Wanted([ids[tokens - window :] for ids in asked.values()], tokens, Sampling(), frozenset())
 
 
 def first_question(documents: PackedDataset) -> list[int]:
-    """The tokens of a chat up to its first answer, as the template has them; empty if the first rows have none of a few
-    hundred tokens, of which every token of a sample computes all.
+    """Return the tokens of a chat up to its first answer, in the form of its template.
+
+    Looks at the first 8 rows. Returns an empty list if no question there has fewer than ``LONGEST_QUESTION`` tokens: a
+    long prompt makes samples slow.
     """
     for number in range(min(len(documents), 8)):
         row = documents.sample(number)
         length = row.lengths[0]
         learned = (row.labels[0, :length] != IGNORE).nonzero()
-        end = int(learned[0]) + 1 if len(learned) else length  # a label is that of the token before it
+        end = int(learned[0]) + 1 if len(learned) else length  # the label of a position is the next token
         if 1 < end < min(length, LONGEST_QUESTION):
             return row.input_ids[0, :end].tolist()
     return []
 
 
 def first_words(documents: PackedDataset) -> list[int]:
-    """The first tokens of a document, at most ``WORDS`` and half of it; empty if it has fewer than two."""
+    """Return the first tokens of a document, at most ``WORDS`` and at most half of the document.
+
+    The list is empty if the document has fewer than two tokens.
+    """
     tokens, _ = documents.document(0)
     return tokens[: min(WORDS, len(tokens) // 2)].tolist()

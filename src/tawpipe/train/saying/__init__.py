@@ -1,1 +1,1 @@
-"""What a run says: words, metrics, trackers."""
+"""Reports of a run: metrics, trackers, alarms and words for the console."""

@@ -1,6 +1,7 @@
-"""Alarms of a run that goes on: losses that jump, and ranks that stay slower than the others.
+"""Alarms of a running run: a loss that jumps, and ranks that stay slower than others.
 
-They are named as they come: a run that diverges costs as much as one that does not, and all go at the slowest's pace.
+They are reported during the run. A run that diverges costs as much as a good one, and all ranks run at the pace of the
+slowest.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from collections import deque
 from collections.abc import Sequence
 
 WINDOW = 50
-"""Losses that one is compared with."""
+"""Number of recent losses that a loss is compared with."""
 LEAST = 20
-"""Losses that are known before one can stand out."""
+"""Number of losses that must be known before a loss can be reported."""
 LOOKS = 4
-"""Times in a row that a rank has to be slow before it is named, since once is noise; then again after twice as many."""
+"""Number of consecutive calls in which a rank must be slow before it is reported, because one slow call is noise.
+
+It is reported again after twice as many calls each time."""
 
 
 class Spikes:
-    """Alarm for a loss that is far above those before it.
+    """Alarm for a loss that is far above the losses before it.
 
     Args:
-        factor: times the median distance of the last losses from their median; 0 for never.
+        factor: allowed distance from the median, in multiples of the median distance of recent losses; 0 to report
+            none.
     """
 
     def __init__(self, factor: float) -> None:
@@ -30,7 +34,7 @@ class Spikes:
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def look(self, loss: float) -> str:
-        """A sentence, or nothing. The loss counts among the last ones from then on, unless it is not finite.
+        """Record the loss; return a sentence if it stands out, else ``""``. A loss that is not finite is ignored.
 
         >>> spikes = Spikes(8)
         >>> [spikes.look(3 + i % 3 / 100) for i in range(30)][-1], spikes.look(5.0)
@@ -49,15 +53,16 @@ class Spikes:
 
 
 def paces(seconds: Sequence[float], work: Sequence[float]) -> list[float]:
-    """How long every rank computes for what it has to. One with next to nothing to do spends its time on all else, and
-    counts as the usual one.
+    """Return the seconds per unit of work of every rank.
+
+    A rank with little work (less than a quarter of the mean) spends its time on other things: it gets the median pace.
 
     >>> paces([2.0, 4.0, 0.5], [1.0, 2.0, 0.0])
     [2.0, 2.0, 2.0]
 
     Args:
-        seconds: that they computed.
-        work: what they had to compute, in any unit.
+        seconds: computing time of every rank.
+        work: work of every rank, in any unit.
     """
     least = sum(work) / len(work) / 4
     known = [spent / assigned for spent, assigned in zip(seconds, work, strict=True) if assigned > least]
@@ -66,10 +71,10 @@ def paces(seconds: Sequence[float], work: Sequence[float]) -> list[float]:
 
 
 class Stragglers:
-    """Alarm for ranks that compute for longer than most do.
+    """Alarm for ranks that compute longer than most ranks.
 
     Args:
-        factor: of the median, above which a rank is slow; 0 to name none.
+        factor: multiple of the median above which a rank is slow; 0 to report none.
     """
 
     def __init__(self, factor: float) -> None:
@@ -77,11 +82,16 @@ class Stragglers:
         self._slow: dict[int, int] = {}
 
     def look(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
-        """Ranks to name now, and how many times as long as the median each of them computes.
+        """Record one measurement of all ranks; return the ranks to report now, each with its time over the median.
+
+        A rank is reported when it has been slow in ``LOOKS`` consecutive calls, then after 8, 16, ... such calls.
 
         >>> stragglers = Stragglers(1.5)
         >>> [stragglers.look([1.0, 1.1, 2.0]) for _ in range(8)][3:]
         [[(2, 1.8181818181818181)], [], [], [], [(2, 1.8181818181818181)]]
+
+        Args:
+            seconds: computing time of every rank, in rank order.
         """
         usual = max(statistics.median(seconds), 1e-9)
         slow = {rank: pace / usual for rank, pace in enumerate(seconds) if self.factor and pace > self.factor * usual}

@@ -1,6 +1,6 @@
-"""Numbers of a run: metrics.jsonl and peak memory.
+"""Metrics of a run: the file metrics.jsonl, and peak memory.
 
-Only rank 0 makes a :class:`MetricsWriter`. What trackers are given (tracking.py) has the same names.
+Only rank 0 makes a :class:`MetricsWriter`. Trackers (``tracking.py``) get the values under the names used here.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from typing import Any
 from tawpipe.files import replace_text
 
 REQUIRED = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
-"""Names that every row has besides ``step``."""
+"""Names that every row has in addition to ``step``."""
 Value = float | int | None | Mapping[str, float | None]
-"""A number, or numbers by name."""
+"""Number, or numbers by name."""
 
 
 class MetricsWriter:
-    """One row for every step in ``metrics.jsonl``.
+    """Writer of ``metrics.jsonl``, one row for every step.
 
-    A run that goes on from step n first loses all rows after n, a new one all rows, so that no step is in the file
-    twice; the file is replaced at once, so that a crash leaves either the old or the new one. Each row is with the
-    system when ``write`` returns; what a full disk does not take is left out, and a row is never there by half.
+    A run that resumes from step n first deletes all rows after n, and a new run deletes all rows, so that no step is in
+    the file twice. The file is replaced atomically: after a crash it is either the old or the new one. Each row is
+    passed to the operating system before ``write`` returns. On a full disk a row is left out completely, never written
+    in part.
 
     Args:
-        output: folder of the run; made if it is not there.
-        resumed_step: the last step that a checkpoint holds, 0 for a new run.
+        output: output folder of the run; made if it does not exist.
+        resumed_step: last step of the checkpoint; 0 for a new run.
     """
 
     def __init__(self, output: Path, *, resumed_step: int = 0) -> None:
@@ -45,19 +46,18 @@ class MetricsWriter:
         self._failed = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> str:
-        """Adds the row of a step. None and numbers that are not finite become null.
+        """Write the row of a step. None and numbers that are not finite become null.
 
         Args:
-            step: number of the step, from 1, or 0 before any; greater than that of the row before.
-            values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes,
-                predicted_memory_bytes, mfu, validation_loss, validation_by_position, retrieval_found, retrieval_loss;
-                with exact weights or gradients weights_sent and gradients_sent (bytes between nodes since the line
-                before, relative to their type);
-                under packing balanced documents, rounds (under pipelines the bins of each), imbalance
-                (modelled) and compute_imbalance (measured since the line before it).
+            step: number of the step, from 1, or 0 before any; greater than the step of the previous row.
+            values: at least :data:`REQUIRED`. Usual further names: tokens, seconds, peak_memory_bytes,
+                predicted_memory_bytes, mfu, validation_loss, validation_by_position, retrieval_found, retrieval_loss.
+                With exact weights or gradients: weights_sent and gradients_sent (bytes between nodes since the previous
+                row, relative to their type). Under packing balanced: documents, rounds (under pipelines the packed
+                micro-batches of each), imbalance (modelled) and compute_imbalance (measured since the previous value).
 
         Returns:
-            why it could not be written, the first time that this happens; else nothing.
+            the reason why the row could not be written, the first time that this happens; else ``""``.
         """
         missing = [name for name in REQUIRED if name not in values]
         assert not missing, f"metrics of step {step} lack {missing}"
@@ -72,6 +72,7 @@ class MetricsWriter:
         return ""
 
     def _append(self, row: bytes) -> None:
+        """Write ``row``; if that fails, cut the file back to its earlier length and raise OSError."""
         length = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(row)
@@ -93,14 +94,14 @@ class MetricsWriter:
 
 
 def finite(value: Value) -> Any:
-    """The same without numbers that JSON has no words for."""
+    """Return a number, or None for infinity and nan, which JSON cannot represent; numbers by name likewise."""
     if isinstance(value, Mapping):
         return {name: finite(part) for name, part in value.items()}
     return value if value is not None and math.isfinite(value) else None
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Removes the rows after ``step``, and a row that a crash left half written, from a file of rows."""
+    """Remove the rows after ``step`` from a file of JSON rows, and rows that a crash left incomplete."""
     if not path.exists():
         return
     kept = []
@@ -115,24 +116,24 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def last_step(output: Path) -> int:
-    """The last step that ``metrics.jsonl`` has a row of, 0 for none."""
+    """Return the last step with a row in ``metrics.jsonl`` of the folder ``output``; 0 if there is none."""
     path = output / "metrics.jsonl"
     steps = [0]
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             steps.append(int(json.loads(line)["step"]))
         except (ValueError, KeyError, TypeError):
-            continue  # half written by a crash
+            continue  # a row that a crash left incomplete
     return max(steps)
 
 
 def peak_memory_bytes(device_type: str) -> int:
-    """The most memory that this process has held: on the GPU by torch's allocator, on the CPU resident."""
+    """Return the peak memory of this process: on a GPU of torch's allocator, on a CPU the resident memory."""
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated()
-    # ru_maxrss counts what a parent held before exec, VmHWM does not.
+    # VmHWM is preferred: ru_maxrss includes memory that the parent process held before exec.
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What a run says before its first step: what is about to happen, and what it costs."""
+"""Words for the console before the first step: description and cost of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tawpipe.train.settings.decided import BatchShape
 
 
 def gib(number: float) -> str:
-    """Bytes in the unit that people read.
+    """Return a number of bytes as text, in GiB or MiB.
 
     >>> gib(3 * 2**30), gib(5 * 2**20)
     ('3.00 GiB', '5.0 MiB')
@@ -26,12 +26,16 @@ def gib(number: float) -> str:
 
 
 def measured_words(peaks: Sequence[float], said: int) -> str:
-    """The most that every process has held, beside what was said before the first step.
+    """Return the peak memory of every process as text, with the difference from the prediction ``said``.
 
     >>> measured_words([103 * 2**20, 2**20], 100 * 2**20)
     '103.0 MiB, 1.0 MiB (predicted 100.0 MiB; the largest used 3.0% more)'
     >>> measured_words([96 * 2**20], 100 * 2**20)
     '96.0 MiB (predicted 100.0 MiB; the largest used 4.0% less)'
+
+    Args:
+        peaks: peak memory of every process, in bytes.
+        said: predicted bytes; 0 for no prediction.
     """
     words = ", ".join(map(gib, peaks))
     if not said:
@@ -41,22 +45,24 @@ def measured_words(peaks: Sequence[float], said: int) -> str:
 
 
 def device_name(world: World) -> str:
+    """Return the name of the GPU, or ``CPU``."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 
 def without_effect(settings: ScheduleSettings, world: World) -> list[str]:
-    """Settings under ``schedule`` that were changed and do nothing here."""
+    """Return the names of settings under ``schedule`` that the user has changed and that have no effect on one node."""
     names = ("step_cache", "gradients_scope", "weights_compression", "gradients_compression")
     usual = ScheduleSettings()
     return [name for name in names if world.nodes.num_nodes == 1 and getattr(settings, name) != getattr(usual, name)]
 
 
 def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -> str:
-    """The batches of a run.
+    """Return a description of the batches of a run.
 
     Args:
-        bins: of the next step, where documents are dealt.
-        balance: how even the first steps are.
+        batch: sizes of the batches.
+        bins: assignment of the next step's documents under ``balanced``, else None.
+        balance: balance of the first steps between processes.
     """
     if bins is None:
         each = f"of up to {batch.row_tokens}" if batch.packing == "none" else f"x {batch.row_tokens}"
@@ -76,7 +82,7 @@ def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -
 
 
 def step_rows(said: Costs, nodes: Topology, recompute: str) -> list[tuple[str, str]]:
-    """Rows that say what a step does, and what it sends between nodes."""
+    """Return console rows with the strategy of a step and the bytes that it sends between nodes."""
     rows = [("strategy", f"{said.strategy}: {said.schedule}, recompute {recompute}")]
     if nodes.num_nodes > 1:
         most = max(said.link_sent_bytes)
@@ -97,7 +103,7 @@ PARTS = {
     "host": "inputs of layers in host memory",
     "kept": "at most, activations kept instead of recomputed",
 }
-"""The parts of ``Needs`` in words."""
+"""Description of each part of ``Needs``."""
 
 
 MEMORY_PARTS = "memory, by use"
@@ -110,7 +116,7 @@ def brief(rows: Sequence[tuple[str, str]], device: torch.device) -> list[tuple[s
 
 
 def memory_rows(needs: Needs) -> list[tuple[str, str]]:
-    """Rows that say what a device holds, and of what, and what its node's host and disk hold."""
+    """Return console rows with the predicted memory of a device, by part, and of the host and disk of a node."""
     parts = "; ".join(f"{gib(size)} {PARTS[name]}" for name, size in needs.parts.items() if size)
     rows = [("memory", f"{gib(needs.device)} per process at most"), (MEMORY_PARTS, parts)]
     if needs.host:

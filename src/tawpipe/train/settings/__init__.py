@@ -1,1 +1,1 @@
-"""Settings of a run, and their checks."""
+"""Settings of a training run, and the checks of their values."""

@@ -1,4 +1,4 @@
-"""Checks of settings before anything heavy is loaded, so that a refusal comes at once.
+"""Checks of settings before anything large is loaded, so that a run is refused at once.
 
 Every check raises UserError with the name of the setting as the user writes it.
 """
@@ -27,15 +27,17 @@ from tawpipe.train.settings.config import SHAPES, TAKES, OptimizerConfig, TrainC
 from tawpipe.train.settings.trackers import check_trackers
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
-"""Names that a run leaves in its output folder: a folder that holds one of them belongs to a run."""
+"""Names that a run writes into its output folder. A folder with one of them belongs to a run."""
 
 
 def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError for the first setting that cannot work.
+    """Check all settings, and raise UserError for the first one that cannot work.
+
+    Files and folders are checked on rank 0 only.
 
     Args:
-        gpus: those that this process may use.
-        environ: variables of a launcher, if one started this process.
+        gpus: GPUs that this process may use.
+        environ: environment variables, including a launcher's if one started this process.
     """
     check_plannable(config)
     if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
@@ -71,7 +73,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
     is_preset = "/" not in config.model and not Path(config.model).is_dir()
-    if is_preset and config.resume == "none":  # random weights: lengths that are not set are the usual ones
+    if is_preset and config.resume == "none":  # random weights: open lengths get their default values
         check_lengths(replace(config, sequence_length=int(config.sequence_length)))
     else:
         check_lengths(config)
@@ -81,10 +83,10 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
 
 def check_plannable(config: TrainConfig) -> None:
-    """What a plan and a run need alike, whatever the machine.
+    """Check the settings that a plan and a run need alike, independent of the machine.
 
     Raises:
-        UserError: the first setting that cannot work.
+        UserError: for the first setting that cannot work.
     """
     check_bounds(config)
     config.check_data()
@@ -109,7 +111,9 @@ def check_plannable(config: TrainConfig) -> None:
 
 
 def check_lengths(config: TrainConfig) -> None:
-    """Check lengths and packing against each other, as far as they are known; called again when lengths are settled.
+    """Check that lengths, packing and micro-batch go together.
+
+    Open lengths are not checked: the check is called again when they are settled.
 
     Raises:
         UserError: a retrieval check or a document is too long, or a setting belongs to another packing.
@@ -138,10 +142,12 @@ def check_lengths(config: TrainConfig) -> None:
 
 
 def check_steps(config: TrainConfig) -> None:
-    """What is to happen in a step has one, as far as their number is known; called again when it is.
+    """Check that decay, trace and faults lie within the run's steps.
+
+    An open number of steps is not checked: the check is called again when the number is settled.
 
     Raises:
-        UserError: it has none.
+        UserError: one of them lies outside.
     """
     if isinstance(config.steps, Open):
         parse_faults(config.inject)
@@ -156,7 +162,7 @@ def check_steps(config: TrainConfig) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    """Options belong to the optimizer and the schedule, and nothing is said twice."""
+    """Raise UserError for options that the optimizer does not use, and for options that contradict each other."""
     settings, usual = config.optimizer, OptimizerConfig()
     if config.epochs is not None and not isinstance(config.steps, Open):
         raise UserError(
@@ -182,7 +188,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def _check_faults(config: TrainConfig) -> None:
-    """Faults that could never happen would pass for survived."""
+    """Raise UserError for faults that could never happen, as a test would count them as survived."""
     every = config.checkpoint.every
     for fault in parse_faults(config.inject):
         if fault.place != "load" and fault.step > config.steps:
@@ -196,10 +202,10 @@ def _check_faults(config: TrainConfig) -> None:
 
 
 def faults_of(config: TrainConfig, world_size: int) -> tuple[Fault, ...]:
-    """The faults that are to happen in a run of so many processes.
+    """Return the faults that ``--inject`` asks for in a run of ``world_size`` processes; empty if there are none.
 
     Raises:
-        UserError: one is for a rank that there is not.
+        UserError: a fault names a rank that does not exist.
     """
     faults = parse_faults(config.inject)
     for fault in faults:
@@ -209,28 +215,29 @@ def faults_of(config: TrainConfig, world_size: int) -> tuple[Fault, ...]:
 
 
 def _reads_files(environ: Mapping[str, str]) -> bool:
-    """True if this process is alone or the first one: the others need not see what it reads."""
+    """Return True if this process is rank 0 or the only one. Other processes may not see the files."""
     return environ.get("RANK", "0") == "0"
 
 
 def check_bounds(config: TrainConfig) -> None:
-    """Every number is within its bounds.
+    """Check that every number is within the bounds of its setting.
 
     Raises:
-        UserError: the first that is not.
+        UserError: for the first one that is not.
     """
     for path, leaf in train_options().leaves.items():
         leaf.check(reduce(getattr, path, config))
 
 
 def check_schedule(settings: ScheduleSettings) -> None:
-    """The same of the settings under ``schedule`` that a plan says."""
+    """Check that the numbers of ``settings``, which a plan gives, are within their bounds; raise UserError if not."""
     for (group, *names), leaf in train_options().leaves.items():
         if group == "schedule":
             leaf.check(reduce(getattr, names, settings))
 
 
 def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
+    """Raise UserError if there is no GPU for ``--device cuda``, or if a GPU does not compute in bfloat16."""
     if config.device == "cuda" and not gpus:
         raise UserError("--device", config.device, "cpu or auto, because no GPU can be used here")
     if config.device != "cpu" and config.dtype == "bfloat16":
@@ -240,6 +247,7 @@ def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
 
 
 def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
+    """Raise UserError if ``nodes``, ``nproc`` or ``virtual_nodes`` does not suit the launcher in ``environ``."""
     launched = LaunchEnvironment.read(environ)
     by_torchrun = launched is not None and not started_by_local_launcher(environ)
     if config.virtual_nodes and not by_torchrun:
@@ -257,7 +265,8 @@ def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
 
 
 def _check_resume(config: TrainConfig) -> None:
-    if restart_count():  # with what is there; the run itself may have removed what it went on from
+    """Raise UserError if ``resume`` is no checkpoint folder, or is ``auto`` with an output folder not yet named."""
+    if restart_count():  # a restart resumes from any checkpoint; the run may have deleted its first one
         return
     if config.resume == "auto" and "{time}" in config.output:
         raise UserError("--resume", config.resume, "used with --output, which names the folder of the run to resume")
@@ -266,26 +275,28 @@ def _check_resume(config: TrainConfig) -> None:
 
 
 def check_output_name(config: TrainConfig) -> None:
-    """Every process may call this.
+    """Check that the name of the output folder does not contain ``{time}``. Every process may call this.
 
     Raises:
-        UserError: the folder's name still holds ``{time}``.
+        UserError: it does.
     """
     if "{time}" in config.output:
         raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
 
 
 def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
-    """The output folder is there, can be written to and belongs to no other run. Only one process may call this.
+    """Check that the output folder can be written to and belongs to no other run, and make the folder.
+
+    Only one process may call this.
 
     Args:
-        make: False leaves everything as it is: a folder that could be made will do.
+        make: False makes no folder: it is enough that the folder could be made.
 
     Returns:
         the folders that were made, the innermost first.
 
     Raises:
-        UserError: it is not so, or the folder's name still holds ``{time}``.
+        UserError: the folder cannot be used, or its name still contains ``{time}``.
     """
     folder = config.output_path
     check_output_name(config)
@@ -314,7 +325,11 @@ def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
 
 
 def check_format(config: TrainConfig, setting: str) -> None:
-    """Raises UserError where an adapter alone is to be exported in few bits."""
+    """Raise UserError if an adapter alone is to be exported in few bits.
+
+    Args:
+        setting: name of the setting for the message.
+    """
     if config.export.format != "hf" and config.lora.active and not config.export.merge:
         raise UserError(
             setting, config.export.format, ("hf, or a merged adapter: quantised forms are for a whole model")
@@ -322,7 +337,11 @@ def check_format(config: TrainConfig, setting: str) -> None:
 
 
 def refuse_replacing(config: TrainConfig, exported: Path, setting: str) -> None:
-    """Raises UserError where an export would take the place of what the run is made from."""
+    """Raise UserError if the export to ``exported`` would replace the model or adapter folder that the run reads.
+
+    Args:
+        setting: name of the setting for the message.
+    """
     for option, name in (("--model", config.model), ("--lora.adapter", config.lora.adapter)):
         if name and Path(name).expanduser().is_dir() and Path(name).expanduser().resolve() == exported.resolve():
             raise UserError(setting, str(exported), f"another folder: {option} is read from this one")
@@ -333,8 +352,9 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _goes_on_in(config: TrainConfig, folder: Path) -> bool:
+    """Return True if the run resumes in ``folder``: by ``--resume``, or after a restart of its processes."""
     if restart_count():
-        return True  # with what the processes before have left
+        return True  # the processes before the restart have made the folder
     if config.resume in ("none", "auto"):
         return config.resume == "auto"
     return Path(config.resume).resolve().is_relative_to(folder.resolve())

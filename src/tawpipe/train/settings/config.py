@@ -1,7 +1,7 @@
-"""Settings of a training run: names, defaults, meaning.
+"""Settings of a training run: names, defaults and help texts.
 
-The string under a field is its help on the command line and in YAML. Names at the top of :class:`TrainConfig` are a
-contract; what only experts turn stands in the groups.
+The string under a field is its help on the command line and in YAML. The names at the top level of :class:`TrainConfig`
+are a contract and stay stable; settings for experts are in the groups.
 """
 
 from __future__ import annotations
@@ -30,285 +30,294 @@ HALF = "float16 is not supported: its narrow range needs loss scaling"
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, its learning rate over time and gradient clipping."""
+    """Optimizer, learning rate over time and gradient clipping."""
 
     name: Literal["adamw", "adam", "sgd", "rmsprop", "adafactor", "muon"] = "adamw"
-    """One of torch's. adafactor and muon look at whole matrices, which only tawpipe-whole has on one process; a plan
-    chooses it then. muon takes the matrices of linear layers; AdamW takes embeddings, head, stacked experts, norms and
-    biases."""
+    """Optimizer, as implemented in torch. adafactor and muon need whole matrices: on several processes only
+    tawpipe-whole keeps a matrix on one process, and a plan then chooses it. muon trains the matrices of linear layers;
+    AdamW then trains embeddings, head, stacked experts, norms and biases."""
     weight_decay: float = bounded(open_number(0.1), minimum=0)
-    """Decay of all but vectors (norms and biases, also those stored as tables, and other parameters of one dimension).
-    null means by what the run starts from: 0.1 for random weights, else 0."""
+    """Weight decay. It applies to matrices, not to vectors: norms and biases, also if they are stored as tables, and
+    other parameters of one dimension do not decay. null means 0.1 for random weights, else 0."""
     beta1: float = bounded(0.9, minimum=0, below=1)
-    """Decay rate of the first moment, of AdamW and Adam."""
+    """Decay rate of the first moment in AdamW and Adam."""
     beta2: float = bounded(0.95, minimum=0, below=1)
-    """Decay rate of the second moment, of AdamW and Adam."""
+    """Decay rate of the second moment in AdamW and Adam."""
     eps: float = bounded(1e-8, above=0)
-    """Term in the denominator against division by zero, of AdamW, Adam and RMSprop."""
+    """Term that avoids division by zero in AdamW, Adam and RMSprop."""
     momentum: float | None = bounded(None, minimum=0, below=1)
-    """Of muon, sgd and rmsprop. null means 0.95, 0.9 and 0."""
+    """Momentum of muon, sgd and rmsprop. null means 0.95 for muon, 0.9 for sgd and 0 for rmsprop."""
     muon_learning_rate: float | None = bounded(None, above=0)
-    """Highest learning rate of Muon's matrices, as its author counts. null scales their updates to be as large as those
-    of AdamW, so that --learning-rate does for all."""
+    """Highest learning rate of Muon's matrices, in the scale of Muon's author. null scales Muon's updates to the size
+    of AdamW's updates, so that --learning-rate serves all parameters."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt", "cosine-restarts"] = "cosine"
-    """The learning rate after the warm-up: down to its least in a cosine, in a line or in several cosines
-    (cosine-restarts), not at all (constant), in the last steps alone (wsd: warm-up, stable, decay), or as one over the
-    root of the step (inverse-sqrt)."""
+    """Learning rate after the warm-up. cosine and linear fall to the lowest rate along one cosine or one line, and
+    cosine-restarts along several cosines. constant does not fall. wsd (warm-up, stable, decay) falls in the last steps
+    only. inverse-sqrt falls as one over the square root of the step."""
     warmup_steps: int = bounded(open_number(10), minimum=0)
-    """Steps over which the learning rate rises linearly from zero. null means by what the run starts from: 10 for
-    random weights, else 3 % of the steps."""
+    """Steps of the warm-up, in which the learning rate rises linearly from zero. null means 10 for random weights, else
+    3 % of the steps."""
     warmup_ratio: float | None = bounded(None, minimum=0, maximum=1)
-    """The same as a share of the steps."""
+    """Warm-up as a share of all steps, instead of warmup_steps."""
     min_learning_rate_ratio: float = bounded(0.1, minimum=0, maximum=1)
-    """Share of --learning-rate below which it does not fall; where a schedule comes down to its end, it ends there."""
+    """Lowest learning rate, as a share of --learning-rate. Schedules that fall until the end of the run end there."""
     decay_steps: int | None = bounded(None, minimum=0)
-    """Steps at the end in which the rate falls under wsd. null means 20 % of the steps."""
+    """Steps at the end of the run in which the rate falls under wsd. null means 20 % of the steps."""
     cycles: int | None = bounded(None, minimum=1)
-    """Cosines in the run under cosine-restarts. null means 2."""
+    """Number of cosines in the run under cosine-restarts. null means 2."""
     clip_norm: float | None = bounded(1.0, minimum=0)
-    """Largest global norm of the gradient; null or 0 for no clipping."""
+    """Largest global norm of the gradient. null or 0 means no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """Consequence of a loss or gradient norm that is not finite: the end of the run, or a step without an update."""
+    """Reaction to a loss or gradient norm that is not finite: stop ends the run, skip leaves out the update of this
+    step."""
     skip_limit: int = bounded(10, minimum=1)
-    """Steps in a row without an update, beyond which the run ends under skip."""
+    """Largest number of consecutive steps without an update under skip. One more ends the run."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The loss on held-out documents."""
+    """Evaluation of the loss on held-out documents."""
 
     every: int = bounded(30, minimum=0)
-    """Evaluate each time after this many steps, and after the last one. 0 for never."""
+    """Evaluate after every N steps, and after the last step. 0 means never."""
     batches: int = bounded(4, minimum=1)
-    """Global batches in one evaluation, always the same ones; under --packing balanced so many times the tokens of a
-    step."""
+    """Global batches in one evaluation; they are the same ones every time. Under --packing balanced, the size of an
+    evaluation in multiples of the tokens of a step."""
     at_start: bool = False
-    """Evaluate before the first step of a new run, too: how good the model was that training began with."""
+    """Evaluate before the first step of a new run, too. This shows how good the model was before training."""
     patience: int = bounded(0, minimum=0)
-    """End the run when so many evaluations in a row have not lowered the validation loss. 0 for never."""
+    """End the run after N consecutive evaluations that have not lowered the validation loss. 0 means never."""
     least_gain: float = bounded(0.0, minimum=0)
-    """What lowers the validation loss by no more than this counts as nothing for patience."""
+    """Smallest decrease of the validation loss that counts as an improvement for patience."""
     by_position: int = bounded(0, minimum=0)
-    """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
-    length: a curve that shows how far a model profits from what it has read. 0 for none."""
+    """Number of ranges of positions in a document for which the loss is also reported; their upper ends are powers of
+    two and the row's length. The curve shows how much a model gains from earlier text. 0 means none."""
     retrieval_lengths: list[int] = field(default_factory=list)
-    """Lengths in tokens, up to --sequence-length, of rows of held-out text in which a fact is hidden and asked for:
-    does the model find it? Empty for no such check."""
+    """Lengths in tokens, up to --sequence-length, of the rows in a retrieval check. Each row is held-out text with a
+    hidden fact and a question about it; the check counts the facts that the model finds. Empty means no check."""
     retrieval_depths: int = bounded(5, minimum=1)
-    """Depths at which the fact stands in rows of every length, evenly from their beginning to their end."""
+    """Number of depths at which facts are hidden in rows of every length, evenly from the beginning to the end."""
     retrieval_samples: int = bounded(4, minimum=1)
-    """Facts hidden at every depth, one in a row."""
+    """Number of facts at every depth, each in a row of its own."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """State to resume from, under checkpoints/ in the output folder."""
+    """Checkpoints to resume from, under checkpoints/ in the output folder."""
 
     every: int = bounded(30, minimum=0)
-    """Save each time after this many steps, and after the last one. 0 for never."""
+    """Save a checkpoint after every N steps, and after the last step. 0 means never."""
     keep: int = bounded(2, minimum=0)
-    """Number of the newest checkpoints that stay on disk. 0 for all."""
+    """Number of newest checkpoints to keep on disk. 0 keeps all."""
     keep_every: int = bounded(0, minimum=0)
-    """Checkpoints after multiples of this many steps stay besides. 0 for none."""
+    """Keep also the checkpoints after multiples of N steps. 0 means none."""
     best: bool = False
-    """Save after every evaluation with a lower validation loss than any before it. That checkpoint stays besides, and
-    it is what is exported in the end."""
+    """Save a checkpoint after every evaluation with the lowest validation loss so far. It is kept in addition to the
+    newest ones, and the final export uses its weights."""
     frozen: Literal["reference", "copy"] = "reference"
-    """Frozen weights that come from a folder or the Hub. reference: write a hash of each; resuming needs the model.
-    copy: write every value."""
+    """Storage of frozen weights that were read from a folder or the Hub. reference writes only a hash of each; to
+    resume, the model must still be there. copy writes all values."""
     memory_every: int = bounded(0, minimum=0)
-    """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
-    the loss of a node, a restart goes on from there. 0 for never."""
+    """Copy the state every N steps into the memory of each process's node and of the next node. After the loss of a
+    node, a restart resumes from these copies. 0 means never."""
     memory_dir: str = "/dev/shm"
-    """A file system in memory, for that."""
+    """Folder on a file system in memory, for the copies of memory_every."""
     background: bool = True
-    """Copy the state to the host's memory and write it while training goes on. Off, training waits for the disk."""
+    """Copy the state to CPU memory and write it while training continues. false makes training wait for the disk."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Files and lines that are written along the way."""
+    """Lines and files that report the progress of a run."""
 
     every: int = bounded(5, minimum=1)
-    """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
+    """Print a line after every N steps. metrics.jsonl gets a row for every step."""
     progress: Literal["auto", "off"] = "auto"
-    """auto draws a line with a bar at the bottom of a terminal, and prints plain lines elsewhere; off prints plain
+    """Progress bar. auto draws a bar at the bottom of a terminal, and prints plain lines elsewhere; off prints plain
     lines everywhere."""
     trackers: list[str] = field(default_factory=lambda: ["none"])
-    """Where the numbers of every step go besides metrics.jsonl, which `tawpipe open` shows: tensorboard (files under
-    tensorboard/ in the output folder), wandb, mlflow, trackio; none for nowhere. Each needs its library, the extra of
-    that name."""
+    """Experiment trackers that receive the numbers of every step: tensorboard (files under tensorboard/ in the output
+    folder), wandb, mlflow, trackio, or none. Each needs its library, which the extra of this name installs.
+    metrics.jsonl, which `tawpipe open` shows, is always written."""
     project: str = ""
-    """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT or
-    MLFLOW_EXPERIMENT_NAME says, or tawpipe."""
+    """Project of the run in wandb and trackio, and its experiment in mlflow. Empty means the value of WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME, else tawpipe."""
     run_name: str = ""
-    """Name of the run there. Empty: what WANDB_NAME says, or the name of the output folder."""
+    """Name of the run in the trackers. Empty means the value of WANDB_NAME, else the name of the output folder."""
     trace_step: int = bounded(0, minimum=0)
-    """Take down when everything in this step ran, under traces/ in the output folder, for `tawpipe trace`. 0 for no
-    step."""
+    """Step to record: the time of every action is written under traces/ in the output folder, for `tawpipe trace`. 0
+    means no step."""
     straggler: float = bounded(1.3, minimum=0)
-    """Say so when a process computes so many times as long as most of them do. 0 for never."""
+    """Report a process whose computing time, relative to its work, exceeds the median of all processes by this factor.
+    0 means never."""
     spike: float = bounded(8.0, minimum=0)
-    """Say so when a loss lies above the median of the last 50 by more than this many times their usual distance from
-    it. 0 for never."""
+    """Report a loss that lies above the median of the last 50 losses by more than N times their median distance from
+    it. 0 means never."""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """The trained model as a Hugging Face folder, under model/ in the output folder."""
+    """Export of the trained model as a Hugging Face folder, under model/ in the output folder."""
 
     enabled: bool = True
-    """Write it after the last step."""
+    """Write the model after the last step."""
     merge: bool = False
-    """Write the whole model with the adapter in its weights, instead of the adapter alone."""
+    """Write the whole model with the adapter merged into its weights, instead of the adapter alone."""
     format: Literal["hf", "w4a16", "w8a8"] = "hf"
-    """Few bits for the matrices of layers, as compressed-tensors has them and vLLM and transformers read them. hf:
-    none. w4a16: 4 bits. w8a8: 8 bits, and activations rounded to 8 as it computes."""
+    """Format of the matrices of layers. hf keeps the exported type; w4a16 stores 4 bits; w8a8 stores 8 bits, and
+    activations are rounded to 8 bits during computing. The last two are formats of compressed-tensors, which vLLM and
+    transformers read."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Type of the exported weights: auto is that of the weights that the run started from, and float32 for random ones
-    and for adapters alone."""
+    """Type of the exported weights. auto means the type of the weights that the run started from, and float32 for
+    random weights and for an adapter alone."""
     max_shard_mib: int = bounded(4096, minimum=1)
-    """Largest safetensors file in MiB, unless one tensor alone is larger."""
+    """Largest size of a safetensors file, in MiB. A file with one larger tensor may exceed it."""
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
+    """Sample texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
     prompt: list[str] = field(default_factory=list)
-    """The beginning of every text; under chat what a user asks. By default the first words of a document, or the first
-    question of a chat, held out if any are."""
+    """Prompts, one for each text; under chat each is a question of a user. By default one prompt from the data,
+    held-out data if there is any: the first words of a document, or the first question of a chat."""
     tokens: int = bounded(32, minimum=0)
-    """Tokens that the model adds to each. 0 for no samples."""
+    """Number of tokens that the model adds to each prompt. 0 means no samples."""
     every: int = bounded(0, minimum=0)
-    """Write them each time after this many steps, and at the end of the run. 0 for at the end alone."""
+    """Write samples after every N steps, and at the end of the run. 0 means at the end only."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Ask through the chat template of the tokenizer: auto does so where there are chats among the training data."""
+    """Apply the tokenizer's chat template to prompts. auto does so if the training data contains chats."""
     temperature: float = bounded(1.0, minimum=0)
-    """How freely tokens are drawn: below 1 likelier ones come more often, 0 always takes the likeliest."""
+    """Sampling temperature. Below 1, likelier tokens are drawn more often; 0 always takes the likeliest token."""
 
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """Times for which a process waits for the others before it gives the run up."""
+    """Time limits after which a process stops waiting for other processes and ends the run."""
 
     first_step_s: float = bounded(600.0, above=0)
-    """Seconds until the first step is done, and the first evaluation: loading, compilation and the set-up of
-    connections are in it. More where step_s says so."""
+    """Seconds for the first step and the first evaluation, which include loading, compilation and the set-up of
+    connections. The limit is longer if a step takes longer (see step_s)."""
     step_s: float = bounded(300.0, above=0)
-    """Seconds for any step afterwards, or 10 times what a step takes if that is more: by the plan, by those that were
-    made, or before any was made by the model's FLOPs. Then every process says what it waits for, and the run ends."""
+    """Seconds for any later step, or 10 times the duration of a step if that is longer. The duration is taken from the
+    plan and from finished steps, or before the first step from the model's FLOPs. After this time every process reports
+    what it waits for, and the run ends."""
     save_s: float = bounded(3600.0, above=0)
-    """Seconds for writing a checkpoint in the background. Then the run ends."""
+    """Seconds for writing a checkpoint in the background. After this time the run ends."""
     grace_s: float = bounded(120.0, above=0)
-    """Seconds that ctrl-C, SIGTERM or SIGUSR1 leave for ending the step and saving, on one machine; then the processes
-    are ended. A second one ends them at once."""
+    """Seconds to finish the step and save after ctrl-C, SIGTERM or SIGUSR1, on one machine. After this time the
+    processes are ended. A second signal ends them at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(DataSettings):
-    """Trains a causal language model: every process keeps its activations, and the weights travel."""
+    """Train a causal language model. Every process keeps its activations, and the weights travel between processes."""
 
     model: str = "tiny"
-    """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub, with
-    @REVISION behind it for a branch, tag or commit. Without weights the model starts from random ones."""
+    """Model to train: a preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging
+    Face Hub. @REVISION behind a Hub name selects a branch, tag or commit. Without weights the model starts from random
+    values."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters that are not trained: patterns with *, ? and [...] of whole names of parameters, or of modules that
-    hold them, as *.embed_tokens or model.layers.[0-3]."""
+    """Parameters that are not trained, as patterns with *, ? and [...]. A pattern matches whole names of parameters, or
+    of modules that contain them: *.embed_tokens or model.layers.[0-3]."""
     nodes: int | None = bounded(None, minimum=1)
-    """Nodes that the processes on this machine are grouped into. null means 1 with GPUs or a model that has weights,
-    else 2 if that divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
+    """Number of nodes that the processes on this machine are grouped into. null means 1 with GPUs or with a model that
+    has weights, else 2 if that divides --nproc. Not allowed under torchrun, unless --virtual-nodes is set."""
     nproc: int | None = bounded(None, minimum=1)
-    """Processes on this machine, all nodes together. null means one for each GPU; without a GPU 1 for a
-    model that has weights, or else 4. Leave it out under torchrun, whose --nproc-per-node says it: torchrun takes an
-    --nproc behind -m tawpipe for its own, and may call it ambiguous."""
+    """Number of processes on this machine, over all nodes. null means one for each GPU; without a GPU, 1 for a model
+    that has weights and 4 for random weights. Leave it out under torchrun, where --nproc-per-node sets it: torchrun
+    takes an --nproc behind -m tawpipe for its own, and may call it ambiguous."""
     virtual_nodes: bool = False
-    """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
+    """Group the processes of torchrun into --nodes nodes, instead of by the machines that they run on."""
     sequence_length: int = bounded(open_number(512, "auto"), minimum=2)
-    """Tokens of a row, and of a document at most. Documents are packed into rows and see only themselves. auto means
-    512 for random weights. For a model with weights it means the longest document of the data, within the model's
-    positions and memory: text at most 4096 tokens or --tokens-per-step, a stream at most 8192. Under --packing balanced
-    of no effect where --tokens-per-step and --max-document are set."""
+    """Tokens of a row, and of a document at most. Documents are packed into rows, and tokens attend to their own
+    document only. auto means 512 for random weights. For a model with weights auto means the longest document of the
+    data, within the model's positions and memory: text at most 4096 tokens or --tokens-per-step, a stream at most 8192.
+    Under --packing balanced it has no effect if --tokens-per-step and --max-document are set."""
     global_batch: int = bounded(open_number(8), minimum=1)
-    """Sequences in a step, over all processes. The same for any number of nodes and processes. null means 8. For a
-    model with weights under --sequence-length auto it means the rows that hold 4096 tokens, and at least one for every
-    process."""
+    """Sequences in a step, over all processes. It does not depend on the number of nodes and processes. null means 8.
+    For a model with weights under --sequence-length auto, null means the rows that hold 4096 tokens, and at least one
+    for every process."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
     tokens_per_step: int | None = bounded(None, minimum=2)
-    """Under --packing balanced, the tokens of a step: as many documents as stay within them, over all processes. null
-    means --global-batch x --sequence-length where one of them is set, else 4096, or more where a document for every
-    process needs more."""
+    """Tokens of a step under --packing balanced, over all processes: a step takes documents until one more would exceed
+    this number. null means --global-batch x --sequence-length if one of them is set, else 4096, or more if one document
+    for every process needs more."""
     max_document: int | None = bounded(None, minimum=2)
-    """Under --packing balanced, the tokens of a document at most: a longer text is cut into pieces of this length,
-    each of which is a document of its own. null means --sequence-length. If this is set, --sequence-length auto means
+    """Largest number of tokens of a document under --packing balanced. A longer text is cut into pieces of this length,
+    and each piece is a document of its own. null means --sequence-length. If this is set, --sequence-length auto means
     this length for a model with weights."""
     bin_tokens: int | None = bounded(None, minimum=2)
-    """Under --packing balanced, the tokens that a process computes at one time at most; what it needs of memory
-    follows. null means 3/2 of --max-document, or less if that does for one round. A pipeline passes longer documents
-    through its stages in slices."""
+    """Largest number of tokens that a process computes at one time under --packing balanced (a packed micro-batch). It
+    determines the memory that the process needs. null means 3/2 of --max-document, or less if less is enough to compute
+    a step in one round. A pipeline passes longer documents through its stages in slices."""
     steps: int = bounded(open_number(60), minimum=0)
-    """Optimizer steps in the whole run, those before a resume included. 0 only evaluates the model: nothing is trained
-    and nothing exported. null means --epochs, or by what the run starts from: 60 for random weights, 2 epochs for a
-    model with weights, 3 for an adapter."""
+    """Optimizer steps of the whole run, including steps before a resume. 0 only evaluates the model: nothing is
+    trained, and nothing is exported. null means --epochs; without --epochs, 60 steps for random weights, 2 epochs for a
+    model with weights, and 3 epochs for an adapter."""
     epochs: int | None = bounded(None, minimum=1)
-    """Times that the training data is seen, instead of --steps."""
+    """Number of passes over the training data, instead of --steps."""
     seed: int = bounded(0, minimum=0)
-    """Seed of weights, order of the data and dropout."""
+    """Seed of random weights, of the order of the data and of dropout."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = field(
         default="auto", metadata={"refused": dict.fromkeys(("float16", "fp16"), HALF)}
     )
-    """Type in which the model computes and in which weights travel: auto is bfloat16 on GPUs that compute in it, else
-    float32, and in a resumed run what it was before. Master weights and optimizer state are float32 (float64 under
-    float64)."""
+    """Type in which the model computes and weights travel. auto means bfloat16 on GPUs that support it, else float32; a
+    resumed run keeps its type. Master weights and optimizer state are float32, or float64 under float64."""
     quantize: Literal["none", "nf4", "int8"] = "none"
-    """Form in which the frozen matrices of layers live and travel: 4 bits (nf4, as QLoRA has it) or 8 (int8), with a
-    scale for every 64 of them; they are dequantised where a layer computes. none for the type of the run."""
+    """Form in which the frozen matrices of layers are stored and travel. nf4 uses 4 bits, as in QLoRA; int8 uses 8
+    bits; both have one scale for every 64 values, and are dequantised where a layer computes. none keeps the type of
+    the run."""
     learning_rate: float = bounded(open_number(2e-3), above=0)
-    """Highest learning rate, after the warm-up. null means by what the run starts from: 2e-3 for random weights, 1e-5
-    for a model with weights, 2e-4 for an adapter; under adafactor 1e-2, 1e-3 and 1e-2; sgd has none that suits."""
+    """Highest learning rate, reached at the end of the warm-up. null means 2e-3 for random weights, 1e-5 for a model
+    with weights and 2e-4 for an adapter; under adafactor 1e-2, 1e-3 and 1e-2. sgd has no default: set a value."""
     output: str = "runs/{time}"
-    """Folder of everything that the run writes. {time} stands for the date and time of the start."""
+    """Folder for all files that the run writes. {time} stands for the date and time of the start."""
     resume: str = "none"
-    """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
-    is none), a path goes on from that checkpoint."""
+    """Checkpoint to resume from: none (start a new run), auto (the newest complete one in the output folder), or its
+    path. auto starts a new run if the folder has no checkpoint."""
     dry_run: bool = False
-    """Check settings, data, model, memory and plan, say what would run, and end: no process is started, no weights are
-    loaded, nothing is written into the output folder."""
+    """Check settings, data, model, memory and plan, print what would run, and exit. No process is started, no weights
+    are loaded, and nothing is written into the output folder."""
     plan: str = "auto"
-    """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best, in a
-    few seconds, and plans nothing for one process that has memory enough; none takes the settings under schedule; or
-    the file that `tawpipe plan --save` wrote. Settings under schedule that are not as usual beat auto. A resumed run
-    does on the same nodes what it did before."""
+    """Source of the schedule. auto measures the links and the model, predicts every strategy and takes the fastest, in
+    a few seconds; for one process with enough memory it plans nothing. none uses the settings under schedule. A file
+    that `tawpipe plan --save` wrote is used as it is. If a setting under schedule that a plan would choose differs from
+    its default, auto makes no plan and uses the settings. Exceptions are sequence_chunk, sequence_ranks, host_homes and
+    device_speeds: auto keeps their values and plans the others. A resumed run on the same nodes uses its earlier
+    schedule."""
     plan_improve: Literal["on", "off"] = "on"
-    """Look for a better order of a pipeline beside the training (under solved): some steps are timed, a solver looks
-    for at most a minute, and what it finds is swapped in between two steps. --plan.improve means the same."""
+    """Search for a better order of a pipeline during training, under solved. Some steps are timed, a solver then
+    searches for at most a minute, and a better order replaces the current one between two steps. --plan.improve is
+    another name for this option."""
     report: str = ""
-    """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
+    """HTML file to write at the end of the run, with plan, curves and the recorded step. Empty means none."""
     max_restarts: int = bounded(0, minimum=0)
-    """Times that the processes on one machine are started again after one has died, from the newest sound checkpoint.
-    Under torchrun its own --max-restarts does it."""
+    """Number of times that the processes on one machine are started again after one has died, from the newest intact
+    checkpoint. Under torchrun use its own --max-restarts."""
     deterministic: bool = False
-    """Only operations that give the same bits every time, or an error. Costs time on GPUs."""
+    """Use only operations that give the same bits every time, and raise an error for others. Slower on GPUs."""
     check_copies_every: int = bounded(0, minimum=0)
-    """Compare what should be alike on several processes after every so many steps, and end the run if it is not. For
-    the search for faults. 0 for never."""
+    """Compare the copies of data that several processes hold after every N steps, and end the run if they differ. For
+    debugging. 0 means never."""
     inject: str = ""
-    """Faults on purpose, for tests: rank=2,step=7,at=push:3,kind=kill; several with semicolons between them."""
+    """Faults to cause on purpose, for tests: rank=2,step=7,at=push:3,kind=kill. Semicolons separate several faults."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a model."""
+    """Run Python code that is part of a model's repository."""
     without_mtp: bool = False
-    """Train and export a model without its multi-token-prediction heads (DeepSeek-V3, GLM-4.5, Qwen3.5 and others),
-    which are not trained here. Without this setting such a model is refused."""
+    """Train and export the model without its multi-token-prediction heads (DeepSeek-V3, GLM-4.5, Qwen3.5 and others),
+    which tawpipe does not train. Without this setting such a model is refused."""
     check: Literal["auto", "always", "never"] = "auto"
-    """Comparison of a few layers with the model's own forward pass before the first step: auto does so for
-    models that the project's tests do not cover (docs/models.md). Takes seconds."""
+    """Comparison of a few layers with the model's own forward pass before the first step; it takes seconds. auto does
+    so for models that the project's tests do not cover (docs/models.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on. auto takes GPUs if there are any."""
+    """Device to compute on. auto uses GPUs if there are any."""
     compile: bool = False
     """Compile the layers with torch.compile. The first step takes a minute or more longer."""
     strict: bool = False
-    """Check the sequence number and the action of every message. For the search for faults: costs some time."""
+    """Check the sequence number and the action of every message between processes. For debugging; it costs some
+    time."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -326,17 +335,17 @@ class TrainConfig(DataSettings):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens of a step, over all processes."""
         return self.tokens_per_step or self.global_batch * self.sequence_length
 
     @property
     def document_tokens(self) -> int:
-        """Tokens that a document, or a piece of one, may have."""
+        """Largest number of tokens of a document, or of a piece of a cut document."""
         return self.max_document or self.sequence_length
 
     @property
     def asks_for_balance(self) -> str:
-        """The settings that make sense under ``balanced`` alone and are set, in words."""
+        """Options that the user has set and that only ``balanced`` uses, as text; ``""`` if none is set."""
         values = {"tokens-per-step": self.tokens_per_step, "max-document": self.max_document}
         return " and ".join(f"--{name}" for name, value in {**values, "bin-tokens": self.bin_tokens}.items() if value)
 
@@ -349,17 +358,17 @@ TAKES = {
     "adafactor": (),
     "muon": ("momentum", "muon_learning_rate", "beta1", "beta2", "eps"),
 }
-"""Which settings an optimizer has, by its name."""
+"""Settings that each optimizer uses."""
 SHAPES = {"decay_steps": ("wsd",), "cycles": ("cosine-restarts",)}
-"""Which schedules have a setting."""
+"""Schedules that use a setting."""
 SETTINGS = "config.yaml"
-"""The file in a run's output folder with its settings."""
+"""File with the settings of a run, in its output folder."""
 OF_A_START = {("resume",), ("dry_run",), ("inject",)}
-"""Settings that are those of one start, and not of the run."""
+"""Settings that belong to one start only; a resumed run does not take them from the saved settings."""
 OF_A_LAUNCH = {("nodes",), ("nproc",), ("virtual_nodes",)}
-"""Settings that are the launcher's where there is one, and may be others on other machines."""
+"""Settings that a launcher such as torchrun decides, and that may differ between machines."""
 OF_A_MACHINE = {("cache_dir",)}
-"""Settings that every machine may have its own value of."""
+"""Settings that may have another value on every machine."""
 INSTEAD = {
     ("steps",): ("epochs",),
     ("epochs",): ("steps",),
@@ -367,12 +376,12 @@ INSTEAD = {
     ("optimizer", "warmup_ratio"): ("optimizer", "warmup_steps"),
     ("tokens_per_step",): ("global_batch",),
 }
-"""Settings of which one takes the place of the other."""
+"""Setting -> settings that replace it: if one of these is given, the saved value of the setting is not used."""
 
 
 @cache
 def train_options() -> Options[TrainConfig]:
-    """The settings of ``tawpipe train``."""
+    """Return the options of ``tawpipe train``, made from the fields of ``TrainConfig``; the result is cached."""
     head = (TrainConfig.__doc__ or "").strip()
     choices = {"schedule.strategy": {name: strategy.summary for name, strategy in strategies().items()}}
     return Options(
@@ -381,25 +390,30 @@ def train_options() -> Options[TrainConfig]:
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
-    """Settings from a command line and the files that it names, and in a run that is gone on with from its folder where
-    these say nothing; types are right, values may still be out of range.
+    """Read settings from a command line, from the files that it names, and from the folder of the run that it resumes.
+
+    The command line beats the files, and both beat the saved settings of the resumed run. Types are checked; values may
+    still be out of range.
 
     Raises:
         UserError: see :meth:`Options.parse`.
-        SystemExit: ``--help`` and ``--print-config``, after printing.
+        SystemExit: after ``--help`` or ``--print-config`` has printed.
     """
     return train_options().parse(_words(argv), below=_of_the_run)
 
 
 def saved_settings(config: TrainConfig) -> Path | None:
-    """The file with the settings of the run that is gone on with; None if there is none."""
+    """Return the path of the saved settings of the run that ``config`` resumes; None if there is none."""
     folder = config.output_path if config.resume == "auto" else Path(config.resume).absolute().parent.parent
     path = folder / SETTINGS
     return path if config.resume != "none" and path.is_file() else None
 
 
 def changes_of_the_run(config: TrainConfig) -> list[tuple[str, Any, Any]]:
-    """What is other than in the run that is gone on with: the option, its value before and now."""
+    """Return the settings that differ from the resumed run, each as (option, earlier value, new value).
+
+    Settings of one start and of a launch are not compared.
+    """
     path, options = saved_settings(config), train_options()
     before = {} if path is None else options.values_in(str(path))
     changes = []
@@ -411,7 +425,14 @@ def changes_of_the_run(config: TrainConfig) -> list[tuple[str, Any, Any]]:
 
 
 def _of_the_run(config: TrainConfig, given: Values) -> Values:
-    """The settings of the run that is gone on with, for all that was not given now."""
+    """Return the saved settings of the run that ``config`` resumes, for use below the settings that were given.
+
+    Args:
+        config: settings from the command line and its files.
+        given: values that were given there; a saved setting that one of them replaces is left out.
+
+    If the run's folder was moved, ``output`` is the new folder.
+    """
     if (path := saved_settings(config)) is None:
         return {}
     left_out = OF_A_START | {place for place in INSTEAD if INSTEAD[place] in given}
@@ -419,26 +440,33 @@ def _of_the_run(config: TrainConfig, given: Values) -> Values:
         left_out |= OF_A_LAUNCH
     saved = train_options().values_in(str(path))
     place = ("output",)
-    if place in saved and Path(saved[place]).resolve() != path.parent.resolve():  # the folder was moved
+    if place in saved and Path(saved[place]).resolve() != path.parent.resolve():  # the user has moved the folder
         saved[place] = str(path.parent)
     return {place: value for place, value in saved.items() if place not in left_out}
 
 
 def located(error: UserError, argv: Sequence[str]) -> UserError:
-    """The same error with the file and the line of its setting, if that is from a file that the command line names."""
+    """Return ``error`` with the file and line of its setting if a file on the command line ``argv`` sets it.
+
+    Otherwise ``error`` is returned unchanged."""
     return train_options().located(error, _words(argv))
 
 
 def _words(argv: Sequence[str]) -> list[str]:
-    """The words with ``--plan.improve``, which is no group's, as the parser has it; values stay as they are."""
+    """Return ``argv`` with ``--plan.improve`` replaced by ``--plan-improve``; ``plan`` is no group of settings."""
     dotted = "--plan.improve"
     is_option = lambda word: word.partition("=")[0] == dotted  # noqa: E731
     return [word.replace(dotted, "--plan-improve", 1) if is_option(word) else word for word in argv]
 
 
 def with_output_named(config: TrainConfig, *, now: time.struct_time | None = None) -> TrainConfig:
-    """``{time}`` in the output folder's name replaced, by another name than a run has that started in the same second.
-    Only one process may do this, or they would disagree.
+    """Return ``config`` with ``{time}`` in the output folder's name replaced by the date and time.
+
+    A number is added if a folder of this name exists. Only one process may call this, as several could choose different
+    names.
+
+    Args:
+        now: time to use; None for the current time.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
     ends = chain([stamp], (f"{stamp}-{number}" for number in count(2)))
@@ -447,5 +475,5 @@ def with_output_named(config: TrainConfig, *, now: time.struct_time | None = Non
 
 
 def config_text(config: TrainConfig) -> str:
-    """The documented YAML of ``config``, which ``--config`` reads back to an equal one."""
+    """Return ``config`` as YAML with comments; ``--config`` reads it back to an equal ``TrainConfig``."""
     return train_options().to_yaml(config)

@@ -1,4 +1,4 @@
-"""What a run decides about its batches, beside what its user has said."""
+"""Sizes of a run's batches, decided from the settings, the packing and the number of processes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from tawpipe.schedule.strategies.table import find
 from tawpipe.train.settings.config import TrainConfig
 
 ONE_ROUND = 1.1
-"""Of the tokens of a step over all processes, for what bins of one round have room by default."""
+"""Capacity of all packed micro-batches of one round by default, as a multiple of the tokens of a step."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The batches of a run. Under ``balanced`` a row is a full bin for all that knows rows alone, and a step has a row
-    for every bin.
+    """Sizes of the batches of a run.
+
+    Under ``balanced``, code that knows rows only sees each full packed micro-batch as one row. A step then has one row
+    for every packed micro-batch.
 
     Args:
-        packing: of documents into rows, never ``auto``.
-        rows, row_tokens: of a step, and of a row at most.
+        packing: how documents are packed into rows; never ``auto``.
+        rows: rows of a step, over all processes.
+        row_tokens: tokens of a row at most.
         micro_batch: rows that are computed at one time.
-        step_tokens: of the documents of a step, under ``balanced``.
-        document_tokens: that a document, or a piece of one, may have.
-        bin_tokens: that a process computes at one time at most, under ``balanced``; 0 elsewhere.
-        ranks: processes that compute a bin together.
-        slices: a document that is longer than a bin passes a pipeline in slices.
+        step_tokens: under ``balanced``, the tokens of all documents of a step.
+        document_tokens: tokens of a document, or of a piece of a cut document, at most.
+        bin_tokens: under ``balanced``, the tokens that a process computes at one time at most; 0 elsewhere.
+        ranks: processes that compute a row together.
+        slices: True if a pipeline takes a document longer than a packed micro-batch in slices.
     """
 
     packing: str
@@ -45,7 +48,10 @@ class BatchShape:
 
     @classmethod
     def of(cls, config: TrainConfig, packing: str, world_size: int) -> BatchShape:
-        """The batches under a packing, on so many processes."""
+        """Return the batch sizes for ``packing`` on ``world_size`` processes.
+
+        Under ``balanced``, a row is a full packed micro-batch, and a step has enough rows to hold ``step_tokens``
+        tokens."""
         tokens, longest, ranks = config.step_tokens, config.document_tokens, config.schedule.sequence_ranks or 1
         if packing != "balanced":
             rows, row_tokens = config.global_batch, config.sequence_length
@@ -59,17 +65,18 @@ class BatchShape:
 
     @property
     def dealt(self) -> bool:
-        """True if documents are dealt by their time, in bins."""
+        """True if documents are assigned to processes by their computing time (``balanced``)."""
         return self.packing == "balanced"
 
     def check_longest(self, longest: int, where: str) -> None:
-        """The longest document has room in a bin, if there are bins.
+        """Check that the longest document fits into a packed micro-batch, under ``balanced`` without document slices.
 
         Args:
-            where: it stands; empty where that is not known.
+            longest: tokens of the longest document.
+            where: place of this document in the data; empty if not known.
 
         Raises:
-            UserError: it has none.
+            UserError: the document is too long.
         """
         if not self.dealt or self.slices or longest <= self.row_tokens:
             return
@@ -88,8 +95,9 @@ class BatchShape:
 
     @contextmanager
     def naming_documents(self) -> Iterator[None]:
-        """Within it, a document that is longer than it may be is a matter of ``--max-document`` under ``balanced``, not
-        of rows.
+        """Return a context in which an error about a too long row is renamed for ``balanced``.
+
+        There, a ``UserError`` about ``--sequence-length`` is raised again as one about ``--max-document``.
         """
         try:
             yield

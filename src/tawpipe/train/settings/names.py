@@ -1,4 +1,4 @@
-"""How people look for a setting of ``tawpipe train``: those that come first, and the names that other trainers have."""
+"""Names by which people look for settings: the leading ten of ``tawpipe train --help``, and names of other trainers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEADING = {
     "output": "runs/first",
     "resume": "auto",
 }
-"""What ``--help`` shows, each with an example."""
+"""Settings that ``--help`` shows, each with an example value."""
 
 ELSEWHERE = {
     "base-model": "{model}",
@@ -75,4 +75,5 @@ ELSEWHERE = {
     "train-file": "{data}",
     "use-lora": "{lora.rank} 16",
 }
-"""What other trainers call a setting -> what takes its place here, with ``{key}`` for one of ours."""
+"""Name of a setting in other trainers -> words that name its replacement here; ``{key}`` stands for one of our
+settings."""

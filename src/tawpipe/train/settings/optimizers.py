@@ -1,4 +1,4 @@
-"""The optimizer that the settings of a run ask for, and the groups that it makes of the parameters."""
+"""Optimizer of a run as its settings name it, and the groups of parameters that it makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tawpipe.train.settings.config import TAKES, TrainConfig
 
 
 def factory_of(config: TrainConfig) -> OptimizerFactory:
-    """Make the factory of the optimizer that ``config`` names, with the options that it takes."""
+    """Return the factory of the optimizer that ``config`` names, with the settings that this optimizer uses."""
     settings, takes = config.optimizer, TAKES[config.optimizer.name]
     options: dict[str, Any] = {"weight_decay": settings.weight_decay}
     if "beta1" in takes:
@@ -36,10 +36,16 @@ def factory_of(config: TrainConfig) -> OptimizerFactory:
 def resumed_factory(
     factory: OptimizerFactory, start: ResumePoint, units: Sequence[Unit]
 ) -> tuple[OptimizerFactory, str]:
-    """Give a run that begins at ``start`` the groups of its checkpoint where those of ``factory`` differ.
+    """Return a factory whose parameter groups are equal to the groups of the checkpoint that the run resumes from.
+
+    Args:
+        factory: optimizer factory for a new run.
+        start: checkpoint that the run resumes from, or the empty start of a new run.
+        units: units of the model.
 
     Returns:
-        the factory, and a line that says so; ``""`` if there is nothing to say.
+        the factory, and a line about parameters that a new run would put into other groups; the line is ``""`` if the
+        groups do not differ, and ``factory`` is returned unchanged.
     """
     others = in_other_groups(factory, start.groups, units)
     if not others:
@@ -52,13 +58,14 @@ def resumed_factory(
 
 
 def group_rows(config: TrainConfig, factory: OptimizerFactory, units: Sequence[Unit]) -> list[tuple[str, str]]:
-    """Rows that say how many parameters decay, and which Muon takes."""
+    """Return console rows (title, text) with the number of parameters that decay, and of those that Muon trains."""
     decay, sizes = config.optimizer.weight_decay, {s.name: s.numel for u in units if u.trainable for s in u.slots}
     counted = factory_of(replace(config, optimizer=replace(config.optimizer, weight_decay=1.0)))
     options = options_of(with_groups(counted, rule_of(factory)), units)
     by_muon = [name for name in sizes if issubclass(options[name][0], torch.optim.Muon)]
 
     def count(names: Sequence[str]) -> str:
+        """Return how many parameters and tensors ``names`` stand for, as text."""
         return f"{sum(map(sizes.__getitem__, names)):,} parameters in {len(names)} tensors"
 
     decayed = [name for name in sizes if options[name][1]["weight_decay"]]

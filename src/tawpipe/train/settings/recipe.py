@@ -1,8 +1,7 @@
-"""Settings that a run chooses by what it starts from, where the user has left them open.
+"""Defaults that depend on what a run starts from: learning rate, steps, warm-up and weight decay.
 
-Random weights are trained from scratch, a model with weights is fine-tuned, an adapter is trained beside a frozen
-model: each wants another learning rate, warm-up, weight decay and length. What a user sets always wins, and a resumed
-run keeps what it had.
+A run trains random weights from scratch, fine-tunes a model with weights, or trains an adapter beside a frozen model.
+Each start has its own defaults. A value that the user sets always wins, and a resumed run keeps its earlier values.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from tawpipe.options import Open
 from tawpipe.train.settings.config import TrainConfig
 
 OPEN = ("learning_rate", "steps", "optimizer.warmup_steps", "optimizer.weight_decay")
-"""The settings that may be left open."""
+"""Settings that a user may leave open, by their keys."""
 RELATIVE = 100.0
-"""Adafactor's learning rate is a share of a matrix's usual element, not a step: so many times AdamW's."""
+"""Factor from AdamW's default learning rate to Adafactor's, which is relative to the size of a matrix's elements."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The choice for one kind of start.
+    """Default values for one kind of start.
 
     Args:
-        words: what the run does, for the console.
-        epochs: None for so many steps as is usual.
-        warmup_share: of all steps; None for so many steps as is usual.
+        words: description of the run, for the console.
+        epochs: passes over the training data; None for the default number of steps.
+        warmup_share: share of all steps that belong to the warm-up; None for the default number of warm-up steps.
     """
 
     words: str
@@ -43,25 +42,32 @@ RECIPES = {
     "weights": Recipe("fine-tuning of a model with weights", 1e-5, 0.0, 2, 0.03),
     "adapter": Recipe("training of an adapter", 2e-4, 0.0, 3, 0.03),
 }
-"""By what a run starts from."""
+"""Recipe of each kind of start."""
 HIGHEST = 1e-2
-"""Of Adafactor's learning rates, as its authors have it."""
+"""Highest default learning rate for Adafactor, as its authors use it."""
 ADDS_TO_GRADIENT = ("adam", "sgd", "rmsprop")
-"""Optimizers whose decay torch adds to the gradient, where a usual one is out of proportion."""
+"""Optimizers in which torch adds the weight decay to the gradient. Their default is no decay, as usual values are too
+large there."""
 
 
 def settle(
     config: TrainConfig, start: str, steps_in: Callable[[int], int | None], earlier: Mapping[str, Any] | None = None
 ) -> tuple[TrainConfig, str]:
-    """The settings with nothing left open, and a line that says what was chosen, and why; empty if nothing was.
+    """Replace open settings by values, and return the settings with a line that names the chosen values.
+
+    A value that the user has set wins. An open setting takes its value from ``earlier``, else from the recipe of
+    ``start``.
 
     Args:
         start: one of ``RECIPES``.
-        steps_in: steps in which the data is seen so many times; None where nobody knows.
-        earlier: what the run that is gone on with had (``settled``).
+        steps_in: returns the number of steps for a number of epochs; None if the length of the data is not known.
+        earlier: values of the resumed run (see ``settled``); None for a new run.
+
+    Returns:
+        the settings, and the line for the console; the line is ``""`` if nothing was chosen here.
 
     Raises:
-        UserError: steps are counted in passes of data whose length nobody knows.
+        UserError: ``epochs`` is set, but the number of steps in an epoch is not known.
     """
     recipe, optimizer, earlier = RECIPES[start], config.optimizer, earlier or {}
     said: list[str] = []
@@ -104,7 +110,7 @@ def settle(
 
 
 def settled(config: TrainConfig) -> dict[str, Any]:
-    """What is settled in a run, for its checkpoints."""
+    """Return the values of the settings in ``OPEN``, to be saved in checkpoints."""
     return {name: _get(config, name) for name in OPEN}
 
 

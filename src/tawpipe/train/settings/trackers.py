@@ -1,7 +1,7 @@
-"""The experiment trackers that a run can write to, one class each, all with the two methods of :class:`Tracker`.
+"""Experiment trackers that a run can write to. Each is one class with the methods of :class:`Tracker`.
 
-Only rank 0 makes them, and calls each from one thread of its own (tracking.py): they may be slow, wait for a network or
-raise. A setting that is empty is left to the library, which reads its own environment variables.
+Only rank 0 makes trackers, and calls each one from a thread of its own (``tracking.py``): a tracker may be slow, wait
+for a network or raise. An empty setting is left to the library, which then reads its own environment variables.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from tawpipe.errors import UserError
 from tawpipe.extras import install_hint
 
 NONE = "none"
-"""The word that stands alone for no tracker."""
+"""Value of ``--log.trackers`` that stands for no tracker."""
 PROJECT = "tawpipe"
-"""The project of runs that name none."""
+"""Default project of runs."""
 PARAMETERS_AT_ONCE = 100
-"""As many as MLflow takes in one call."""
+"""Largest number of parameters in one call to MLflow."""
 
 Samples = Sequence[tuple[str, str]]
-"""Prompts, each with the text that the model wrote after it."""
+"""Pairs of a prompt and the text that the model wrote after it."""
 Outcome = Literal["finished", "stopped", "failed"]
-"""How a run ended: as it should, early and in good order, or by an error."""
+"""End of a run: after its last step, early on request, or by an error."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts about a run that its trackers are given.
+    """Facts about a run that its trackers receive.
 
     Args:
-        output: the run's folder.
-        project: what groups runs; empty for what the library's environment variables say, else :data:`PROJECT`.
-        name: of the run; empty for what the library's environment variables say, else that of the output folder.
-        settings: every setting under its name with dots.
-        plan: that it follows, as text; empty without one.
-        id: that the tracker gave this run when it began; empty for a new one.
-        resumed_step: the last step that the run goes on from; 0 for none.
+        output: the run's output folder.
+        project: name that groups runs; empty for the library's environment variables, else :data:`PROJECT`.
+        name: name of the run; empty for the library's environment variables, else the name of the output folder.
+        settings: all settings, by their names with dots.
+        plan: text of the plan that the run follows; empty without one.
+        id: name that the tracker gave this run when it began; empty for a new run.
+        resumed_step: last step before the resume; 0 for a new run.
     """
 
     output: Path
@@ -55,39 +55,55 @@ class TrackedRun:
 
     @property
     def with_plan(self) -> dict[str, Any]:
-        """The settings, and the plan as one of them."""
+        """Settings, with the plan's text as one more (``plan_followed``) if there is a plan."""
         return {**self.settings, **({"plan_followed": self.plan} if self.plan else {})}
 
     def project_unless(self, *variables: str) -> str | None:
-        """The project; None where one of these environment variables says it."""
+        """Return the project or the default; None if the project is empty and one of ``variables`` is set.
+
+        The default is :data:`PROJECT`.
+
+        Args:
+            variables: environment variables from which the tracker's library reads the project.
+        """
         return self.project or (None if any(map(os.environ.get, variables)) else PROJECT)
 
     def name_unless(self, *variables: str) -> str | None:
-        """The name; None where one of these environment variables says it."""
+        """Return the run's name or the default; None if the name is empty and one of ``variables`` is set.
+
+        The default is the name of the output folder.
+
+        Args:
+            variables: environment variables from which the tracker's library reads the name.
+        """
         return self.name or (None if any(map(os.environ.get, variables)) else self.output.absolute().name)
 
 
 class Tracker(Protocol):
-    """A service or library that keeps the numbers of runs. Making one begins a run, or resumes the one with ``run.id``.
-    Any method may raise anything.
+    """Service or library that stores the numbers of runs.
+
+    Making one begins a run, or resumes the run ``run.id``. Any method may raise anything.
     """
 
     id: str
-    """The tracker's name for the run; empty where it needs none to resume."""
+    """The tracker's name for the run; empty if the tracker needs none to resume."""
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float], samples: Samples = ()) -> None:
-        """Take the numbers of a step, or prompts and what the model wrote after them."""
+        """Record the numbers of a step, or prompts and the texts that the model wrote after them."""
         ...
 
     def close(self, outcome: Outcome) -> None:
-        """End, when everything is written."""
+        """Wait until everything is written, and end the run at the tracker."""
         ...
 
 
 class TensorBoard:
-    """Event files under tensorboard/ in the output folder. Steps that are repeated replace those of before."""
+    """Tracker that writes event files under ``tensorboard/`` in the output folder.
+
+    When a run resumes, steps that are repeated replace the earlier ones.
+    """
 
     id = ""
 
@@ -111,7 +127,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. Its step only rises, also over restarts: ours is a metric of its own, and the axis of all."""
+    """Tracker for Weights & Biases.
+
+    The step of wandb can only rise, also over restarts. So ``step`` is logged as a metric, which is the axis of all
+    others.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._wandb = import_module("wandb")
@@ -121,7 +141,7 @@ class Wandb:
             id=run.id or None,
             resume="allow" if run.id else None,
             dir=os.environ.get("WANDB_DIR") or str(run.output),
-            # It would take a progress bar for text, and standard output for its own.
+            # By default wandb captures the console: it records progress bars as text and wraps standard output.
             settings=self._wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),
         )
         self._run.config.update(run.with_plan, allow_val_change=True)
@@ -141,7 +161,7 @@ class Wandb:
 
 
 class Mlflow:
-    """MLflow, wherever MLFLOW_TRACKING_URI says."""
+    """Tracker for MLflow, at the address in ``MLFLOW_TRACKING_URI``."""
 
     ENDED: Mapping[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -150,7 +170,7 @@ class Mlflow:
         if experiment := run.project_unless("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
             mlflow.set_experiment(experiment)
         active = mlflow.start_run(run_id=run.id or None, run_name=run.name_unless())
-        if not run.id:  # parameters of a run cannot be changed
+        if not run.id:  # MLflow does not allow changes of a run's parameters
             items = list(run.settings.items())
             for first in range(0, len(items), PARAMETERS_AT_ONCE):
                 mlflow.log_params(dict(items[first : first + PARAMETERS_AT_ONCE]))
@@ -170,7 +190,10 @@ class Mlflow:
 
 
 class Trackio:
-    """trackio, in a folder of this machine unless its variables name a Space or a server. A run's id is its name."""
+    """Tracker for trackio, which writes to a local folder unless its environment variables name a Space or a server.
+
+    The id of a run is its name.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._trackio = import_module("trackio")
@@ -193,11 +216,12 @@ class Trackio:
 
 
 def _as_code(text: str) -> str:
-    """Text as Markdown that is shown as it is."""
+    """Return ``text`` indented, so that Markdown shows it unchanged as a code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _shown(samples: Samples) -> str:
+    """Return all samples as Markdown code blocks, each with prompt and text joined."""
     return "\n\n".join(_as_code(prompt + text) for prompt, text in samples)
 
 
@@ -207,17 +231,18 @@ TRACKERS: Mapping[str, type[Tracker]] = {
     "mlflow": Mlflow,
     "trackio": Trackio,
 }
-"""Every tracker under its name in ``--log.trackers``, which is also that of its library and of its extra."""
+"""Tracker of each name in ``--log.trackers``. The name is also the name of its library and of the extra to install."""
 
 
 def check_trackers(names: Sequence[str], *, here: bool = True) -> None:
-    """The trackers are known.
+    """Check that ``names`` are known trackers, and that their libraries are installed.
 
     Args:
-        here: whether they are to run in this process, and so must be installed.
+        names: trackers, or ``none`` alone.
+        here: True if the trackers are to run in this process, so that their libraries must be installed.
 
     Raises:
-        UserError: one is not known or not installed.
+        UserError: a tracker is not known or not installed, or ``none`` is used together with others.
     """
     known = ", ".join(TRACKERS)
     for name in names:
@@ -230,7 +255,7 @@ def check_trackers(names: Sequence[str], *, here: bool = True) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """True if Python finds the library. A folder of that name, as wandb leaves one, is none."""
+    """Return True if Python finds the library ``name``. A folder without code, as wandb leaves one, is not counted."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(name)
         return spec is not None and spec.origin is not None
