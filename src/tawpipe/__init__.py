@@ -1,7 +1,7 @@
-"""tawpipe: train long-context language models where the activations stay and the weights travel.
+"""Train long-context language models where activations stay on their device and weights travel.
 
-The library's front door is ``Pipeline``; the names below are imported when they are first used, so that the command
-line can print help without loading torch.
+Start with ``Pipeline``. The public names below are imported on first use, so that the command line can print its help
+without loading torch.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import and return the public name ``name`` on first use.
+
+    Raises:
+        AttributeError: ``name`` is not a public name of this package.
+    """
     if name == "register_strategy":
         return importlib.import_module("tawpipe.schedule.strategies.table").register
     if name in _HOMES:
@@ -97,5 +102,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, which need not have been imported yet."""
+    """Return the public names in sorted order, whether or not they have been imported yet."""
     return sorted(__all__)

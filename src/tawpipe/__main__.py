@@ -1,7 +1,7 @@
-"""``python -m tawpipe``: what launchers start.
+"""Entry point of ``python -m tawpipe``, which launchers start.
 
-The process ends with what it has done, and not with Python's taking itself apart: threads of libraries may still be
-letting go of their last tensors, for which they need Python, and would abort the process.
+The process ends with ``os._exit``, without Python's usual finalization. Threads of libraries may still be releasing
+their last tensors. They need the interpreter for that, and would abort the process during finalization.
 """
 
 import atexit
@@ -13,16 +13,17 @@ _code = 1
 
 
 def _end() -> None:
+    """Flush standard output and standard error, then end the process with exit code ``_code``, without finalization."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or ever did
+        with suppress(OSError, ValueError, AttributeError):  # the reader has gone, or the stream is closed or None
             stream.flush()
     os._exit(_code)
 
 
 if __name__ == "__main__":
-    atexit.register(_end)  # the first to be registered is the last to run: others' handlers have run then
+    atexit.register(_end)  # handlers run in reverse order of registration, so _end runs last
     from tawpipe.cli import main
 
     _code = main()
-    if _code:  # lanes may wait for peers that are gone, and others' handlers for the lanes
+    if _code:  # after a failure, other exit handlers may wait for lanes, which wait for dead ranks
         _end()

@@ -1,7 +1,7 @@
-"""The command ``tawpipe``: finds the command that is meant, runs it and turns errors into exit codes.
+"""The command ``tawpipe``: find the named subcommand, run it, and turn errors into exit codes.
 
-Exit codes: 0 done; 1 the run failed; 2 a setting cannot work; 130 interrupted. What takes long to import (torch,
-transformers) is imported where it is needed, so that help and complaints about settings come at once.
+Exit codes: 0 success; 1 the run failed; 2 a setting cannot work; 130 interrupted. Slow imports (torch, transformers)
+happen only where they are needed. Help and errors about settings therefore appear at once.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ COMMANDS = {
     "trace": "draw the timeline of a recorded step: a picture and a trace to zoom into",
     "open": "open the pages of a run, a plan, a recorded step or a comparison in a browser",
 }
-"""The words after ``tawpipe``, each with its line in the help; the module of that name in ``commands`` has ``run``.
+"""Subcommands of ``tawpipe``, each with its line in the help text.
 
-Installed packages bring others (``commands.brought``), which are looked for when the word is none of these.
+The module of that name in ``tawpipe.commands`` has a function ``run``. Installed packages can add commands
+(``commands.brought``). Packages are searched only if the word on the command line is not in this table.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code.
+    """Run a command line and return its exit code.
 
-    No command ends because a reader of its output has gone, or lacks a letter. One whose output a full disk does not
-    take has failed, but for a training run.
+    A command does not fail because the reader of its output has gone, or because the output's encoding lacks a
+    character. A command whose output cannot be written to a full disk fails. A training run is the exception.
 
     Args:
-        argv: the words after ``tawpipe``; those of this process by default.
+        argv: the words after ``tawpipe``; by default, the words with which this process was started.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = lossy(sys.stdout, (BrokenPipeError,)), lossy(sys.stderr)
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    """Run the command line ``argv`` with the present output streams, print errors, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     others = {} if words[:1] and words[0] in COMMANDS else brought()
     parser = _parser(others)
@@ -69,7 +71,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     try:
         words = _import_modules(words)
-        # The first word decides; what follows belongs to the command.
+        # The first word chooses the command, which parses all further words.
         name = parser.parse_args(words[:1]).command
         command = others[name] if name in others else importlib.import_module(f"tawpipe.commands.{name}")
         return command.run(words[1:])
@@ -83,29 +85,33 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # wherever it is met: nothing but the user can help
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a full disk is an expected error
         return _failed(error) if full else _crashed()
     except Exception:
         return _crashed()
 
 
 def _failed(error: Exception) -> int:
+    """Print an expected error, leave it for the launcher, and return exit code 1."""
     print_expected_error(error)
     leave_words(f"{ERROR_PREFIX}{error}")
     return 1
 
 
 def _crashed() -> int:
+    """Print the traceback of the current exception, leave it for the launcher, and return exit code 1."""
     traceback.print_exc()
     leave_words(traceback.format_exc())
     return 1
 
 
 def _import_modules(words: list[str]) -> list[str]:
-    """The words without ``--import MODULE``, whose modules are imported; for the processes that this one starts, too.
+    """Import the modules of all ``--import MODULE`` options, and return the words without these options.
+
+    The processes that this one starts import the modules as well.
 
     Raises:
-        UserError: a module that is not there, or that cannot be imported.
+        UserError: a module does not exist or cannot be imported.
     """
     left: list[str] = []
     rest = iter(words)
@@ -124,6 +130,11 @@ def _import_modules(words: list[str]) -> list[str]:
 
 
 def _parser(others: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+    """Build the parser of the first word: all commands with their help lines, ``--import`` and ``--version``.
+
+    Args:
+        others: commands of installed packages, by name.
+    """
     description = "Train long-context language models where the activations stay and the weights travel."
     parser = argparse.ArgumentParser(prog="tawpipe", description=description)
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""The output of rank 0: with rich where the output is a terminal, plain lines where it is not.
+"""Console output of rank 0: formatted by rich on a terminal, plain lines elsewhere.
 
-Other ranks make a :class:`Console` too and are silent, so that callers need no ``if rank == 0``.
+The other ranks create a :class:`Console` too, which prints nothing. Callers need no ``if rank == 0``.
 
-On a terminal the newest numbers stand in its last line, which is drawn anew again and again. It is one line, however
-narrow the terminal is, and the cursor stays in it: so whoever else writes to the terminal (the launcher, other ranks
-under torchrun) need only erase the line they are in first, as :class:`AboveBar` does.
+On a terminal, the last line shows the newest numbers and is redrawn repeatedly. It is always a single line, however
+narrow the terminal is, and the cursor stays in it. Any other process that writes to the terminal (the launcher, or
+other ranks under torchrun) must therefore erase the current line first, as :class:`AboveBar` does.
 """
 
 from __future__ import annotations
@@ -31,30 +31,27 @@ from rich.text import Text
 from tawpipe.streams import lossy
 
 ERASE_LINE = "\r\x1b[2K"
-"""What terminals take for: go to the beginning of the line, and erase it."""
+"""Terminal codes that move the cursor to the start of the line and erase the line."""
 REDRAWN_PER_S = 2
-"""Times in a second that the bar is drawn: drawing takes about a millisecond of Python."""
+"""Times per second that the progress bar is redrawn. Drawing it takes about one millisecond of Python."""
 WIDTHS = (10, 30)
-"""Characters that the bar itself has at least and at most; where there are fewer it is left out."""
+"""Minimum and maximum width of the bar itself, in characters. It is left out where fewer are free."""
 LONGEST_PROBLEM = 300
-"""Characters of an error's text that are passed on."""
+"""Maximum number of characters of an error's text that are printed."""
 QUIET_S = 10.0
 """Seconds between two lines of ``progress`` where the output is no terminal."""
 progress = logging.getLogger("tawpipe.progress")
-"""Logger for lines about measuring and planning, which take a while. Only ``progress_to`` and ``passing`` print them.
-
-An info says what is being done and may be replaced by the next line. A warning is a fact and stays.
-"""
+"""Logger for progress lines of measuring and planning, which take a while. Only ``progress_to`` outputs them."""
 
 
 class Console:
-    """Prints a run.
+    """Prints the messages of a run.
 
     Args:
-        rank: of this process; only rank 0 prints.
-        stream: standard output by default.
-        clock: seconds; for the time that is left.
-        bar: draw progress as a bar where the output is a terminal that can.
+        rank: rank of this process. Only rank 0 prints.
+        stream: receives the output; standard output by default.
+        clock: returns the time in seconds; used to estimate the time left.
+        bar: draw a progress bar if the output is an interactive terminal.
     """
 
     def __init__(
@@ -67,7 +64,8 @@ class Console:
     ) -> None:
         self._stream: Any = lossy(stream or sys.stdout, name="" if rank else "standard output")
         self._rich = _RichConsole(file=self._stream, highlight=False, soft_wrap=True, emoji=False)
-        # rich may be told to colour what goes to a file; lines that are drawn again do not belong there.
+        # Settings of rich can force terminal mode for a file. A file must not contain redrawn lines, so check isatty
+        # too.
         self._has_bar = bar and rank == 0 and self._rich.is_interactive and self._stream.isatty()
         self._bar = _Bar(clock)
         self._live: Live | None = None
@@ -78,28 +76,37 @@ class Console:
 
     @contextmanager
     def showing(self, what: str) -> Iterator[None]:
-        """Draw, print or send ``what`` on one rank, after all that the ranks do together.
+        """Run a block that displays ``what`` on one rank; report its exceptions instead of raising them.
 
-        An error there is said the first time, counted for the summary, and not raised. Ctrl-C and SystemExit are.
+        Use it only after everything that the ranks do together. The first exception for ``what`` is printed. Each one
+        is counted, and ``summary`` prints the count. KeyboardInterrupt and SystemExit are raised.
+
+        Args:
+            what: name of the thing that is drawn, printed or sent.
         """
         try:
             yield
-        except Exception as error:  # whatever a library that draws or sends raises
+        except Exception as error:  # libraries that draw or send may raise any exception
             problem = " ".join(str(error).split())[:LONGEST_PROBLEM]
             self.missed(what, f"{what}: not shown, training continues: {type(error).__name__}: {problem}")
 
     def missed(self, what: str, words: str) -> None:
-        """Count that ``what`` could not be shown, and say so in ``words`` the first time."""
+        """Count that ``what`` could not be shown, and print ``words`` the first time."""
         self._missed[what] += 1
         if self._missed[what] == 1:
             self.notice(words)
 
     def topology(self, text: str) -> None:
-        """Print the processes that were found, for example ``4 processes = 2 nodes x 2``."""
+        """Print a line that describes the processes found, for example ``4 processes = 2 nodes x 2``."""
         self.line(text, style="bold")
 
     def plan(self, rows: Sequence[tuple[str, str]], *, title: str = "plan") -> None:
-        """A table of labels and values, before anything is paid for."""
+        """Print a table of labels and values, for example the plan of a run before it starts.
+
+        Args:
+            rows: (label, value) pairs. Nothing is printed if there are none.
+            title: heading of the table.
+        """
         if self._silent or not rows:
             return
         if self._rich.is_terminal:
@@ -126,13 +133,20 @@ class Console:
         extra: str = "",
         line: bool = True,
     ) -> None:
-        """The numbers of a step. The time left follows from the steps since the first call.
+        """Show the numbers of a finished step in the progress bar or on a line.
+
+        The remaining time is estimated from the mean duration of the steps since the first call.
 
         Args:
-            at: the end of the step, by the clock; now by default.
-            shares: of what there is that the step has used, by name, for the bar; None for what is not known.
-            extra: further words, for example the validation loss; they always get a line.
-            line: whether the step gets a line where there is no bar.
+            step: number of the finished step.
+            num_steps: number of steps of the run.
+            loss: loss of the step.
+            grad_norm: gradient norm of the step.
+            tokens_per_second: throughput.
+            at: time at which the step ended, by the console's clock; now by default.
+            shares: used share (0 to 1) of each limited resource by its name, shown in the bar only. None if unknown.
+            extra: further text, for example the validation loss. A step with such text always gets a line.
+            line: print a line for the step if there is no bar.
         """
         if self._silent:
             return
@@ -148,7 +162,7 @@ class Console:
             used = [f"{name} {share:.0%}" for name, share in (shares or {}).items() if share is not None]
             self._bar.update(step, num_steps, [said[0], said[2], *used], None if left_s is None else at + left_s)
             if self._live is None:
-                # Where standard error is no terminal, it is somebody's file, or the launcher reads it.
+                # Do not redirect standard error if it is a file or a pipe to the launcher.
                 redirect = sys.stderr.isatty()
                 self._live = Live(
                     self._bar,
@@ -169,22 +183,29 @@ class Console:
             yield
 
     def end_progress(self) -> None:
-        """Take the bar away, if there is one; lines that are printed afterwards stand where it was."""
+        """Remove the progress bar, if there is one. Later lines are printed in its place."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def notice(self, *texts: str) -> None:
-        """Print lines that the user should know and need not act on; an empty text stands for none."""
+        """Print lines that inform the user and need no action. Empty texts are left out."""
         for text in filter(None, texts):
             self.line(text, style="yellow")
 
     def warning(self, text: str) -> None:
-        """Print something that the user should act on, set off from what is around it."""
+        """Print a warning that the user should act on, with a blank line before and after it."""
         self.line(f"\nwarning: {text}\n", style="bold yellow")
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """The results of the run: a table like that of the plan, with what could not be shown."""
+        """Print the results of the run as a table titled "done".
+
+        The table also lists things that could not be shown (see ``showing``). If lines of standard output were lost,
+        print their number to standard error.
+
+        Args:
+            rows: (label, value) pairs.
+        """
         missed = ", ".join(f"{what} ({times} times)" if times > 1 else what for what, times in self._missed.items())
         self.plan([*rows, *([("not shown", missed)] if missed else [])], title="done")
         if self._stream.lost and not self._silent:
@@ -192,7 +213,11 @@ class Console:
             print(f"tawpipe: {words}", file=sys.stderr, flush=True)
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Print a line, where the output is a terminal in a style of rich."""
+        """Print a line.
+
+        Args:
+            style: style of rich, used only if the output is a terminal.
+        """
         if self._silent:
             return
         if self._rich.is_terminal:
@@ -203,7 +228,7 @@ class Console:
 
 @contextmanager
 def progress_to(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass every line of ``progress`` to ``say`` within the context."""
+    """Pass every line logged to ``progress`` to the function ``say`` within the context."""
     with _progress_handled(lambda record: say(record.getMessage())):
         yield
 
@@ -252,7 +277,7 @@ def passing(stream: TextIO, *, indent: str = "", clock: Callable[[], float] = ti
 
 
 class _RichConsole(RichConsole):
-    """rich's, but the cursor is never hidden: a process that is killed could not show it again."""
+    """A rich console that never hides the cursor: a killed process could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
@@ -260,10 +285,14 @@ class _RichConsole(RichConsole):
 
 @dataclass
 class _Bar:
-    """The last line of the terminal: what matters most of the newest step, as much of it as there is room for.
+    """Progress bar in the last line of the terminal; the least important texts are left out if the line is too narrow.
 
     Args:
-        clock: seconds; the time left runs down between steps.
+        clock: returns the time in seconds; the displayed time left decreases between steps.
+        step: newest step.
+        num_steps: number of steps of the run.
+        said: texts after the step number, the most important first.
+        ends_at: expected end of the run by ``clock``, or None if unknown.
     """
 
     clock: Callable[[], float]
@@ -273,10 +302,11 @@ class _Bar:
     ends_at: float | None = None
 
     def update(self, step: int, num_steps: int, said: Sequence[str], ends_at: float | None) -> None:
+        """Store the values that the next drawing of the bar shows."""
         self.step, self.num_steps, self.said, self.ends_at = step, num_steps, said, ends_at
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        room = max(1, options.max_width - 1)  # a full line would make some terminals begin another one
+        room = max(1, options.max_width - 1)  # some terminals start a new line after a completely filled one
         said = [f"step {self.step:>{len(str(self.num_steps))}}/{self.num_steps}", *self.said]
         if self.ends_at is not None:
             said.insert(2, f"{duration(max(0.0, self.ends_at - self.clock()))} left")
@@ -296,10 +326,10 @@ class _Bar:
 
 
 class AboveBar:
-    """A stream to a terminal on which another process may draw a bar: every line first erases the one it begins in.
+    """Stream to a terminal on which another process may draw a progress bar; erases the bar before every line.
 
     Args:
-        stream: that has a terminal at its other end.
+        stream: stream to a terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -316,18 +346,22 @@ class AboveBar:
 
 
 def above_bar(stream: TextIO) -> TextIO:
-    """``stream``, made safe for a terminal that another process may draw a bar on; as it is where there is none."""
+    """Wrap ``stream`` in :class:`AboveBar` if both it and standard output are terminals, else return it unchanged."""
     return cast(TextIO, AboveBar(stream)) if stream.isatty() and sys.stdout.isatty() else stream
 
 
 def columns(rows: Sequence[Sequence[str]], *, words: int = 1) -> Iterator[str]:
-    """Lines of a table: the first column and the last ones hold words, those between them numbers.
+    """Yield the lines of a table with aligned columns.
+
+    The first column and the last ``words`` columns are aligned to the left, as they hold words. The columns between
+    them are aligned to the right, as they hold numbers.
 
     >>> list(columns([("name", "size", "note"), ("a", "10", "small")]))
     ['name  size  note', 'a       10  small']
 
     Args:
-        words: how many of the last columns hold words.
+        rows: cells of each line; all lines have equally many.
+        words: number of last columns that hold words.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
@@ -339,7 +373,7 @@ def columns(rows: Sequence[Sequence[str]], *, words: int = 1) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Format a duration in seconds, minutes or hours, rounded to whole seconds (from one hour on, to whole minutes).
 
     >>> duration(7.4), duration(75), duration(3725)
     ('7 s', '1 min 15 s', '1 h 02 min')
@@ -353,7 +387,7 @@ def duration(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """The length of a step, or of what is in it, to compare it with others.
+    """Format the duration of a step, or of a part of a step, with three or more digits, for comparison with others.
 
     >>> span(0.0712), span(23.54), span(5525), span(0)
     ('71.2 ms', '23.540 s', '1.53 h', '0 s')

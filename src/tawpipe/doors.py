@@ -1,7 +1,8 @@
-"""Doors: where a lower room calls what a higher one does.
+"""Doors: calls from a lower-level package into a higher-level one, without importing it.
 
-A room never imports one that stands higher. Where it offers what only a higher room can do, it keeps a door: the
-higher room registers the function when it is imported, and the first call through the door imports that room by name.
+A package never imports a package of a higher level. If it offers a function that only a higher-level package
+implements, it keeps a :class:`Door`. The higher-level package registers the function when it is imported. The first
+call through the door imports that package by name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ T = TypeVar("T")
 
 
 class Door(Generic[T]):
-    """A function, or a group of functions, that a higher room registers.
+    """Access to a function, or a group of functions, that a higher-level package registers.
 
     Args:
-        module: the module of the higher room that registers it.
+        module: name of the module that registers the function.
     """
 
     def __init__(self, module: str) -> None:
@@ -24,12 +25,12 @@ class Door(Generic[T]):
         self._registered: T | None = None
 
     def register(self, function: T) -> T:
-        """Put a function behind the door, in place of an earlier one; returns it."""
+        """Register ``function`` behind this door, replacing an earlier one, and return it. Usable as a decorator."""
         self._registered = function
         return function
 
     def __call__(self) -> T:
-        """Return what is registered; the first call imports the module that registers it."""
+        """Return the registered function or group. The first call imports the module that registers it."""
         if self._registered is None:
             importlib.import_module(self._module)
         assert self._registered is not None, f"{self._module} registers nothing"

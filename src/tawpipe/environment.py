@@ -1,6 +1,6 @@
-"""The words between a launcher and the processes that it starts: variables, exit codes, beginnings of lines.
+"""Interface between a launcher and the processes it starts: environment variables, exit codes and prefixes of lines.
 
-It stands below both, so that neither has to load the other to read a constant.
+Both import this module, so that neither has to load the other to read a constant.
 """
 
 from __future__ import annotations
@@ -12,68 +12,74 @@ from dataclasses import dataclass
 from tawpipe.errors import UserError
 
 LOCAL_LAUNCHER = "TAWPIPE_LOCAL_LAUNCHER"
-"""Set to 1 by the launcher of one machine, so that its workers can tell it from torchrun."""
+"""Environment variable that the launcher of one machine sets to 1, so that its workers can distinguish it from
+torchrun."""
 LAUNCH = "TAWPIPE_LAUNCH"
-"""A word that tells the starts of one launch from those of another."""
+"""Environment variable with a word that distinguishes one launch from another. All starts of a launch share it."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Starts of this run before the present one: torchrun's variable, which the local launcher sets as well."""
+"""Environment variable with the number of earlier starts of this run. torchrun defines it; the local launcher sets it
+too."""
 LOOPBACK = "127.0.0.1"
-"""The address at which the workers of the local launcher meet."""
+"""Address at which the workers of the local launcher connect to each other."""
 
 USER_ERROR = 2
 """Exit code of a process that found a setting which cannot work."""
 ERROR_PREFIX = "tawpipe: error: "
-"""The beginning of an expected error's message on standard error."""
+"""Beginning of the message of an expected error on standard error."""
 STUCK = "tawpipe: stuck: "
-"""The beginning of the lines by which a worker says what it waits for in a step that takes too long."""
+"""Beginning of the lines in which a worker reports what it waits for in a step that takes too long."""
 ENDS = "; this process ends"
-"""Words of such a line of a worker that ends because of it."""
+"""Text in a ``STUCK`` line of a worker that ends itself because of the wait."""
 EVERYONE = "all ranks: "
-"""Beginning of such a line's text where it says what follows from those of all ranks."""
+"""Beginning of the text of a ``STUCK`` line that holds the conclusion from the reports of all ranks."""
 SECOND_S = 1.0
-"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
+"""Minimum seconds between a first and a second signal. A signal that arrives earlier is a copy of the first: schedulers
+signal every process, and launchers forward signals."""
 
 CUDA_VARIABLES = {
-    # Streams beyond the number of connections share one, and then wait for each other without need: lanes and NCCL's
-    # own streams are about 12, and the default is 8 connections.
+    # The default is 8 connections. Lanes and NCCL need about 12 streams, and streams that share a connection wait for
+    # each other needlessly.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # All connections of collectives when a group is made, not in the middle of a step, where making one blocks every
-    # lane of a process: they have one issuing thread. Sizes choose algorithms, so that warming up with few numbers
-    # would not make all of them. What it costs in memory is measured, for each group (runtime/transport/transport.py).
+    # Make all connections of collectives when a group is created. Making one during a step blocks every lane of the
+    # process, because one thread issues all of them. A warm-up with small tensors would not make all connections, as
+    # the size selects the algorithm. runtime/transport/transport.py measures the memory of each group.
     "NCCL_RUNTIME_CONNECT": "0",
-    # Torch's allocator maps memory to a segment as it grows, instead of keeping segments of all sizes that steps had.
+    # Torch's allocator then extends segments as needed, instead of keeping segments of every size that steps used.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""What CUDA, NCCL and torch's allocator read when they start, as this project's lanes need it; what a user has set
-stays."""
+"""Environment variables for CUDA, NCCL and torch's allocator that the lanes of this project need.
+
+Values that the user has set are kept.
+"""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of one variable: the older ones are read first."""
+"""Alternative names of torch's allocator variable, which torch has renamed over time."""
 
 
 def missing_cuda_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of ``CUDA_VARIABLES`` that a user has not set, under any of their names."""
+    """Return the entries of ``CUDA_VARIABLES`` that ``environ`` does not set under any of their names."""
     said = {"PYTORCH_ALLOC_CONF"} if any(name in environ for name in ALLOCATOR) else set[str]()
     return {name: value for name, value in CUDA_VARIABLES.items() if name not in environ and name not in said}
 
 
 def set_cuda_variables(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``CUDA_VARIABLES`` where they are not set; before CUDA starts in this process."""
+    """Set the entries of ``CUDA_VARIABLES`` that ``environ`` lacks. Call before CUDA starts in this process."""
     environ.update(missing_cuda_variables(environ))
 
 
 def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if the launcher of one machine, not torchrun, started this process."""
     return environ.get(LOCAL_LAUNCHER) == "1"
 
 
 def restart_count() -> int:
-    """Starts of this run before the present one."""
+    """Return the number of earlier starts of this run, or 0 if the launcher has not set it."""
     text = os.environ.get(RESTARTS, "0")
     return int(text) if text.isdecimal() else 0
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The place of this process among the others, as torchrun or the local launcher gives it."""
+    """Ranks of this process and sizes of the world and of its node, as torchrun or the local launcher set them."""
 
     rank: int
     world_size: int
@@ -83,10 +89,10 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """The launcher's variables, or None in a process that no launcher started.
+        """Read the launcher's variables from ``environ``; return None in a process that no launcher started.
 
         Raises:
-            UserError: some of the variables are there and others are missing or no numbers.
+            UserError: some of the variables are missing or not numbers.
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return None

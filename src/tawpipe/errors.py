@@ -1,4 +1,4 @@
-"""Errors that belong to the user of the program. They stand below everything, so that every part may raise them."""
+"""Errors that the user of the program has to solve. This module imports none of the package's other modules."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 
 
 class UserError(Exception):
-    """A setting that cannot work. The command line prints it without a traceback and exits with code 2.
+    """Setting that cannot work. The command line prints it without a traceback and exits with code 2.
 
     Args:
-        setting: the name of the setting as the user writes it: ``--data`` on a command line, an argument's name in the
-            library (``options.library`` has its option).
-        value: what it was.
-        expected: what it may be, or what would be right here; one sentence without a full stop.
-        need: what a refused strategy would need, as data (``schedule.refusal``), or why it is refused, in words that
-            name no strategy; None where no search for settings asks.
+        setting: name of the setting as the user writes it: ``--data`` on a command line, the argument's name in the
+            library (``options.library`` maps it to the option).
+        value: value that the user gave.
+        expected: values that are allowed, or the right value here; one sentence without a full stop.
+        need: requirement of a refused strategy as data (``schedule.refusal``), or the reason of the refusal in words
+            that name no strategy. None if no search over settings uses it.
     """
 
     def __init__(self, setting: str, value: object, expected: str, *, need: object = None) -> None:
@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """A run that cannot go on although its settings were right, for example a non-finite loss. Exit code 1."""
+    """Failure of a run whose settings were right, for example a non-finite loss. The exit code is 1."""
 
 
 REPORT = (
@@ -33,10 +33,13 @@ REPORT = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an error of Python or torch that says that memory could not be had."""
+    """Return True if ``error`` is a ``MemoryError`` or its text says that memory could not be allocated."""
     return isinstance(error, MemoryError) or bool(re.search("out of memory|can't allocate memory", str(error)))
 
 
 def is_fault(error: Exception) -> bool:
-    """True for an error that neither a setting nor a machine without enough memory explains."""
+    """Return True if neither a setting nor the machine explains ``error``, so that it is a fault of the program.
+
+    UserError, RunError, OSError and errors for lack of memory are not faults.
+    """
     return not (is_out_of_memory(error) or isinstance(error, UserError | RunError | OSError))

@@ -1,4 +1,4 @@
-"""The version of this package; what can be installed besides (the extras of pyproject.toml), and the command for it."""
+"""Version of this package, and the command that installs its optional dependencies (the extras of pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import shlex
 from pathlib import Path
 
 VERSION = "0.1.0"
-"""Also of a source tree that is not installed."""
+"""Version of the package, valid also in a source tree that is not installed."""
 CLONE = Path(__file__).resolve().parents[2]
-"""The repository, where the package is used from one."""
+"""Root folder of the repository, if the package is used from a clone."""
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra: from the clone that this package is used from, or else by its name, which
-    pip finds installed.
+    """Return the shell command that installs the optional dependencies ``extra``.
+
+    The command installs from the clone if the package is used from one. Otherwise it installs ``tawpipe[extra]`` by
+    name.
     """
     if not (CLONE / "pyproject.toml").is_file():
         return f"pip install 'tawpipe[{extra}]'"

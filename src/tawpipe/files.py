@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole."""
+"""Writing files and folders so that a crash leaves them complete."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 REPLACED = ".replaced"
-"""Behind the name of a folder that a new one is about to replace."""
+"""Suffix of the name of a folder while a new folder replaces it."""
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a crash, or a disk that is full, leaves the old one or the new one."""
+    """Write ``text`` to a file so that a crash or a full disk leaves either the old or the new content."""
     new = path.with_name(path.name + ".new")
     try:
         with new.open("w", encoding="utf-8") as file:
@@ -25,7 +25,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or folder onto the disk. A file system that cannot sync folders is not asked again."""
+    """Write a file or folder to the disk with ``fsync``.
+
+    An error for a folder is ignored, because some file systems cannot sync folders.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -37,7 +40,10 @@ def sync(path: Path) -> None:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Give a complete folder its name; what had that name goes, unless this fails. Of a link only the link goes."""
+    """Rename the complete folder ``new`` to ``folder``, then delete the folder that had this name before.
+
+    If the rename fails, the earlier folder keeps its name. If ``folder`` is a symbolic link, only the link is deleted.
+    """
     replaced = folder.with_name(f"{folder.name}{REPLACED}")
     _remove(replaced)
     if os.path.lexists(folder):
@@ -53,6 +59,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    """Delete a folder tree, or only the link if ``folder`` is a symbolic link. Do nothing if it does not exist."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -60,11 +67,11 @@ def _remove(folder: Path) -> None:
 
 
 def checksum(path: Path, *, uncached: bool = False) -> str:
-    """SHA-256 of a file, as ``sha256sum`` prints it.
+    """Return the SHA-256 checksum of a file in hexadecimal digits, as ``sha256sum`` prints it.
 
     Args:
-        uncached: of what the disk, or the server of a network file system, gives: this machine's copy in its page cache
-            is dropped first, as far as it was synced and the system can (POSIX).
+        uncached: drop this machine's page cache of the file first, so that the bytes come from the disk or from the
+            server of a network file system. Only synced pages are dropped, and only on systems with ``posix_fadvise``.
     """
     with path.open("rb") as file:
         if uncached and hasattr(os, "posix_fadvise"):

@@ -1,4 +1,4 @@
-"""How often Python looks for objects that refer to each other and to nothing else."""
+"""Frequency of Python's garbage collection, which searches for unreachable reference cycles."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from functools import cache
 
 RARELY = (100_000, 20, 100)
-"""Thresholds of ``gc``."""
+"""Thresholds of ``gc.set_threshold`` that ``rarely_collected`` sets."""
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Look for such objects a hundred times less often: schedules and timelines are hundreds of thousands of small ones
-    that stay, and to go through them again and again takes a third of a plan's time.
+    """Run garbage collection about a hundred times less often within the context.
+
+    Schedules and timelines consist of hundreds of thousands of small objects that stay. Scanning them repeatedly takes
+    a third of the time of planning.
 
     >>> with rarely_collected():
     ...     gc.get_threshold() == RARELY
@@ -30,7 +32,9 @@ def rarely_collected() -> Iterator[None]:
 
 @cache
 def leave_imports_alone() -> None:
-    """Let no collection look through what there is by now, once in a process: modules, of which nothing goes, are most
-    of what a full one takes, and a run makes some before its first step (``runtime.memory.give_back``).
+    """Exclude all objects that exist now from garbage collection. Only the first call in a process has an effect.
+
+    Most objects that a full collection scans belong to imported modules, which are never freed. A run makes some full
+    collections before its first step (``runtime.memory.give_back``).
     """
     gc.freeze()

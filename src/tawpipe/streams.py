@@ -1,7 +1,7 @@
-"""Standard output and standard error as streams whose faults end nothing, and a check of text that comes in.
+"""Standard output and standard error whose write errors do not end the program, and a check of text settings.
 
-A letter that the encoding lacks is written as an escape. Text that a full disk, or a reader that has gone, does not
-take is lost, and counted.
+A character that the encoding lacks is written as an escape sequence. Text that cannot be written (full disk, closed
+reader) is dropped, and its lines are counted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tawpipe.errors import UserError
 
 
 class Lossy:
-    """A stream that writes escapes for letters that its encoding lacks, and loses text that cannot be written.
+    """Stream that escapes characters its encoding lacks, and drops text that cannot be written.
 
     Args:
         stream: receives the text.
-        loses: errors for which text is lost; others are raised.
-        name: of the stream, with which the first loss is said on standard error; empty to say nothing.
+        loses: exception types for which text is dropped; other exceptions are raised.
+        name: name of the stream in the message that reports the first loss on standard error; empty for no message.
 
-    ``lost`` is the number of lines that were lost, ``problem`` why the first one was.
+    ``lost`` is the number of dropped lines. ``problem`` is the text of the first error, or empty.
     """
 
     def __init__(self, stream: TextIO, loses: tuple[type[Exception], ...], name: str) -> None:
@@ -32,20 +32,22 @@ class Lossy:
         self._unflushed = 0
 
     def write(self, text: str) -> int:
+        """Write text and return its number of characters. Text that ends a line is flushed at once."""
         self._unflushed += text.count("\n")
         try:
             try:
                 self._stream.write(text)
-            except UnicodeEncodeError:  # whose own name of the encoding may be that of its family
+            except UnicodeEncodeError:  # the error may name only the codec's family
                 coding = self._stream.encoding
                 self._stream.write(text.encode(coding, "backslashreplace").decode(coding))
         except self._loses as error:
             self._lose(error)
-        if text.endswith("\n"):  # a program whose output is lost ends with an error, and not with half of it
+        if text.endswith("\n"):  # raise write errors now, not after half of the output
             self.flush()
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream. If this fails with one of the lost error types, count the unflushed lines as lost."""
         try:
             self._stream.flush()
             self._unflushed = 0
@@ -53,6 +55,7 @@ class Lossy:
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
+        """Count the unflushed lines as lost, and report the first error on standard error."""
         first, self.problem = not self.problem, self.problem or str(error)
         self.lost, self._unflushed = self.lost + self._unflushed, 0
         if first and self._name and sys.stderr is not None:
@@ -64,16 +67,27 @@ class Lossy:
 
 
 def lossy(stream: TextIO | None, loses: tuple[type[Exception], ...] = (OSError, ValueError), name: str = "") -> TextIO:
-    """Wrap ``stream`` in a :class:`Lossy` of its own; None stands for a stream that the process was started without."""
+    """Wrap ``stream`` in a new :class:`Lossy`.
+
+    Args:
+        stream: stream to wrap; an existing ``Lossy`` around it is removed first. None, if the process was started
+            without this stream, is replaced by the null device.
+        loses: exception types for which text is dropped.
+        name: name of the stream in the message about the first loss; empty for no message.
+    """
     return cast(TextIO, Lossy(_inner(stream) or Path(os.devnull).open("w"), loses, name))
 
 
 def _inner(stream: TextIO | None) -> TextIO | None:
+    """Return the stream inside all :class:`Lossy`` wrappers, or ``stream` itself if it has none."""
     return _inner(stream._stream) if isinstance(stream, Lossy) else stream
 
 
 def settle(stream: TextIO) -> None:
-    """Drop text that still cannot be written, or the interpreter would fail over it when it ends."""
+    """Flush ``stream``; if that fails, redirect its file descriptor to the null device.
+
+    Otherwise, the interpreter would fail when it flushes the remaining text at exit.
+    """
     try:
         (_inner(stream) or stream).flush()
     except (OSError, ValueError):
@@ -82,6 +96,11 @@ def settle(stream: TextIO) -> None:
 
 
 def check_text(setting: str, text: str) -> None:
-    """Raise UserError for a setting that holds bytes which are no UTF-8: no tokenizer takes them."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python reads such bytes
+    """Raise UserError if the setting's text contains bytes that are not UTF-8, which no tokenizer accepts.
+
+    Args:
+        setting: name of the setting, for the message.
+        text: value of the setting.
+    """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # Python decodes such bytes to surrogates
         raise UserError(setting, text, "text in UTF-8")

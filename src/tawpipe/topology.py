@@ -1,6 +1,6 @@
-"""Nodes and local ranks: which processes share a fast link.
+"""Nodes, and the ranks on each of them: which processes share a fast link.
 
-A topology is derived anew at every start, because launchers number ranks differently after a restart.
+The topology is determined again at every start, because launchers may number ranks differently after a restart.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from math import gcd
 from tawpipe.errors import UserError
 
 SET = "set"
-"""Begins the name of a group of so many neighbouring ranks of a node."""
+"""Prefix of the name of a context-parallel group: neighbouring ranks of a node that compute a row together."""
 
 
 def set_group(ranks: int) -> str:
-    """The name of the group of so many neighbouring ranks of a node, which compute a row together."""
+    """Return the name of the context-parallel group of ``ranks`` neighbouring ranks of a node, for example ``set4``."""
     return f"{SET}{ranks}"
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The mesh of processes: the outer axis is the slow link between nodes, the inner one the fast link inside a node.
+    """Mesh of processes. The outer axis is the slow link between nodes; the inner axis is the fast link inside a node.
 
     Args:
-        nodes: for every node the global ranks on it, in the order of their local ranks. Schedules need equally many on
-            all nodes, see ``evened``.
+        nodes: for every node, the global ranks on it in the order of their local ranks. Schedules need the same number
+            of ranks on all nodes, see ``evened``.
 
     >>> topology = Topology.grid(2, 3)
     >>> topology.nodes
@@ -43,15 +43,16 @@ class Topology:
 
     @classmethod
     def grid(cls, num_nodes: int, local_size: int) -> Topology:
-        """``num_nodes`` nodes of ``local_size`` consecutive ranks each."""
+        """Build a topology of ``num_nodes`` nodes with ``local_size`` consecutive ranks each."""
         return cls(tuple(tuple(range(n * local_size, (n + 1) * local_size)) for n in range(num_nodes)))
 
     @classmethod
     def from_group_ranks(cls, group_ranks: list[tuple[int, int]]) -> Topology:
-        """The mesh of the (node number, local rank) of every global rank, as the launcher gave them.
+        """Build the topology from the (node number, local rank) of every global rank, as the launcher assigned them.
 
         Raises:
-            UserError: ranks do not follow nodes and local ranks: groups of torch number their members by rank.
+            UserError: global ranks do not increase with the node and the local rank. torch numbers the members of a
+                process group by global rank.
         """
         nodes: dict[int, list[tuple[int, int]]] = {}
         for rank, (node, local) in enumerate(group_ranks):
@@ -63,10 +64,12 @@ class Topology:
         return cls(in_order)
 
     def evened(self) -> Topology:
-        """The same ranks on equally large nodes: where they are not, each is cut into groups of as many as divide all.
+        """Return a topology with the same ranks on nodes of equal size.
 
-        Every device then keeps as much as every other, and the busiest link carries no more than it must: neighbouring
-        groups are neighbours in the ring of a rail, so that what passes between two of one machine stays in it.
+        If the sizes differ, each node is cut into groups of g neighbouring ranks, where g is the greatest common
+        divisor of the sizes. Every device then keeps an equal share of the weights, and the busiest link carries no
+        more than necessary: neighbouring groups are neighbours in the ring of a rail, so traffic between two groups of
+        one machine stays inside the machine.
 
         >>> Topology(((0, 1, 2, 3), (4, 5))).evened().nodes
         ((0, 1), (2, 3), (4, 5))
@@ -76,6 +79,7 @@ class Topology:
 
     @property
     def is_even(self) -> bool:
+        """True if all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
     @property
@@ -84,7 +88,7 @@ class Topology:
 
     @property
     def local_size(self) -> int:
-        """Ranks on every node; there is no such number where nodes differ."""
+        """Number of ranks on every node. Fails with AssertionError if the nodes differ in size."""
         assert self.is_even, self.nodes
         return len(self.nodes[0])
 
@@ -94,22 +98,31 @@ class Topology:
 
     @cached_property
     def _position(self) -> dict[int, tuple[int, int]]:
+        """Node number and local rank of every global rank."""
         return {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
 
     def node_of(self, rank: int) -> int:
+        """Return the number of the node that has the global rank ``rank``."""
         return self._position[rank][0]
 
     def local_of(self, rank: int) -> int:
+        """Return the local rank of the global rank ``rank`` on its node."""
         return self._position[rank][1]
 
     def rail(self, local_rank: int) -> tuple[int, ...]:
-        """The ranks of one local rank in all nodes, in the order of the nodes: the group that crosses the slow link."""
+        """Return the global ranks that have ``local_rank`` in all nodes, in the order of the nodes.
+
+        Their traffic crosses the slow link between nodes.
+        """
         return tuple(node[local_rank] for node in self.nodes)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The members of the group ``node``, ``rail`` or ``world`` of ``rank``, in their group order; of its set
-        (``set2``, ``set4``, ...), the aligned block of so many ranks of its node; or of every so manieth rank of an
-        aligned block of the world (``2:8``), see ``strided_group``.
+        """Return the global ranks of the group called ``name`` that contains ``rank``, in the order of the group.
+
+        Args:
+            name: ``node``, ``rail`` or ``world``. ``set4``: the context-parallel group, an aligned block of 4
+                neighbouring ranks of the node. ``2:8``: every second rank of an aligned block of 8 ranks of the world,
+                see ``strided_group``.
 
         >>> Topology.grid(2, 4).group("set2", 6)
         (6, 7)
@@ -135,7 +148,7 @@ class Topology:
         return world
 
     def strided_group(self, stride: int, size: int) -> str:
-        """The name of the group of every ``stride``-th rank of an aligned block of ``size`` ranks.
+        """Return the name of the groups that hold every ``stride``-th rank of an aligned block of ``size`` ranks.
 
         >>> [Topology.grid(2, 4).strided_group(*each) for each in ((1, 4), (4, 8), (2, 4))]
         ['node', 'rail', '2:4']
@@ -148,7 +161,7 @@ class Topology:
         return usual.get((stride, size), f"{stride}:{size}")
 
     def has_strided_group(self, name: str) -> bool:
-        """True for the name of such a group.
+        """Return True if ``name`` has the form ``stride:size`` and this topology can be cut into such groups.
 
         >>> [Topology.grid(2, 4).has_strided_group(name) for name in ("2:8", "2:6", "8:8", "node")]
         [True, False, False, False]
@@ -159,6 +172,7 @@ class Topology:
         return 0 < int(stride) < int(size) and int(size) % int(stride) == 0 == self.world_size % int(size)
 
     def __str__(self) -> str:
+        """Return a description such as ``4 processes = 2 nodes x 2``."""
         processes = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
         nodes = f"{self.num_nodes} node" + ("s" if self.num_nodes > 1 else "")
         if not self.is_even:

@@ -1,6 +1,7 @@
-"""A process beside this one that calls functions which take long, so that no thread of a run waits for Python's lock.
+"""A helper process that runs slow functions, so that the threads of a training run do not wait for Python's lock (GIL).
 
-It ends with the process that started it. Functions and what they take and return go through ``pickle``.
+The process ends together with the process that started it. Functions, their arguments and their results are sent with
+``pickle``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 
 class Worker:
-    """A process that calls functions one after the other.
+    """Process that runs functions one after another, in the order of the ``ask`` calls.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self) -> None:
@@ -34,36 +35,36 @@ class Worker:
             )
 
     def ask(self, function: Callable[..., object], *arguments: object) -> None:
-        """Let it call a function; ``answer`` has the result.
+        """Send a function and its arguments to the process, and return at once. ``answer`` returns the result.
 
         Raises:
-            OSError: the worker has ended.
+            OSError: the process has ended.
         """
         self._connection.send((function, arguments))
 
     @property
     def ready(self) -> bool:
-        """True if ``answer`` returns at once."""
+        """True if ``answer`` returns without waiting."""
         return self._connection.poll()
 
     def answer(self) -> Any:
-        """Wait for the result of the function asked for first.
+        """Wait for the result of the earliest function whose result was not received yet, and return it.
 
         Raises:
-            EOFError, OSError: the worker has ended, by a fault of the function or from outside.
+            EOFError, OSError: the process has ended, because the function raised an exception or from outside.
         """
         return self._connection.recv()
 
     def close(self) -> None:
-        """End the process. May be called more than once."""
+        """Kill the process and wait for its end. Can be called more than once."""
         self.process.kill()
         self.process.wait()
         self._connection.close()
 
 
 def serve(connection: Connection) -> None:
-    """Call what is asked for until nobody can ask any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself knows what to do about it
+    """Run the functions that arrive on ``connection`` and send their results, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; the run itself handles it
     while True:
         try:
             function, arguments = connection.recv()
